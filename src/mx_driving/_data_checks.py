@@ -101,58 +101,52 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
         if _open:
-            inputs: Any = composition.bare_inputs(operator.name, *args) if operator.bare else args
-            _look(
-                _Call(operator, *inputs) if operator.kind != "pooling" else _Points(operator, inputs[0], inputs[1], inputs[5:])
-            )
+            _look(operator, args)
         return output
 
     return run
 
 
 class _Call(NamedTuple):
-    operator: Operator
+    """The inputs of a bare operator that reads maps, and their names."""
+
     value: Tensor  # [bs, rows, ...]
     shapes: Tensor
     starts: Tensor
     locations: Tensor
     weights: Tensor
+    names: SamplingInputs
+    has_logits: bool  # of the operator that was called
 
     @property
-    def names(self) -> SamplingInputs:
-        return SamplingInputs(*OPERATORS[self.operator.bare or self.operator.name].inputs)
-
-    @property
-    def floating(self) -> tuple[tuple[str, Tensor], ...]:
-        names = self.names
-        return (names.value, self.value), (names.locations, self.locations), (names.weights, self.weights)
+    def are_points(self) -> bool:
+        """Whether cameras come before points in the locations, as in deformable_aggregation."""
+        return self.shapes.dim() == 3
 
 
-class _Points(NamedTuple):
-    """A call of bev_pool_v3. Its ranks are legal."""
-
-    operator: Operator
-    feat: Tensor
-    depth: Tensor
-    sizes: tuple[int, ...]  # B, D, H, W
-
-    @property
-    def floating(self) -> tuple[tuple[str, Tensor], ...]:
-        return ("feat", self.feat), ("depth", self.depth)
+Finding = tuple[str, str, str, str]  # its kind, an input's name, the rule, the fact
 
 
-def _look(call: _Call | _Points) -> None:
-    if not all(t.numel() for t in call if isinstance(t, Tensor)):
+def _look(operator: Operator, args: tuple[Any, ...]) -> None:
+    bare = OPERATORS[operator.bare or operator.name]
+    inputs: Any = composition.bare_inputs(operator.name, *args) if operator.bare else args
+    floating = {name: t for name, t in zip(bare.inputs, inputs, strict=False) if t.is_floating_point()}
+    if not all(t.numel() for t in floating.values()):
         return
-    if call[1].is_cuda and torch.cuda.is_current_stream_capturing():
+    if inputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a graph's capture cannot wait for data
-    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name]):
-        look(call)
+    for name, t in floating.items():
+        if fraction := _fraction(t.isnan()):
+            _warn(operator.name, f"NaN in {name}", name, "have no NaN", _percent(fraction))
+    if bare.kind != "pooling":
+        inputs = [_Call(*inputs, names=SamplingInputs(*bare.inputs), has_logits=bool(operator.bare))]
+    for look in _LOOKS[bare.name]:
+        for finding in look(*inputs):
+            _warn(operator.name, *finding)
 
 
-def _warn(call: _Call | _Points, kind: str, name: str, rule: str, fact: str) -> None:
+def _warn(operator: str, kind: str, name: str, rule: str, fact: str) -> None:
     """Warn once, at the caller's line: the nearest that is neither ours nor torch's."""
-    operator = call.operator.name
     if (operator, kind) not in _warned:
         _warned.add((operator, kind))
         warnings.warn(f"{operator}: {name} should {rule}; got {fact}", DataWarning, stacklevel=_caller())
@@ -179,124 +173,86 @@ def _fraction(where: Tensor) -> float:
     return where.float().mean().item()
 
 
-def _nan(call: _Call | _Points) -> None:
-    for name, t in call.floating:
-        if t.is_floating_point() and (fraction := _fraction(t.isnan())):
-            _warn(call, f"NaN in {name}", name, "have no NaN", _percent(fraction))
+def _sizes(call: _Call) -> Tensor:
+    return call.shapes.flip(-1)[:, None].double()
 
 
-class _Samples(NamedTuple):
-    """Locations in pixels, and the sizes of their maps."""
-
-    x: Tensor
-    y: Tensor
-    width: Tensor
-    height: Tensor
-
-    def on_map(self) -> Tensor:
-        """True where a sample of multi_scale_deformable_attn reads, and where geometric_kernel_attention clamps nothing."""
-        return (self.x > -1) & (self.y > -1) & (self.x < self.width) & (self.y < self.height)
-
-    def reach(self) -> float:
-        """How far samples reach right and down, as fractions of the map's sides; the smaller of the two."""
-        return min((self.x / self.width).max().item(), (self.y / self.height).max().item())
-
-    def swapped(self) -> _Samples:
-        return self._replace(width=self.height, height=self.width)
+def _on_map(call: _Call, sizes: Tensor) -> Tensor:
+    """Return whether samples are on maps of these sizes. float64 holds every pixel."""
+    locations = call.locations.double()
+    return geometry.on_map(geometry.pixels(locations, sizes) if call.locations.is_floating_point() else locations, sizes)
 
 
-def _pixels(call: _Call, normalised: bool) -> _Samples:
-    """The samples of an attention operator. float64 holds every pixel."""
-    x, y = call.locations.double().unbind(-1)
-    height, width = (side[:, None].double() for side in call.shapes.unbind(-1))
-    return _Samples(x * width - 0.5, y * height - 0.5, width, height) if normalised else _Samples(x, y, width, height)
+def _like_pixels(call: _Call) -> Finding | None:
+    """Return a finding if most samples have no negative coordinate, and a larger one that is as large as those of pixels."""
+    largest = call.locations.amax(-1)
+    like = (call.locations >= 0).all(-1) & (largest > _PIXELS[0]) & (largest <= _PIXELS[1])
+    if (fraction := _fraction(like.any(-1) if call.are_points else like)) <= _MOST:
+        return None
+    fact = f"{_percent(fraction)} that look like pixels, up to {largest[like].max().item():.4g}"
+    return "pixels", call.names.locations, "be fractions of the map, 0..1", fact
 
 
-def _like_pixels(locations: Tensor) -> Tensor:
-    """Where no coordinate is negative, and the larger one is as large as those of pixels."""
-    largest = locations.amax(-1)
-    return (locations >= 0).all(-1) & (largest > _PIXELS[0]) & (largest <= _PIXELS[1])
-
-
-def _warn_of_pixels(call: _Call, like: Tensor, fraction: float) -> None:
-    largest = call.locations.amax(-1)[like].max().item()
-    fact = f"{_percent(fraction)} that look like pixels, up to {largest:.4g}"
-    _warn(call, "pixels", call.names.locations, "be fractions of the map, 0..1", fact)
-
-
-def _normalised(call: _Call) -> None:
+def _normalised(call: _Call) -> Iterator[Finding]:
     """multi_scale_deformable_attn."""
-    off = _fraction(~_pixels(call, normalised=True).on_map())
-    if off <= _MOST:
-        return
-    like = _like_pixels(call.locations)
-    if (fraction := _fraction(like)) > _MOST:
-        _warn_of_pixels(call, like, fraction)
-        return
-    low, high = call.locations.min().item(), call.locations.max().item()
-    grid = " and all in -1..1, the range of grid_sample" if low < -0.5 and low >= -1 and high <= 1 else ""
-    fact = f"{_percent(off)} of samples off them{grid}"
-    _warn(call, "off the map", call.names.locations, "mostly lie on their maps, 0..1", fact)
+    if (off := _fraction(~_on_map(call, _sizes(call)))) > _MOST:
+        low, high = call.locations.min().item(), call.locations.max().item()
+        grid = " and all in -1..1, the range of grid_sample" if -1 <= low < -0.5 and high <= 1 else ""
+        fact = f"{_percent(off)} of samples off them{grid}"
+        yield _like_pixels(call) or ("off the map", call.names.locations, "mostly lie on their maps, 0..1", fact)
 
 
-def _seen(call: _Call) -> None:
+def _seen(call: _Call) -> Iterator[Finding]:
     """deformable_aggregation. It counts points, not samples, because one camera sees a point and the others do not."""
-    within = geometry.inside(call.locations)
-    unseen = _fraction(~within.any(-1))
-    if unseen <= _MOST:
-        return
-    like = _like_pixels(call.locations)
-    if (fraction := _fraction(like.any(-1))) > _MOST:
-        _warn_of_pixels(call, like, fraction)
-        return
-    rule = "lie in some camera's picture, 0..1, for most points"
-    _warn(call, "off the map", call.names.locations, rule, f"{_percent(unseen)} of points in none")
+    if (unseen := _fraction(~geometry.inside(call.locations).any(-1))) > _MOST:
+        rule, fact = "lie in some camera's picture, 0..1, for most points", f"{_percent(unseen)} of points in none"
+        yield _like_pixels(call) or ("off the map", call.names.locations, rule, fact)
 
 
-def _in_pixels(call: _Call) -> None:
+def _in_pixels(call: _Call) -> Iterator[Finding]:
     """geometric_kernel_attention."""
-    locations = call.locations
+    locations, sizes = call.locations, _sizes(call)
     if locations.numel() > 2 and call.shapes.max() > 2 and bool(((locations >= 0) & (locations <= 1)).all()):
         height, width = call.shapes[call.shapes.prod(-1).argmax()].tolist()
         fact = f"none beyond 1 on a map of {height} x {width}, as if 0..1 were the map"
-        _warn(call, "normalised", call.names.locations, "be pixels of each level", fact)
+        yield "normalised", call.names.locations, "be pixels of each level", fact
         return
-    samples = _pixels(call, normalised=False)
-    off, swapped = _fraction(~samples.on_map()), _fraction(~samples.swapped().on_map())
-    if off > 0.05 and swapped < 0.1 * off and samples.swapped().reach() > 0.75:
+    off, swapped = (_fraction(~_on_map(call, sides)) for sides in (sizes, sizes.flip(-1)))
+    reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()  # right and down, the smaller of the two
+    if off > 0.05 and swapped < 0.1 * off and reach > 0.75:
         fact = f"{_percent(off)} of samples off their maps, and {_percent(swapped)} if the shapes were (W, H)"
-        _warn(call, "swapped", call.names.shapes, "be (H, W)", fact)
+        yield "swapped", call.names.shapes, "be (H, W)", fact
     elif off > _MOST:
-        fact = f"{_percent(off)} of samples off them"
-        _warn(call, "off the map", call.names.locations, "mostly lie on their maps", fact)
+        yield "off the map", call.names.locations, "mostly lie on their maps", f"{_percent(off)} of samples off them"
 
 
-def _swapped_levels(call: _Call) -> None:
+def _swapped_levels(call: _Call) -> Iterator[Finding]:
     """The levels of one pyramid show one picture: one cannot be wide and another one high."""
-    pyramids = call.shapes if call.shapes.dim() == 3 else call.shapes[None]
-    for levels in pyramids.tolist():
+    for levels in call.shapes.view(-1, *call.shapes.shape[-2:]).tolist():
         aspects = [math.log(width / height) for height, width in levels]
         if min(aspects) < -_OBLONG and max(aspects) > _OBLONG:
             wide, high = (levels[aspects.index(pick(aspects))] for pick in (max, min))
             fact = f"{tuple(wide)} beside {tuple(high)} in one pyramid"
-            _warn(call, "swapped", call.names.shapes, "be (H, W) on every level", fact)
+            yield "swapped", call.names.shapes, "be (H, W) on every level", fact
 
 
-def _row_ends(call: _Call) -> None:
+def _row_ends(call: _Call) -> Iterator[Finding]:
     """Compare neighbours in value: they differ more than usual where a row of the picture ends and the next one begins."""
-    numbers = call.value[:, 0].numel()
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
-    oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and min(h, w) >= _FEW_ROWS]
-    if not oblong or max(oblong)[0] ** 0.5 * numbers < _FEW_NUMBERS:
+    oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and _is_large(call, h, w)]
+    if not oblong:
         return
     rows, height, width, start = max(oblong)
     steps = _steps(call.value, start, rows)
     end = torch.arange(1, rows, device=steps.device)
     as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # but not ends that (W, H) has too
-    as_swapped = steps[end % height == 0].mean()
-    if as_given < _NO_STEP and as_swapped > _STEP:
+    if as_given < _NO_STEP and steps[end % height == 0].mean() > _STEP:
         fact = f"({height}, {width}), while rows of {call.names.value} seem to end every {height}"
-        _warn(call, "swapped", call.names.shapes, "be (H, W)", fact)
+        yield "swapped", call.names.shapes, "be (H, W)", fact
+
+
+def _is_large(call: _Call, height: int, width: int) -> bool:
+    return min(height, width) >= _FEW_ROWS and (height * width) ** 0.5 * call.value[:, 0].numel() >= _FEW_NUMBERS
 
 
 def _steps(value: Tensor, start: int, rows: int) -> Tensor:
@@ -305,32 +261,29 @@ def _steps(value: Tensor, start: int, rows: int) -> Tensor:
     return steps / steps.mean()
 
 
-def _scale_major(call: _Call) -> None:
+def _scale_major(call: _Call) -> Iterator[Finding]:
     """deformable_aggregation. Read scale by scale, a small map shows rows of a larger one, of which half end elsewhere."""
     camera_major = geometry.starts_of(call.shapes)
     if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
         return
     by_scale = geometry.starts_of(call.shapes.transpose(0, 1)).transpose(0, 1)
     (height, width), rows = call.shapes[0, 1].tolist(), int(by_scale[-1, -1] + call.shapes[-1, -1].prod())
-    numbers = call.value[:, 0].numel()
-    if rows > call.value.shape[1] or min(height, width) < _FEW_ROWS or (height * width) ** 0.5 * numbers < _FEW_NUMBERS:
+    if rows > call.value.shape[1] or not _is_large(call, height, width):
         return
-    as_given, as_by_scale = (_ends_of_rows(call.value, call.shapes[:, 1], starts[:, 1]) for starts in (camera_major, by_scale))
-    if min(as_given) < _NO_STEP and sum(as_by_scale) / len(as_by_scale) > _STEP:
+    ends = [_ends_of_rows(call.value, call.shapes[:, 1], starts[:, 1]) for starts in (camera_major, by_scale)]
+    if min(ends[0]) < _NO_STEP and sum(ends[1]) / len(ends[1]) > _STEP:
         fact = "maps that seem to lie scale by scale, all cameras of a scale together"
-        _warn(call, "scale-major", call.names.value, "hold the maps camera by camera, as the starts say", fact)
+        yield "scale-major", call.names.value, "hold the maps camera by camera, as the starts say", fact
 
 
 def _ends_of_rows(value: Tensor, shapes: Tensor, starts: Tensor) -> list[float]:
     """Return for each map how much neighbours differ where a row ends: the smaller number of even and odd rows."""
-    steps = [
-        _steps(value, start, height * width)[width - 1 :: width]
-        for (height, width), start in zip(shapes.tolist(), starts.tolist(), strict=True)
-    ]
+    maps = zip(shapes.tolist(), starts.tolist(), strict=True)
+    steps = [_steps(value, start, height * width)[width - 1 :: width] for (height, width), start in maps]
     return [min(ends[::2].mean().item(), ends[1::2].mean().item()) for ends in steps]
 
 
-def _rows_of_maps(call: _Call) -> None:
+def _rows_of_maps(call: _Call) -> Iterator[Finding]:
     """Maps that share rows while other rows are in none: starts are of maps of other sizes. Each alone may be meant."""
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
     begins, ends = maps.unique(dim=0).unbind(1)  # cameras may share a whole map
@@ -339,43 +292,40 @@ def _rows_of_maps(call: _Call) -> None:
     unread = int((covered == 0).sum())
     if unread and bool((covered > 1).any()):
         fact = f"maps that overlap, while {unread} of {rows} rows of {call.names.value} are in none"
-        _warn(call, "overlap", call.names.starts, "give each map rows of its own", fact)
+        yield "overlap", call.names.starts, "give each map rows of its own", fact
 
 
-def _like_logits(call: _Points) -> None:
-    if (fraction := _fraction(call.depth < 0)) > _SOME:
-        fact = f"{_percent(fraction)} below 0, as if they were logits"
-        _warn(call, "logits", "depth", "say how much of a pixel lies at each depth, 0..1", fact)
-
-
-def _exchanged_axes(call: _Points) -> None:
-    _, depth, height, width = call.sizes
-    if depth > height and depth * height > 0 and abs(math.log(depth / width)) < abs(math.log(height / width)):
-        fact = f"D={depth} beside H={height} and W={width}, as if D and H were exchanged"
-        _warn(call, "exchanged", "bev_feat_shape", "be (B, D, H, W, C)", fact)
-
-
-def _softmaxed(call: _Call) -> None:
+def _softmaxed(call: _Call) -> Iterator[Finding]:
     """Logits before their softmax are negative, and other numbers do not sum to 1."""
-    if call.operator.bare:
-        return
     name, weights = call.names.weights, call.weights.double()
-    if (fraction := _fraction(weights < 0)) > _SOME:
-        fact = f"{_percent(fraction)} below 0, as if they were logits"
-        _warn(call, "no softmax", name, "come from a softmax, 0..1", fact)
+    if call.has_logits:
         return
-    if call.operator.kind == "aggregation" and weights.shape[2] == 1:
+    if (fraction := _fraction(weights < 0)) > _SOME:
+        yield "no softmax", name, "come from a softmax, 0..1", f"{_percent(fraction)} below 0, as if they were logits"
+        return
+    if call.are_points and weights.shape[2] == 1:
         return  # of a point alone: where points are summed later, they share the 1
-    sums = weights.sum((2, 3, 4) if call.operator.kind == "aggregation" else (3, 4))
+    sums = weights.sum((2, 3, 4) if call.are_points else (3, 4))
     median = sums[sums != 0].nanmedian().item() if sums.any() else 1.0
-    if median < _SUMS[0] or median > _SUMS[1]:
-        _warn(call, "no softmax", name, "sum to about 1 for each query, as after a softmax", f"sums around {median:.3g}")
+    if not _SUMS[0] <= median <= _SUMS[1]:
+        yield "no softmax", name, "sum to about 1 for each query, as after a softmax", f"sums around {median:.3g}"
+
+
+def _pooled(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
+    """bev_pool_v3. Its ranks are legal."""
+    if (fraction := _fraction(depth < 0)) > _SOME:
+        fact = f"{_percent(fraction)} below 0, as if they were logits"
+        yield "logits", "depth", "say how much of a pixel lies at each depth, 0..1", fact
+    d, h, w = inputs[-3:]
+    if d > h > 0 and abs(math.log(d / w)) < abs(math.log(h / w)):
+        fact = f"D={d} beside H={h} and W={w}, as if D and H were exchanged"
+        yield "exchanged", "bev_feat_shape", "be (B, D, H, W, C)", fact
 
 
 _MAPS = (_softmaxed, _swapped_levels, _row_ends, _rows_of_maps)
-_LOOKS: dict[str, tuple[Callable[[Any], None], ...]] = {
+_LOOKS: dict[str, tuple[Callable[..., Iterator[Finding]], ...]] = {
     "multi_scale_deformable_attn": (_normalised, *_MAPS),
     "deformable_aggregation": (_seen, *_MAPS, _scale_major),
     "geometric_kernel_attention": (_in_pixels, *_MAPS),
-    "bev_pool_v3": (_like_logits, _exchanged_axes),
+    "bev_pool_v3": (_pooled,),
 }
