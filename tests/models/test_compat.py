@@ -397,12 +397,13 @@ def test_a_compiled_part_of_a_package_comes_first(packages):
 
 
 MMCV = """
-import torch, mx_driving
+import torch, warnings, mx_driving
 mx_driving.compat.install()
 import mmcv
 from mmcv.ops import MultiScaleDeformableAttention, multi_scale_deform_attn as module, nms
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction as Function
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch as plain
+from mx_driving.patcher import default_patcher_builder
 torch.manual_seed(0)
 value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(2, 32, 5, 4), torch.rand(2, 32, 3, 2)])
 layer = MultiScaleDeformableAttention(32, 4, 2, 3, dropout=0.0, batch_first=True)
@@ -450,6 +451,9 @@ for enabled in (False, True):
             found = Function.apply(*mixed)
     assert found.dtype == expected.dtype == torch.float16
     assert torch.equal(found, expected)
+with warnings.catch_warnings(), default_patcher_builder.build():  # the vendor's shortest program
+    warnings.filterwarnings("error", "mx_driving")
+    assert counted(lambda: plain(heads[0], shapes, *heads[1:]))[1] == 1
 try:
     nms(torch.rand(2, 4), torch.rand(2), 0.5)
 except NotImplementedError as error:

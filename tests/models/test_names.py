@@ -20,7 +20,7 @@ from small_cases import GOOD, inputs_of
 from torch.autograd import gradgradcheck
 
 import mx_driving
-from mx_driving import _C
+from mx_driving import _C, compat
 from mx_driving.ops.geometric_kernel_attention import GeometricKernelAttentionFunc
 from mx_driving.ops.multi_scale_deformable_attn import MultiScaleDeformableAttnFunction
 from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation
@@ -50,25 +50,76 @@ NAMES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:mx_driving.*is deprecated:DeprecationWarning:importlib")
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
 def test_by_position_and_by_keyword(module, name):
+    """The older function warns of each call, at its caller's line; the others are silent."""
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     words = name.lower().replace("multiscale", "multi_scale")
     part, keys = next((part, keys) for part, keys in KEYS.items() if part in words)
     bare = next(o for o in cases.OPERATORS if part.removeprefix("npu_") in o)
     args = GOOD[bare]()
     expected = getattr(torch.ops.mx_driving, bare).default(*args)
-    assert torch.equal(function(*args), expected)
-    assert torch.equal(function(**dict(zip(keys, args, strict=True))), expected)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(function(*args), expected)
+        assert torch.equal(function(**dict(zip(keys, args, strict=True))), expected)
+    assert [(w.category, w.filename) for w in caught] == [(DeprecationWarning, __file__)] * (2 if name == OLDER else 0)
+    assert all(f"{OLDER} is deprecated" in str(w.message) for w in caught)
 
 
-def test_deprecated_function_warns_on_each_call():
-    args = GOOD[MULTI_SCALE]()
-    for _ in range(2):
-        with pytest.warns(DeprecationWarning, match="npu_multi_scale_deformable_attn_function is deprecated") as caught:
-            mx_driving.npu_multi_scale_deformable_attn_function(*args)
-        assert caught[0].filename == __file__
+PAIRS = [(3, 4), (2, 2)]  # the maps of GOOD
+value, shapes, starts, locations, weights = ATTENDED = GOOD[MULTI_SCALE]()
+KEYWORDS = {"value": value, "sampling_locations": locations, "attention_weights": weights}
+HUGGING_FACE = {"value_spatial_shapes_list": PAIRS, "level_start_index": starts}
+STARTS = starts.tolist()
+# arguments of MultiScaleDeformableAttnFunction.apply: by position, by name
+CALLS = {
+    "mmcv": ((*ATTENDED, 64), {}),
+    "mmcv by name": (ATTENDED, {"im2col_step": 64}),
+    "transformers": ((value, shapes, PAIRS, starts, locations, weights, 64), {}),
+    "transformers by name": ((), {**KEYWORDS, **HUGGING_FACE, "value_spatial_shapes": shapes, "im2col_step": 64}),
+    "its list alone": ((), {**KEYWORDS, **HUGGING_FACE}),
+    "its list, no tensor": ((value, None, PAIRS, starts, locations, weights, 64), {}),
+    "names of its functions": ((), {**KEYWORDS, "spatial_shapes": shapes, "level_start_index": starts}),
+    "tables as lists": ((value, PAIRS, STARTS, locations, weights), {}),
+    "tables as lists by name": ((), {**KEYWORDS, "spatial_shapes": PAIRS, "level_start_index": tuple(STARTS)}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_of_mmcv_and_transformers(name):
+    args, named = CALLS[name]
+    expected = mx_driving.multi_scale_deformable_attn(*ATTENDED)
+    assert torch.equal(MultiScaleDeformableAttnFunction.apply(*args, **named), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_step_of_an_extension_is_taken():
+    """By MapTR's function, by the older function, and by stand-ins under mmcv's names."""
+    older, expected = mx_driving.npu_multi_scale_deformable_attn_function, mx_driving.multi_scale_deformable_attn(*ATTENDED)
+    assert torch.equal(older(*ATTENDED, 64), expected)
+    assert torch.equal(older(value, PAIRS, STARTS, locations, weights=weights, im2col_step=64), expected)
+    for operator in (MULTI_SCALE, GEOMETRIC):
+        args, public = GOOD[operator](), getattr(mx_driving, operator)
+        forward = compat._make_forward(public)
+        assert torch.equal(forward(**dict(zip(ATTENTION, args, strict=True)), im2col_step=64), public(*args))
+    assert torch.equal(GeometricKernelAttentionFunc.apply(*args, 64), public(*args))
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "sentence"),
+    [
+        ((None, PAIRS, starts, locations, weights), {}, "value must be a torch.Tensor; got NoneType"),
+        ((*ATTENDED, locations), {}, "multi_scale_deformable_attn must be called with 5 arguments; got 6"),
+        (ATTENDED[:4], {}, "attention_weights must be given as argument 5 of .*; got 4 arguments"),
+        (ATTENDED[:2], {**KEYWORDS, "spatial_shapes": shapes}, "must be called with 5 arguments; got 6"),
+        ((value,), {"step": 64}, "must be called with value, .*, attention_weights; got the name step"),
+    ],
+)
+def test_other_calls_are_refused(args, named, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        MultiScaleDeformableAttnFunction.apply(*args, **named)
 
 
 def test_names_compile_into_one_graph():
@@ -77,14 +128,6 @@ def test_names_compile_into_one_graph():
         function = functools.reduce(getattr, name.split("."), mx_driving)
         call = torch.compile(lambda *args, function=function: function(*args), fullgraph=True, backend="aot_eager")
         assert torch.equal(call(*GOOD[MULTI_SCALE]()), mx_driving.multi_scale_deformable_attn(*GOOD[MULTI_SCALE]()))
-
-
-@pytest.mark.parametrize("name", ["npu_deformable_aggregation", "multi_scale_deformable_attn"])
-def test_current_names_are_silent(name):
-    operator = AGGREGATION if "aggregation" in name else MULTI_SCALE
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        getattr(mx_driving, name)(*GOOD[operator]())
 
 
 @pytest.mark.parametrize("module", ["mx_driving.fused", "mx_driving.point", "mx_driving.common"])
@@ -163,23 +206,6 @@ def test_static_methods_take_any_ctx(operator):
     actual = FUNCTIONS[operator].backward(ctx, direction)
     assert same([out, *actual], expected)
     assert not any(t.requires_grad for t in (out, *actual) if t is not None)
-
-
-def test_static_methods_serve_another_class():
-    """The vendor's patcher puts them into mmcv's class, whose apply has an argument more."""
-    theirs = MultiScaleDeformableAttnFunction
-
-    class Mmcv(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value, shapes, starts, locations, weights, im2col_step=None):
-            return theirs.forward(ctx, value, shapes, starts, locations, weights)
-
-        @staticmethod
-        def backward(ctx, grad_output):  # pyright: ignore
-            return *theirs.backward(ctx, grad_output), None
-
-    inputs = inputs_of(MULTI_SCALE)
-    assert same(results(lambda *a: Mmcv.apply(*a, 64), inputs), results(mx_driving.multi_scale_deformable_attn, inputs))
 
 
 def applied(function):
