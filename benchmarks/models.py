@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import pathlib
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,10 +138,13 @@ def _mixture(out: Tensor) -> Tensor:
 
 
 def photograph(height: int, width: int) -> Tensor:
-    """scikit-learn's photograph of a Chinese temple, [1, 3, height, width], normalised."""
-    from sklearn.datasets import load_sample_image  # pyright: ignore
+    """scikit-learn's photograph of a Chinese temple, [1, 3, height, width], normalised, read without its package."""
+    from PIL import Image
 
-    picture = torch.from_numpy(load_sample_image("china.jpg").copy()).permute(2, 0, 1)[None] / 255
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    file = pathlib.Path(str(package.origin)).with_name("datasets") / "images" / "china.jpg"
+    picture = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)[None] / 255
     return normalised(torch.nn.functional.interpolate(picture, (height, width), mode="bilinear", antialias=True))
 
 

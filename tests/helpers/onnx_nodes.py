@@ -78,12 +78,15 @@ def _fed(kind: str) -> int:
     return TensorProto.FLOAT if kind == "bfloat16" else getattr(TensorProto, kind.upper().replace("FLOAT32", "FLOAT"))
 
 
-def session(model: onnx.ModelProto, library: str, threads: int = 1) -> onnxruntime.InferenceSession:
+def session(model: Any, library: str = "", threads: int = 1) -> onnxruntime.InferenceSession:
+    """Open a model or a file, with our library or without it."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # what is refused is raised, too
-    options.register_custom_ops_library(library)
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    if library:
+        options.register_custom_ops_library(library)
+    data = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
 def run(session: onnxruntime.InferenceSession, arrays: list[np.ndarray]) -> Any:

@@ -7,7 +7,7 @@ import pathlib
 import warnings
 
 import onnx
-import onnxruntime
+import onnx_nodes
 import pytest
 import quick_exports  # noqa: F401
 import torch
@@ -263,9 +263,7 @@ def _export(module, path, exporter, opset, arguments):
 
 
 def run(path, arguments, **more):
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(mx_driving.onnx.library())
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = onnx_nodes.session(path, mx_driving.onnx.library())
     return session.run(None, {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)} | more)[0]
 
 

@@ -156,20 +156,11 @@ def test_original_code_runs(repository, operator):
     assert same(apply(repository, operator), expected)
 
 
-def test_autograd_functions_are_patched_by_name(repository, monkeypatch):
-    """The extension cannot run, like a GPU one on a CPU. The original is back afterwards."""
+def take_extensions_away(repository, monkeypatch):
+    """The extensions cannot run, like those of a GPU on a CPU."""
     for extension in (repository.MSDA, repository.GKA, repository.DAF):
         for name in [n for n in vars(extension) if n.endswith("ward")]:
             monkeypatch.setattr(extension, name, None)
-    expected = {operator: results(getattr(mx_driving, operator), operator, dtypes=COMPUTED[operator]) for operator in FUNCTIONS}
-    with mx_driving.patched(repository) as done:
-        assert set(FUNCTIONS.values()) <= {name.rpartition(".")[2] for name in done.replaced}
-        for operator in cases.OPERATORS:
-            assert same(apply(repository, operator), expected[operator])
-    for operator in cases.OPERATORS:
-        with pytest.raises(TypeError, match="not callable"):
-            apply(repository, operator)
-        assert "apply" not in vars(getattr(repository, FUNCTIONS[operator]))
 
 
 NAMES = [*((name, operator) for operator, name in FUNCTIONS.items())]
@@ -180,17 +171,26 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("name", "operator"), NAMES)
-def test_patched_functions_keep_the_originals_dtypes(repository, name, operator, autocast):
-    """The replacement gives what the original's own code gives over the stand-in, for every mixture of dtypes."""
+def test_patched_functions_keep_the_originals_dtypes(repository, monkeypatch, name, operator, autocast):
+    """By name. The replacement gives what the original's own code gives over the stand-in, for every mixture of dtypes. The
+    original is back afterwards."""
     function = getattr(repository, name)
     more = () if operator == cases.AGGREGATION else (64,)
-    for dtypes in itertools.product(DTYPES, DTYPES):
+
+    def run():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            expected = results(function.apply, operator, *more, dtypes=dtypes)
-            with mx_driving.patched(repository):
-                found = results(function.apply, operator, *more, dtypes=dtypes)
-        assert [t.dtype for t in found] == [t.dtype for t in expected], dtypes
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), dtypes
+            return [results(function.apply, operator, *more, dtypes=dtypes) for dtypes in itertools.product(DTYPES, DTYPES)]
+
+    expected = run()
+    take_extensions_away(repository, monkeypatch)
+    with mx_driving.patched(repository) as done:
+        assert name in {replaced.rpartition(".")[2] for replaced in done.replaced}
+        found = run()
+    with pytest.raises(TypeError, match="not callable"):
+        run()
+    assert "apply" not in vars(function)
+    assert [[t.dtype for t in tensors] for tensors in found] == [[t.dtype for t in tensors] for tensors in expected]
+    assert all(torch.equal(a, b) for row in zip(found, expected, strict=True) for a, b in zip(*row, strict=True))
 
 
 @pytest.mark.parametrize(("name", "operator"), NAMES)
@@ -199,9 +199,7 @@ def test_patched_functions_compile(repository, monkeypatch, name, operator):
     function = getattr(repository, name)
     more = () if operator == cases.AGGREGATION else (64,)
     expected = results(function.apply, operator, *more)
-    for extension in (repository.MSDA, repository.GKA, repository.DAF):
-        for missing in [n for n in vars(extension) if n.endswith("ward")]:
-            monkeypatch.setattr(extension, missing, None)
+    take_extensions_away(repository, monkeypatch)
     torch._dynamo.reset()
     with mx_driving.patched(repository):
         compiled = torch.compile(lambda *a: function.apply(*a), fullgraph=True, backend="aot_eager")

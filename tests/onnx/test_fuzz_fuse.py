@@ -22,6 +22,7 @@ import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx_nodes import session
 from onnx_writings import Calls, Joined, Stacked, Summed, decomposed, export, masked, on_a_padded_map
 from strategies import SEEDS, change_model, fuzz
 
@@ -54,14 +55,6 @@ def model(name: str) -> onnx.ModelProto:
         return onnx.load(path)
 
 
-def session(path: Path) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.register_custom_ops_library(mx_driving.onnx.library())
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-
 def feeds(running: onnxruntime.InferenceSession, free: dict[str, int], numbers: np.random.Generator) -> dict[str, Any] | None:
     """Random inputs; None where a file says that one is too large for any memory."""
     sizes = {"v": (free["bs"], 42, 4, 8), "l": (free["bs"], free["q"], 4, 2, 3, 2), "w": (free["bs"], free["q"], 4, 6)}
@@ -87,10 +80,10 @@ def outcome(running: onnxruntime.InferenceSession, fed: dict[str, Any]) -> list[
 
 def compare(before: Path, after: Path, seed: int) -> None:
     try:
-        theirs = session(before)
+        theirs = session(before, mx_driving.onnx.library())
     except Exception:  # of others' nodes, or of some that nothing reads: those are left out
         return
-    ours = session(after)
+    ours = session(after, mx_driving.onnx.library())
     for place, free in enumerate(FREE):
         fed = feeds(theirs, free, np.random.default_rng(seed + place))
         expected = outcome(theirs, fed) if fed else None

@@ -6,7 +6,7 @@ import functools
 
 import cases
 import onnx
-import onnxruntime
+import onnx_nodes
 import pytest
 import quick_exports  # noqa: F401
 import torch
@@ -29,23 +29,6 @@ PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 FORMS = [(op, form) for op in cases.OPERATORS for form in ("gather", "grid_sample") if (op, form) != (GEOMETRIC, "grid_sample")]
 
 
-class Attention(torch.nn.Module):
-    """A model's layers around the operator: projections, offsets, softmax. Batch and queries come from its input."""
-
-    def __init__(self, shapes):
-        super().__init__()
-        self.value, self.offsets, self.weights = (torch.nn.Linear(16, n) for n in (16, 2 * 2 * 3 * 2, 2 * 2 * 3))
-        self.register_buffer("shapes", shapes)
-        self.register_buffer("starts", torch.tensor([0, int(shapes[0].prod())]))
-
-    def forward(self, queries, centres, features):
-        lead = queries.shape[:2]
-        locations = centres[:, :, None, None, None] + self.offsets(queries).view(*lead, 2, 2, 3, 2)
-        weights = self.weights(queries).view(*lead, 2, 6).softmax(-1).view(*lead, 2, 2, 3)
-        value = self.value(features).unflatten(-1, (2, 8))
-        return mx_driving.multi_scale_deformable_attn(value, self.shapes, self.starts, locations, weights)
-
-
 def in_onnx(module, args, form=None, opset=20, **options):
     """A module, exported with the nodes of a form, or without a table."""
     table = mx_driving.onnx.translations(form) if form else None
@@ -60,9 +43,7 @@ def exported(operator, form, opset=20, dtype=torch.float32):
 
 
 def run(model, *args):
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [i.name for i in session.get_inputs()]
-    return torch.from_numpy(session.run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
+    return torch.from_numpy(onnx_nodes.run(onnx_nodes.session(model), [a.numpy() for a in args]))
 
 
 def check(model, operator, args):
@@ -71,14 +52,7 @@ def check(model, operator, args):
 
 
 @pytest.mark.parametrize(("operator", "form"), FORMS)
-def test_same_numbers_for_any_batch_and_queries(operator, form):
-    model = exported(operator, form)
-    for bs, queries in ((3, 5), (1, 7), (4, 1)):
-        check(model, operator, cases.cast(GROWING[operator](bs, queries), torch.float32))
-
-
-@pytest.mark.parametrize(("operator", "form"), FORMS)
-def test_standard_operators_only(operator, form):
+def test_standard_operators_give_the_same_numbers_for_any_batch_and_queries(operator, form):
     model = exported(operator, form)
     onnx.checker.check_model(model, full_check=True)
     assert {(o.domain, o.version) for o in model.opset_import} == {("", 20)}
@@ -86,6 +60,8 @@ def test_standard_operators_only(operator, form):
     kinds = {node.op_type for node in model.graph.node}
     assert ("GridSample" in kinds) == (form == "grid_sample")
     assert "GridSample" in kinds or "Gather" in kinds
+    for bs, queries in ((3, 5), (1, 7), (4, 1)):
+        check(model, operator, cases.cast(GROWING[operator](bs, queries), torch.float32))
 
 
 @pytest.mark.parametrize(("operator", "form"), [f for f in FORMS if f[0] != GEOMETRIC])
@@ -113,16 +89,13 @@ def test_border_of_the_map(form):
             check(in_onnx(One(case.operator, args), args, form), case.operator, args)
 
 
-def test_later_opset():
-    model = exported(MULTI_SCALE, "gather", opset=23)
-    assert [o.version for o in model.opset_import] == [23]
-    check(model, MULTI_SCALE, cases.cast(GROWING[MULTI_SCALE](2, 6), torch.float32))
+OTHER_OPSETS = [(MULTI_SCALE, 16), (MULTI_SCALE, 17), (AGGREGATION, 18), (MULTI_SCALE, 19), (MULTI_SCALE, 23)]
 
 
-@pytest.mark.parametrize(("operator", "opset"), [(MULTI_SCALE, 16), (MULTI_SCALE, 17), (AGGREGATION, 18), (MULTI_SCALE, 19)])
-def test_grid_sample_of_an_earlier_opset(operator, opset):
+@pytest.mark.parametrize(("operator", "opset"), OTHER_OPSETS)
+def test_other_opsets(operator, opset):
     """Before opset 20 GridSample's mode was called "bilinear"."""
-    model = exported(operator, "grid_sample", opset=opset)
+    model = exported(operator, "gather" if opset == 23 else "grid_sample", opset=opset)
     assert [o.version for o in model.opset_import] == [opset]
     onnx.checker.check_model(model, full_check=True)
     check(model, operator, cases.cast(GROWING[operator](2, 6), torch.float32))
@@ -221,14 +194,18 @@ def test_unknown_form_is_refused():
         mx_driving.onnx.translations("plugin")
 
 
+def any_sizes(operator):
+    """Small tensors of an operator, and dynamic shapes with batch and queries of any size."""
+    row, args = OPERATORS[operator], cases.cast(GROWING[operator](3, 5), torch.float32)
+    axes = zip(row.axes["bs"], row.axes[row.queries], strict=True)
+    free = [{at: dim for at, dim in zip(pair, (BATCH, QUERIES), strict=True) if at is not None} or None for pair in axes]
+    return args, tuple(a for a in args if isinstance(a, torch.Tensor)), (tuple(free[:-1]),)
+
+
 @pytest.mark.parametrize("operator", cases.WITH_LOGITS)
 def test_operators_with_logits_for_any_batch_and_queries(operator):
-    row, args = OPERATORS[operator], cases.cast(GROWING[operator](3, 5), torch.float32)
-    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
-    free = []
-    for at_batch, at_query in zip(row.axes["bs"], row.axes[row.queries], strict=True):
-        free.append({at: dim for at, dim in ((at_batch, BATCH), (at_query, QUERIES)) if at is not None} or None)
-    model = in_onnx(One(operator, args), tensors, dynamic_shapes=(tuple(free[:-1]),))
+    args, tensors, dynamic_shapes = any_sizes(operator)
+    model = in_onnx(One(operator, args), tensors, dynamic_shapes=dynamic_shapes)
     assert not {"GridSample", "Loop"} & {node.op_type for node in model.graph.node}
     for bs, queries in ((3, 5), (1, 7), (4, 1)):
         args = cases.cast(GROWING[operator](bs, queries), torch.float32)

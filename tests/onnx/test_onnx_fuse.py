@@ -23,7 +23,6 @@ from onnx_writings import (  # noqa: E402
     Cut,
     Joined,
     Logits,
-    Projected,
     Stacked,
     Summed,
     at_the_border,
@@ -38,6 +37,7 @@ from onnx_writings import (  # noqa: E402
 from tolerance import allowed  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
+from mx_driving._measure.differences import largest, queries_off  # noqa: E402
 from mx_driving.onnx import _find  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
@@ -105,21 +105,6 @@ def test_a_writing_becomes_the_node(name, tmp_path):
         limit = allowed(case.dtype, case.dtype, true, scale, 24, 6)
         for path in (before, after):
             assert (np.abs(run(path, (value, locations, weights)) - true) <= limit).all()
-
-
-def test_weights_outside_the_file(tmp_path):
-    """All constants lie in another file, those of the part that is tried too, and so they do afterwards."""
-    before, after = tmp_path / "in" / "before.onnx", tmp_path / "out" / "after.onnx"
-    before.parent.mkdir()
-    after.parent.mkdir()
-    module = Projected().eval()
-    export(module, before, "older")
-    onnx.save(onnx.load(before), before, save_as_external_data=True, location="weights", size_threshold=0)
-    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
-    assert [path.name for path in sorted(after.parent.iterdir())] == ["after.onnx", "after.onnx.data"]
-    (before.parent / "weights").unlink()
-    with torch.no_grad():
-        np.testing.assert_allclose(run(after, inputs()), module(*inputs()).numpy(), atol=1e-5)
 
 
 NEAR_MISSES = {
@@ -201,6 +186,32 @@ def test_the_command_compares_and_times(mx, tmp_path):
     words = re.search(r"outputs differ by (\S+) of their magnitude; \S+ ms before, \S+ ms after, medians of 3 rounds", said)
     assert words, said
     assert float(words[1]) < 1e-5
+
+
+DIFFERENCES = [
+    ([1, -2, np.inf], 0),
+    ([1, -2.5, np.inf], 0.25),
+    ([1, -2, 3], np.inf),
+    ([1, np.nan, np.inf], np.inf),
+    ([1, -2, -np.inf], np.inf),
+    ([1, np.inf, np.inf], np.inf),
+]
+
+
+@pytest.mark.parametrize(("ours", "difference"), DIFFERENCES)
+def test_outputs_that_differ(ours, difference):
+    theirs = {"a": torch.tensor([1, -2, np.inf]), "b": torch.ones(2)}
+    assert largest({"a": torch.tensor(ours), "b": torch.ones(2)}, theirs) == difference
+    assert largest({"a": theirs["a"], "b": torch.tensor([1, 0.5])}, theirs) == 0.5
+
+
+def test_queries_that_change_places():
+    theirs = {"logits": torch.randn(1, 50, 7), "pred_boxes": torch.rand(1, 50, 4)}
+    order = torch.arange(50)
+    order[[3, 9]] = order[[9, 3]]
+    off = queries_off({n: out[:, order] * (1 + 1e-6) for n, out in theirs.items()}, theirs)
+    assert off.nonzero()[:, 0].tolist() == [3, 9]
+    assert queries_off({n: out * 1.01 for n, out in theirs.items()}, theirs).sum() > 25
 
 
 ALL = slice(None)

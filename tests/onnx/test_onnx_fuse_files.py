@@ -46,13 +46,15 @@ def test_no_file_of_the_source_is_written(name, outside, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_weights_that_nodes_hold_outside(outside, tmp_path):
-    (tmp_path / "out").mkdir()
-    mx_driving.onnx.fuse(outside, tmp_path / "out" / "after.onnx")
+def test_weights_outside_the_file_stay_outside(outside, tmp_path):
+    """Those that nodes hold and those of the part that is tried, too."""
+    after = tmp_path / "out" / "after.onnx"
+    after.parent.mkdir()
+    mx_driving.onnx.fuse(outside, after)
+    assert [path.name for path in sorted(after.parent.iterdir())] == ["after.onnx", "after.onnx.data"]
     (tmp_path / "model.onnx.data").unlink()
     with torch.no_grad():
-        true = Projected().eval()(*inputs()).numpy()
-    np.testing.assert_allclose(run(tmp_path / "out" / "after.onnx", inputs()), true, atol=1e-5)
+        np.testing.assert_allclose(run(after, inputs()), Projected().eval()(*inputs()).numpy(), atol=1e-5)
 
 
 def test_weights_that_are_not_there(outside, tmp_path):

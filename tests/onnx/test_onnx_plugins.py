@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import onnx_nodes
 import onnx_stand_ins
 import pytest
 
 onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
@@ -67,9 +67,7 @@ def run_plugin(path, fed):
 def run_form(path, form, fed):
     if form in ("npu", "tensorrt"):
         return run_plugin(path, fed)["output"]
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(mx_driving.onnx.library())
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]).run(None, fed)[0]
+    return onnx_nodes.session(path, mx_driving.onnx.library()).run(None, fed)[0]
 
 
 @pytest.mark.parametrize("kind", ["MultiScaleDeformableAttnTRT", "MultiScaleDeformableAttnTRT2"])

@@ -13,7 +13,6 @@ import onnx
 import onnx_nodes
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
-import onnxruntime.quantization
 import pytest
 import torch
 from cases import AGGREGATION_LOGITS, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
@@ -21,7 +20,7 @@ from hypothesis import assume, given
 from onnx_nodes import Graph
 from small_cases import GROWING, One
 from strategies import fuzz, node_calls
-from test_onnx import Attention
+from test_onnx import any_sizes, in_onnx
 from test_onnx import run as run_without_ours
 
 import mx_driving
@@ -66,14 +65,10 @@ def check(operator, args, threads=1):
     assert torch.equal(run(operator, args, threads), expected)
 
 
-def exported(module, tensors, dynamic_shapes=None, form="onnxruntime"):
+def exported(module, tensors, dynamic_shapes=None):
     if sentence := _needs.lacks("An ONNX file of opset 20"):
         pytest.skip(sentence)
-    table = mx_driving.onnx.translations(form)
-    options = {"dynamic_shapes": dynamic_shapes, "custom_translation_table": table, "verbose": False}
-    program = torch.onnx.export(module.eval(), tensors, dynamo=True, opset_version=20, **options)
-    assert program is not None
-    return program.model_proto
+    return in_onnx(module, tensors, "onnxruntime", dynamic_shapes=dynamic_shapes)
 
 
 def run_exported(model, tensors, threads=1):
@@ -84,13 +79,8 @@ def run_exported(model, tensors, threads=1):
 @functools.cache
 def one_node(operator):
     """An operator of float32 tensors as our node, for any batch and queries. Its other inputs are those of GROWING."""
-    row, args = OPERATORS[operator], cases.cast(GROWING[operator](3, 5), torch.float32)
-    batch, queries = torch.export.Dim("batch"), torch.export.Dim("queries")
-    free = []
-    for at_batch, at_query in zip(row.axes["bs"], row.axes[row.queries], strict=True):
-        free.append({at: dim for at, dim in ((at_batch, batch), (at_query, queries)) if at is not None} or None)
-    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
-    return exported(One(operator, args), tensors, (tuple(free[:-1]),))
+    args, *more = any_sizes(operator)
+    return exported(One(operator, args), *more)
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
@@ -258,32 +248,6 @@ def test_anything_gives_the_bits_or_the_sentence_of_torch():
     assert min(ran.total(), refused.total()) > 100
     assert set(ran) == {*cases.EVERY, "", "float32", "float16", "bfloat16", "double", "int64", "int32"}
     assert set(refused) == set(cases.EVERY)
-
-
-def quantised(model, folder, form):
-    """The model with linear layers in int8, and the kinds of its nodes."""
-    onnx.save(model, folder / f"{form}.onnx")
-    onnxruntime.quantization.quantize_dynamic(folder / f"{form}.onnx", folder / f"{form}-int8.onnx")
-    model_int8 = onnx.load(folder / f"{form}-int8.onnx")
-    return model_int8, {node.op_type for node in model_int8.graph.node}
-
-
-def test_a_quantised_model_runs_with_our_node_in_float32(tmp_path):
-    """The linear layers around it become int8, as they do around gathers."""
-    torch.manual_seed(0)
-    model = Attention(torch.tensor([[6, 7], [3, 4]])).eval()
-    inputs = torch.randn(3, 5, 16), torch.rand(3, 5, 2), torch.randn(3, 54, 16)
-    ours, kinds = quantised(exported(model, inputs), tmp_path, "onnxruntime")
-    assert {MULTI_SCALE, "MatMulInteger"} <= kinds
-    assert "MatMul" not in kinds
-    gathers, _ = quantised(exported(model, inputs, form="gather"), tmp_path, "gather")
-    output = run_exported(ours, inputs)
-    torch.testing.assert_close(output, run_without_ours(gathers, *inputs), rtol=1e-5, atol=1e-5)
-    assert not torch.equal(output, model(*inputs).detach())
-
-
-def test_the_path_is_a_file():
-    assert pathlib.Path(mx_driving.onnx.library()).is_file()
 
 
 def test_without_the_library_the_reason_is_told(monkeypatch):

@@ -18,12 +18,13 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 import onnx_stand_ins  # noqa: E402
+import onnx_writings as writings  # noqa: E402
 import test_onnx as forms  # noqa: E402
-import test_onnx_fuse as writings  # noqa: E402
 import test_onnxruntime as nodes  # noqa: E402
 import wrong_runtime  # noqa: E402
 from onnxscript import ir  # noqa: E402
 from small_cases import GROWING  # noqa: E402
+from test_onnx_fuse import NEAR_MISSES, Both  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
 from mx_driving._cli_support.problems import Problem  # noqa: E402
@@ -129,7 +130,7 @@ def test_a_size_of_one_that_the_file_broadcasts(tmp_path):
 
 
 def test_what_is_no_match_is_named(tmp_path):
-    writings.export(writings.Both(), tmp_path / "before.onnx", "older")
+    writings.export(Both(), tmp_path / "before.onnx", "older")
     report = check(tmp_path / "before.onnx", _runtimes.find_runtime("onnxruntime"), feeds())
     assert report.right
     assert len(report.comparisons) == 2
@@ -396,7 +397,7 @@ def test_the_command_with_a_program(fault, status, command, stacked, tmp_path):
 
 def test_bad_use_is_refused_in_a_sentence(command, stacked, tmp_path):
     writings.export(writings.Stacked(), tmp_path / "free.onnx", "older")
-    writings.export(writings.NEAR_MISSES["padding"][0], tmp_path / "miss.onnx", "older, fixed sizes")
+    writings.export(NEAR_MISSES["padding"][0], tmp_path / "miss.onnx", "older, fixed sizes")
     np.savez(tmp_path / "small.npz", v=np.ones(3, np.float32))
     np.save(tmp_path / "one.npy", np.ones(3))
     for args, sentence in (
