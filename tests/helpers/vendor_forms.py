@@ -12,7 +12,6 @@ import truth
 from torch_npu.testing.testcase import TestCase, run_tests  # pyright: ignore[reportMissingImports]
 
 import mx_driving
-import mx_driving.fused
 from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation
 
 DEVICE_NAME = torch_npu.npu.get_device_name(0)[:10]
@@ -47,19 +46,6 @@ class TestMultiScale(TestCase):
 
 class TestAggregation(TestCase):
     @unittest.skipIf(DEVICE_NAME != "Ascend910B", "only supported on 910B")
-    def test_forward(self):
-        anchors, points, groups, h, w, channels = 5, 4, 2, 6, 8, 8
-        features = np.random.rand(1, h * w, channels).astype(np.float32)
-        sample = np.random.rand(1, anchors, points, 1, 2).astype(np.float32)
-        weights = np.random.rand(1, anchors, points, 1, 1, groups).astype(np.float32)
-        tables = torch.tensor([[[h, w]]], dtype=torch.int32).npu(), torch.tensor([[0]], dtype=torch.int32).npu()
-        arrays = [torch.from_numpy(a).npu() for a in (features, sample, weights)]
-        given = (features, *(t.numpy() for t in tables), sample, weights, np.zeros((1, anchors, channels)))
-        expected = truth.deformable_aggregation(*given).results[0].astype(np.float32)
-        found = mx_driving.fused.npu_deformable_aggregation(arrays[0], *tables, *arrays[1:])
-        self.assertRtolEqual(expected, found.cpu().numpy())
-
-    @unittest.skipIf(DEVICE_NAME != "Ascend910B", "only supported on 910B")
     def test_backward_by_hand(self):
         """As the vendor's: the autograd function's methods with a ctx that is a Mock. One sample in a pixel's middle."""
         features = torch.rand(1, 4, 2).npu()
@@ -73,28 +59,6 @@ class TestAggregation(TestCase):
         expected[0, 1] = 3
         self.assertRtolEqual(expected, grad.cpu().numpy())
         self.assertRtolEqual(features.detach()[:, 1].sum().view(weights.shape), grad_weights.cpu())
-
-
-class TestGeometric(TestCase):
-    def setUp(self):
-        """Their float32 inputs are the tensors themselves, so the device's gradients must not land in the golden ones."""
-        shape = torch.tensor([[6, 10]])
-        value, weights = torch.rand(2, 60, 4, 16), torch.rand(2, 20, 4, 1, 15)
-        locations = (torch.rand(2, 20, 4, 1, 15, 2) * 16 - 3).long()
-        npu = [value.float().npu(), shape.int().npu(), torch.tensor([0]).int().npu(), locations.float().npu(), weights.npu()]
-        for leaf in (value, weights, npu[0], npu[4]):
-            leaf.requires_grad_()
-        x, y = locations[..., 0].clamp(0, 9), locations[..., 1].clamp(0, 5)
-        batch, head = torch.arange(2).view(2, 1, 1, 1, 1), torch.arange(4).view(1, 1, 4, 1, 1)
-        golden = (value[batch, y * 10 + x, head] * weights[..., None]).sum((3, 4)).flatten(2)
-        output = mx_driving.geometric_kernel_attention(*npu)
-        for result in (golden, output):
-            result.backward(torch.ones_like(result))
-        self.pairs = [(golden, output), (value.grad, npu[0].grad), (weights.grad, npu[4].grad)]
-
-    def test_forward_and_backward(self):
-        for expected, found in self.pairs:
-            self.assertRtolEqual(expected.detach().numpy(), found.detach().cpu().numpy())
 
 
 if __name__ == "__main__":

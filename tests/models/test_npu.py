@@ -21,9 +21,8 @@ def run(*programs: str) -> list[str]:
     return python("-W", "ignore", HELPERS / "npu_programs.py", *programs).stdout.splitlines()
 
 
-def test_the_vendors_tests_run_and_see_faults():
-    """All four pass. Those of outputs fail where these err by 1 in 1000, and so do those of gradients."""
-    assert run("vendors_tests") == ["4 0", "4 3", "4 3"]
+def test_the_vendors_tests_run():
+    assert run("vendors_tests") == ["2 0 0 0"]
 
 
 PROGRAMS = {
