@@ -122,49 +122,6 @@ def test_each_size_is_held_to_the_others(name, by):
                     checks.check_inputs(OPERATORS[operator], *given)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_each_input_has_its_axes_and_its_device(name):
-    operator, make = CALLS[name]
-    args = make()
-    for place in places(args):
-        t, given = args[place], OPERATORS[operator].inputs[place]
-        for other in (t[None], t[0]):
-            with pytest.raises(ValueError, match=f"^{given} must have shape "):
-                checks.check_inputs(OPERATORS[operator], *replaced(args, place, other))
-        with pytest.raises(TypeError, match=f"^{given} must be a torch.Tensor; got ndarray$"):
-            checks.check_inputs(OPERATORS[operator], *replaced(args, place, t.numpy()))
-        with pytest.raises(ValueError, match=f"^{given if place else OPERATORS[operator].inputs[1]} must be on "):
-            checks.check_inputs(OPERATORS[operator], *replaced(args, place, t.to("meta")))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_all_inputs_are_on_one_device(name):
-    """Also where the first ones are on one, and all others on another."""
-    operator, make = CALLS[name]
-    args = make()
-    for place in places(args)[1:]:
-        given = [a.to("meta") if at >= place and isinstance(a, Tensor) else a for at, a in enumerate(args)]
-        with pytest.raises(ValueError, match=f"^{OPERATORS[operator].inputs[place]} must be on "):
-            checks.check_inputs(OPERATORS[operator], *given)
-
-
-@pytest.mark.parametrize(
-    ("memory", "size", "fact"),
-    [
-        *((torch.zeros(125, dtype=torch.float64), size, "") for size in (1000, 999, 0)),
-        (torch.zeros(125, dtype=torch.float64), 1001, "1000 of strides (1,)"),
-        (torch.zeros(9, 9).T, 8, "324 of strides (1, 9)"),
-    ],
-)
-def test_a_workspace_has_its_bytes_in_a_row(memory, size, fact):
-    if not fact:
-        checks.workspace(memory, size)
-        return
-    with pytest.raises(ValueError) as refused:
-        checks.workspace(memory, size)
-    assert str(refused.value) == f"workspace must have workspace_size={size} bytes in a row; got {fact}"
-
-
 @pytest.mark.parametrize(
     ("sizes", "is_right"),
     [

@@ -363,38 +363,3 @@ def test_environment_variable():
         env = {**os.environ, "MX_DRIVING_CHECK": word}
         done = python("-c", code, env=env)
         assert ("<string>:2: DataWarning: multi_scale_deformable_attn: sampling_locations should" in done.stderr) == told
-
-
-def test_a_point_is_seen_by_any_camera():
-    """Of 8 points, one by both cameras, one by a single one."""
-    locations = torch.full((2, 1, 4, 2, 2), -1.0)
-    locations[0, 0, 0], locations[1, 0, 1, 0] = 0.5, 0.5
-    tables = torch.tensor([[[2, 2]], [[2, 2]]]), torch.tensor([[0], [4]])
-    args = torch.ones(2, 8, 1), *tables, locations, torch.full((2, 1, 4, 2, 1, 1), 1 / 8)
-    with pytest.warns(mx_driving.DataWarning, match="got 75 % of points in none"), mx_driving.data_checks():
-        mx_driving.deformable_aggregation(*args)
-
-
-def rows_with_steps(numbers, at_width, at_height):
-    """256 rows, given as 32 x 8: neighbours differ by 1, but by others at the ends of rows of 8, save the first, and of 32."""
-    end = torch.arange(1, 256)
-    steps = torch.where(end % 32 == 0, at_height, torch.where((end % 8 == 0) & (end > 8), at_width, 1.0))
-    value = torch.cat([torch.zeros(1), steps.cumsum(0)])[None, :, None, None].expand(1, 256, 1, numbers)
-    return value, torch.tensor([[32, 8]]), torch.tensor([0]), torch.full((1, 3, 1, 1, 1, 2), 0.5), torch.ones(1, 3, 1, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "at_width", "at_height", "is_turned"),
-    [
-        (16, 1.0, 3.0, True),
-        (15, 1.0, 3.0, False),  # too few numbers to judge by
-        (16, 1.6, 3.0, False),  # both kinds of ends differ
-        (16, 1.0, 1.5, False),  # neither does: 1.48 and 0.99 times the mean
-    ],
-)
-def test_when_ends_of_rows_are_judged(numbers, at_width, at_height, is_turned):
-    with warnings.catch_warnings(record=True) as found, mx_driving.data_checks():
-        warnings.simplefilter("always")
-        mx_driving.multi_scale_deformable_attn(*rows_with_steps(numbers, at_width, at_height))
-    sentence = "value_spatial_shapes should be (H, W); got (32, 8), while rows of value seem to end every 32"
-    assert [str(warning.message).partition(": ")[2] for warning in found] == [sentence] * is_turned
