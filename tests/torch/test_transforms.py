@@ -70,43 +70,18 @@ def stacked(operator, in_dims):
     return tuple(args)
 
 
-BARE = [
-    (0, None, None, 0, 0),
-    (0, None, None, None, None),
-    (None, None, None, 0, 0),
-    (None, None, None, None, 3),
-    (2, None, None, -1, None),
-    (None, None, None, -2, 1),
-    (0, 0, 0, 0, 0),
-]
-# operator -> which inputs are vmapped, and along which dimension
-IN_DIMS = dict.fromkeys(cases.OPERATORS, BARE) | {
-    MULTI_SCALE_LOGITS: [
-        (0, None, None, 0, 0, 0, None),
-        (None, None, None, 0, 0, 0, None),
-        (None, None, None, None, None, 2, None),
-        (0, None, None, None, None, None, None),
-        (None, None, None, 1, -1, None, None),
-        (0, 0, 0, 0, 0, 0, None),
-    ],
-    AGGREGATION_LOGITS: [
-        (0, None, None, 0, 0, 0, 0, 0),
-        (None, None, None, 0, None, 0, None, 0),
-        (None, None, None, None, 1, None, None, None),
-        (None, None, None, -1, None, None, 0, None),
-        (0, None, None, None, None, 3, None, None),
-        (0, 0, 0, 0, 0, 0, 0, 0),
-    ],
-    GEOMETRIC_LOGITS: [
-        (0, None, None, 0, None, 0),
-        (None, None, None, 0, None, 0),
-        (None, None, None, None, None, 2),
-        (0, None, None, None, None, None),
-        (None, None, None, -1, None, None),
-        (None, None, None, None, 1, None),
-        (0, 0, 0, 0, 0, 0),
-    ],
-}
+def in_dims_of(operator):
+    """Which inputs are vmapped, along which dimension: all but tables and window, all, those but value, each of them alone."""
+    args = SMALL[operator]()
+    tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    value, *samples = [i for i in tensors if i not in (1, 2) and (operator, i) != (GEOMETRIC_LOGITS, 4)]
+    several = {i: (0, -1, 1)[number % 3] for number, i in enumerate((value, *samples))}
+    rows = [dict.fromkeys((value, *samples), 0), dict.fromkeys(tensors, 0), dict.fromkeys(samples, 0), several, {value: 2}]
+    rows += [{i: (1, -1)[number % 2]} for number, i in enumerate(samples)]
+    return [tuple(row.get(i) for i in range(len(args))) for row in rows]
+
+
+IN_DIMS = {operator: in_dims_of(operator) for operator in cases.EVERY}
 VMAPPED = [(operator, dims) for operator, each in IN_DIMS.items() for dims in each]
 
 
