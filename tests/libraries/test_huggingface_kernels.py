@@ -14,12 +14,6 @@ import mx_driving
 MODELS = ("deformable_detr", "lw_detr", "rt_detr")
 LAYER = "MultiScaleDeformableAttention"
 STRICT = kernels.KernelizeFallback.NO_LAYER  # models mark other layers, too, which no mapping has here
-MODES = {
-    "inference": kernels.Mode.INFERENCE,
-    "training": kernels.Mode.TRAINING,
-    "compiled inference": kernels.Mode.INFERENCE | kernels.Mode.TORCH_COMPILE,
-    "compiled training": kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE,
-}
 
 
 def tried(*what: str):
@@ -55,34 +49,12 @@ def test_a_kernelized_model_gives_its_own_numbers(library, model):
     ours = models.Subject(model, copy.deepcopy(own.model), own.inputs)
     assert layers_of(own.model), "transformers must be a version that takes the installed kernels; it marks no layer"
     with kernels.use_kernel_mapping(mx_driving.kernels.mapping()):
-        kernels.kernelize(ours.model, mode=MODES["training"], device="cpu", use_fallback=STRICT)
+        kernels.kernelize(ours.model, mode=kernels.Mode.TRAINING, device="cpu", use_fallback=STRICT)
     assert looks_of(own) == 0
     assert looks_of(ours) == len(layers_of(ours.model))
     found, expected = ours.backward(), own.backward()
     assert models.largest(found[0], expected[0]) < 1e-12
     assert models.largest(found[1], expected[1]) < 1e-9
-
-
-@tried(*MODES)
-def test_every_mode_has_the_layer(library, model):
-    """`STRICT` refuses a layer that lacks a mode, instead of leaving the model's own."""
-    found = subject()
-    mx_driving.kernels.register()
-    kernels.kernelize(found.model, mode=MODES[model.partition(", ")[2]], device="cpu", use_fallback=STRICT)
-    assert looks_of(found) == len(layers_of(found.model)) > 0
-
-
-@tried("layers compiled in one graph")
-def test_a_compiled_model(library, model):
-    """The layers in one graph each, without a break."""
-    found = subject()
-    with torch.no_grad():
-        expected = found.forward()
-        mx_driving.kernels.register()
-        kernels.kernelize(found.model, mode=MODES["compiled inference"], device="cpu", use_fallback=STRICT)
-        for layer in layers_of(found.model):
-            layer.compile(fullgraph=True, backend="aot_eager")
-        assert models.largest(found.forward(), expected) < 1e-12
 
 
 @tried("use_kernels=True of transformers")
@@ -102,17 +74,7 @@ def test_a_written_repository(library, model, tmp_path):
     assert repository.load() is mx_driving.kernels.MultiScaleDeformableAttention
     found = subject()
     with kernels.use_kernel_mapping({LAYER: {"cpu": repository}}):
-        kernels.kernelize(found.model, mode=MODES["compiled training"], device="cpu", use_fallback=STRICT)
+        kernels.kernelize(
+            found.model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu", use_fallback=STRICT
+        )
     assert looks_of(found) == len(layers_of(found.model)) > 0
-
-
-@tried("patched as well")
-def test_patch_and_kernelize_go_together(library, model):
-    """`patch` replaces whole attention modules, which do not call the layer then; given back, they call it again."""
-    found = subject()
-    mx_driving.kernels.register()
-    kernels.kernelize(found.model, mode=MODES["inference"], device="cpu", use_fallback=STRICT)
-    expected = found.forward()
-    with mx_driving.patched(found.model), torch.no_grad():
-        assert models.largest(found.forward(), expected) < 1e-12
-    assert looks_of(found) == len(layers_of(found.model))

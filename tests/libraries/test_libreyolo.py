@@ -14,7 +14,7 @@ import mx_driving
 
 MODULES = [(model, how) for library, model, how, _ in family.ROWS if library == "libreyolo" and ".gtr." not in model]
 MORE = {model: bool(more) for _, model, _, more in family.ROWS}  # points are a list
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float64, torch.bfloat16)
 
 
 def tried(*what: str):
@@ -64,21 +64,6 @@ def counted(module: torch.nn.Module, how: str, given: list[torch.Tensor]) -> tup
         return run(module, how, given), len(looks)
 
 
-def compiled(module: torch.nn.Module, how: str, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-    """What `run` gives of a compiled module, and how often the compiled graphs call an operator of ours."""
-    graphs = []
-
-    def backend(graph, example):
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    module.compile(backend=backend)
-    found = run(module, how, given)
-    assert graphs
-    return found, sum("mx_driving" in str(node.target) for graph in graphs for node in graph.graph.nodes)
-
-
 def error(found: list[torch.Tensor], true: list[torch.Tensor]) -> float:
     """The largest difference, of the largest number in a tensor."""
     return max(float((f.double() - t).abs().max() / t.abs().max().clamp_min(1e-3)) for f, t in zip(found, true, strict=True))
@@ -97,24 +82,6 @@ def test_a_module_with_its_slot(library, model, how):
     assert calls == 1
     assert found[0].dtype == own[0].dtype == dtype
     assert error(found, true) <= 2 * error(own, true) + 16 * torch.finfo(dtype).eps
-
-
-@tried("switched off", "compiled", "patched and compiled")
-def test_where_the_slot_is_not_asked(library, model, how, monkeypatch):
-    """LibreYOLO consults no slot while it compiles, nor where its kernels are switched off. `patch` serves compiled modules."""
-    module, given, way = built(model, torch.float32), inputs(torch.float32), model.rpartition(", ")[2]
-    expected = [t.double() for t in run(module, how, given)]
-    mx_driving.kernels.libreyolo.register()
-    if way == "switched off":
-        monkeypatch.setenv("LIBREYOLO_KERNELS", "off")
-        found, calls = counted(module, how, given)
-    elif way == "compiled":
-        found, calls = compiled(module, how, given)
-    else:
-        with mx_driving.patched(module):
-            found, calls = compiled(module, how, given)
-    assert calls == (way == "patched and compiled")
-    assert error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize(("library", "model"), [("libreyolo", "slot, order of kernels")])
