@@ -15,7 +15,6 @@ FLOORS = (
     ("threads", "call"),
     ("kernels/shared",),
     ("kernels/attention", "kernels/aggregation", "kernels/pooling"),
-    ("kernels/heads_together",),
     (KERNELS,),
     (".",),
     ("cann", "onnxruntime", "torch"),

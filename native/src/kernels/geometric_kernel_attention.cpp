@@ -1,6 +1,6 @@
 // geometric_kernel_attention on the CPU. Locations are pixels: truncated, clamped to the map, no interpolation.
 #include "kernels/attention/attention.h"
-#include "kernels/heads_together/workers.h"
+#include "kernels/attention/heads_together.h"
 
 namespace mxd::MXD_ISA {
 namespace {

@@ -1,9 +1,6 @@
 // With logits, deformable_aggregation's locations: (u, v, d) = projection (point, 1), and
 //
 //   location = (u, v) / max(d, 1e-5) / image_size
-//
-// The gradient of the projection is a sum over all anchors. Each block of anchors has sums of its own, which are added
-// in the order of the blocks, so that the bits do not depend on threads.
 #pragma once
 
 #include "kernels/aggregation/blocks.h"
@@ -13,7 +10,7 @@ namespace {
 
 template <class T> constexpr T NEAREST = T(1e-5); // what is nearer to a camera, or behind it, is taken to be this far
 
-constexpr int64_t OF_MATRIX = 12; // of a projection's numbers three rows are read
+constexpr int64_t OF_MATRIX = 16; // its last row is not read, and has a gradient of 0
 
 // What the cameras see of one anchor's key points.
 template <class T> struct SeenPoints {
@@ -88,7 +85,7 @@ template <class T> class Cameras {
   private:
     const Call &call;
     Sizes n;
-    T *matrices = nullptr, *image_sizes = nullptr; // [camera, 3, 4], [camera, 2]
+    T *matrices = nullptr, *image_sizes = nullptr; // [camera, 4, 4], [camera, 2]
 
     // Padding is NaN, which no camera sees.
     void read_points(int64_t offset, SeenPoints<T> &to) const {
@@ -123,46 +120,6 @@ template <class T> class Cameras {
             to.depth[pair] = projected[2][lane];
         }
     }
-};
-
-// The sums of blocks of anchors: [batch, block, camera, 12].
-template <class T> class ProjectionSums {
-  public:
-    static int64_t bytes(const Call &call) {
-        if (!call.grad_projection.data) return 0;
-        const Sizes &n = call.sizes;
-        return n.batch * AnchorBlocks(call).blocks * n.cameras * OF_MATRIX * int64_t(sizeof(T));
-    }
-    explicit ProjectionSums(const Job &job)
-        : of_block(job.call.sizes.cameras * OF_MATRIX), all(reinterpret_cast<T *>(job.projection_sums)) {}
-    int64_t numbers() const { return of_block; }
-    T *of(int64_t item) const { return all ? all + item * of_block : nullptr; }
-
-  private:
-    int64_t of_block;
-    T *all;
-};
-
-// Items: (batch, camera).
-template <class T> class ProjectionGradient {
-  public:
-    static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.cameras; }
-    ProjectionGradient(const Job &job, Arena &)
-        : grad(job.call.grad_projection), n(job.call.sizes), blocks(job.call), sums(job) {}
-
-    void operator()(int64_t item) {
-        const int64_t b = item / n.cameras, cam = item % n.cameras;
-        T all[16] = {}; // the last row has no gradient
-        for (int64_t block = b * blocks.blocks; block < (b + 1) * blocks.blocks; ++block)
-            for (int64_t i = 0; i < OF_MATRIX; ++i) all[i] += sums.of(block)[cam * OF_MATRIX + i];
-        SomeAxes<2>(grad, {ROW, COLUMN}).write(offset_of(grad, b, cam), all);
-    }
-
-  private:
-    const Tensor &grad;
-    Sizes n;
-    AnchorBlocks blocks;
-    ProjectionSums<T> sums;
 };
 
 } // namespace

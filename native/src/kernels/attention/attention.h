@@ -7,17 +7,57 @@
 //                                                   locations; gradients<true>: of weights and offsets in pixels
 #pragma once
 
-#include "kernels/attention/forward.h"
-#include "kernels/attention/samples.h"
-#include "kernels/attention/value_by_bands.h"
-#include "kernels/attention/value_by_heads.h"
-#include "kernels/attention/value_with_samples.h"
+#include "kernels/attention/value_gradient.h"
 
 namespace mxd::MXD_ISA {
 namespace {
 
+// Items: QueryBlocks. V: the type of value. Near: of the rows of near levels: V, or T where those are packed as computed.
+// Without SOME_FAR all levels are near.
+template <class V, class T, template <class> class Rule, bool SOME_FAR, class Near = V>
+class Forward : QueryWorker<Near, T, Rule> {
+    typedef QueryWorker<Near, T, Rule> Base;
+
+  public:
+    typedef Near Row;
+    Forward(const Job &j, Arena &arena)
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
+          far(j.packed_value && (same_type<V, Near> || j.plan.near_as_computed)
+                  ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value)
+                  : FarRows{}),
+          sum(arena.take<T>(this->n.channels)) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = blocks.batch(item), h = blocks.head(item);
+        const Tensor &output = this->call.output;
+        const bool side_by_side = output.strides[CHANNEL] == 1;
+        // Value may have been widened to double, and the output of 16-bit value may be float32.
+        const bool as_value = side_by_side && output.dtype == this->call.value.dtype;
+        const bool as_computed = side_by_side && output.dtype == OWN<T>;
+        const QueryRows outputs(output, b, h, this->n.channels);
+        this->find_value(job, b, h);
+        this->reader.reads_16_bits = Rule<T>::CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !this->rows.far;
+        this->reader.open(b, h);
+        this->template queries<true>(
+            blocks.begin(item), blocks.end(item),
+            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
+                char *out = outputs.template at_in_turn<true>(q);
+                T *const computed = as_value ? nullptr : as_computed ? reinterpret_cast<T *>(out) : sum;
+                weighted_sum<V, T, SOME_FAR, Near>(prepared.address, prepared.coefficient, next.address, far, this->num_rows,
+                                                   this->n.channels, reinterpret_cast<V *>(out), computed);
+                if (computed == sum) write_elements(sum, out, output.dtype, output.strides[CHANNEL], this->n.channels);
+            });
+    }
+
+  private:
+    const Job job;
+    QueryBlocks blocks;
+    FarRows far;
+    T *sum; // of a query, where output has another dtype or stride
+};
+
 template <template <class> class Rule> inline bool attention(const Call &call, const Plan &plan) {
-    const Job job{call, plan, nullptr, nullptr};
+    const Job job{call, plan};
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
@@ -76,10 +116,11 @@ template <template <class> class Rule> inline bool attention_backward(const Call
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
-        if (!call.grad_reference.data) return all_gradients<V, T, Rule>({call, plan, nullptr, nullptr});
-        const Memory sums(ReferenceSums<T>::bytes(call));
-        const Job job{call, plan, nullptr, sums.begin()};
-        return sums.begin() && all_gradients<V, T, Rule>(job) && over_items<ReferenceGradient<T>>(job);
+        if (!call.grad_reference.data) return all_gradients<V, T, Rule>({call, plan});
+        const Sizes &n = call.sizes;
+        const Memory memory(PartialSums<T>(call.grad_reference, nullptr).bytes(n.batch * n.heads) + 1); // never nothing
+        return memory.begin() && all_gradients<V, T, Rule>({call, plan, nullptr, memory.begin()}) &&
+               add_parts<T>(call.num_threads, {call.grad_reference, n.heads, {call.grad_reference, memory.begin()}});
     });
 }
 

@@ -114,7 +114,7 @@ template <class V, class Worker> inline bool over_queries(const Job &given) {
     const PackedLevels &levels = plan.packed_value;
     const Memory memory(levels.bytes);
     char *packed = memory.begin();
-    const Job job{call, plan, packed, given.reference_sums};
+    const Job job{call, plan, packed, given.partial_sums};
     const int64_t items = QueryBlocks(call, packed != nullptr).count();
     if (!packed) return parallel<Worker>(call.num_threads, items, job);
     return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {

@@ -1,8 +1,8 @@
 // The gradients of samples: of their locations and weights.
 #pragma once
 
-#include "kernels/attention/reference_gradient.h"
 #include "kernels/attention/worker.h"
+#include "kernels/shared/partial_sums.h"
 
 namespace mxd::MXD_ISA {
 namespace {
@@ -52,12 +52,12 @@ template <class T, template <class> class Rule> class SampleOutputs {
     SampleOutputs(const Job &job, Arena &arena)
         : dot(arena.zeros<T>(4 * padded_samples(job.call.sizes))), call(job.call), n(call.sizes),
           xy({job.call.grad_locations, {LEVEL, POINT, XY}}, n, arena),
-          weights({job.call.grad_weights, {LEVEL, POINT}}, n, arena), sums(job) {}
+          weights({job.call.grad_weights, {LEVEL, POINT}}, n, arena), sums(call.grad_reference, job.partial_sums) {}
     void open(int64_t b, int64_t h) {
         xy.open(b, h);
         weights.open(b, h);
-        sums.open(b, h);
-        at_once = call.with_logits && xy.in_whole_vectors() && weights.in_whole_vectors() && !sums.of(0);
+        part = b * n.heads + h;
+        at_once = call.with_logits && xy.in_whole_vectors() && weights.in_whole_vectors() && !sums.all;
     }
     MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
         if (call.has_window && weights.in_whole_vectors()) // a weight's gradient is its row's product, as it stands
@@ -78,7 +78,8 @@ template <class T, template <class> class Rule> class SampleOutputs {
     Sizes n;
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
-    ReferenceSums<T> sums;
+    PartialSums<T> sums; // of reference points: each head is a part
+    int64_t part = 0;
     // With logits, where whole vectors are written in place and reference points have no gradient.
     bool at_once = false;
 
@@ -107,7 +108,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
                 Rule<T>::template gradients<true>(own, dots, i, grad_xy, grad_weight);
         });
         T *grad_offsets = xy.begin(q), *grad_logits = weights.begin(q);
-        logits.offset_gradients(q, grad_xy, xy.whole_vectors(), grad_offsets, sums.of(q));
+        logits.offset_gradients(q, grad_xy, xy.whole_vectors(), grad_offsets, sums.of(part, q));
         logits.logit_gradients(q, grad_weight, weights.whole_vectors(), grad_logits);
         xy.end(q, grad_offsets);
         weights.end(q, grad_logits);

@@ -73,83 +73,30 @@ inline void grouped_sum(const int64_t *address, const T *coefficient, int64_t n,
 }
 
 // n is a multiple of ROWS.
-template <class V, class T, int N, int K, int G>
-inline void grouped_dots_piece(const int64_t *address, int64_t groups, int64_t n, int64_t channel, const T *g, T *dot,
-                               bool accumulate) {
-    constexpr int R = G < 4 ? 4 / G : 1; // rows at once: sums come four at a time
-    Vec<T, N> factor[G][K];
-    MXD_UNROLL
-    for (int group = 0; group < G; ++group) read_factors<T, N, K>(g + group * K * N, factor[group]);
-    for (int64_t i = 0; i < n; i += R) {
-        Vec<T, N> products[R * G];
-        MXD_UNROLL
-        for (int r = 0; r < R; ++r) {
-            const V *row = row_at<const V>(address[i + r], channel);
-            ask_for<G * PIECE_BYTES<V, N, K>>(address[i + r + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
-            MXD_UNROLL
-            for (int group = 0; group < G; ++group)
-                products[r * G + group] = multiply_row<V, T, N, K>(row + group * K * N, factor[group]);
-        }
-        MXD_UNROLL
-        for (int four = 0; four < R * G; four += 4) {
-            const Vec<T, N> some[4] = {products[four], products[four + 1], products[four + 2], products[four + 3]};
-            const Vec<T, 4> sums = sums_of_four<T, N>(some);
-            MXD_UNROLL
-            for (int s = 0; s < 4; ++s) {
-                T &to = dot[(i + (four + s) / G) * groups + (four + s) % G];
-                to = accumulate ? to + sums[s] : sums[s];
-            }
-        }
-    }
-}
-
 template <class V, class T>
 inline void grouped_dots(const int64_t *address, int64_t n, int64_t groups, int64_t channels, const T *g, T *dot) {
     if (channels == 0) memset(dot, 0, size_t(n * groups) * sizeof(T));
     for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t group, int64_t c) {
         const int64_t first = group * channels + c;
-        grouped_dots_piece<V, T, lanes.value, vectors.value, together.value>(address, groups, n, first, g + first, dot + group,
-                                                                             c > 0);
+        dots_piece<V, T, lanes.value, vectors.value, together.value>(address, address + ROWS_AHEAD, groups, n, first, g + first,
+                                                                     dot + group, c > 0);
     });
-}
-
-template <class T, int N, int K, int G>
-inline void grouped_add_piece(const int64_t *address, const T *coefficient, int64_t groups, int64_t n, int64_t channel,
-                              const T *g) {
-    Vec<T, N> factor[G][K];
-    MXD_UNROLL
-    for (int v = 0; v < G * K; ++v) factor[v / K][v % K] = load<T, N>(g + v * N);
-    for (int64_t i = 0; i < n; ++i) {
-        T *row = row_at<T>(address[i], channel);
-        ask_for<G * PIECE_BYTES<T, N, K>>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(T)));
-        MXD_UNROLL
-        for (int group = 0; group < G; ++group) {
-            const Vec<T, N> s = broadcast<T, N>(coefficient[i * groups + group]);
-            MXD_UNROLL
-            for (int k = 0; k < K; ++k) {
-                T *to = row + (group * K + k) * N;
-                store<T, N>(to, load<T, N>(to) + s * factor[group][k]);
-            }
-        }
-    }
 }
 
 template <class T>
 inline void grouped_add(const int64_t *address, const T *coefficient, int64_t n, int64_t groups, int64_t channels, const T *g) {
     for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t group, int64_t c) {
         const int64_t first = group * channels + c;
-        grouped_add_piece<T, lanes.value, vectors.value, together.value>(address, coefficient + group, groups, n, first,
-                                                                         g + first);
+        scatter_add_piece<T, lanes.value, vectors.value, together.value>(address, coefficient + group, address + ROWS_AHEAD,
+                                                                         groups, n, first, g + first);
     });
 }
 
 // to = factor * from
 template <class T> MXD_INLINE void scaled(const T *from, T factor, int64_t n, T *to) {
-    for_pieces<T>(n, [&](auto lanes, auto vectors, int64_t c) {
+    for_vectors<T>(n, [&](auto lanes, int64_t c) __attribute__((always_inline)) {
         constexpr int N = lanes.value;
-        MXD_UNROLL
-        for (int k = 0; k < vectors.value; ++k)
-            store<T, N>(to + c + k * N, broadcast<T, N>(factor) * load<T, N>(from + c + k * N));
+        store<T, N>(to + c, broadcast<T, N>(factor) * load<T, N>(from + c));
     });
 }
 

@@ -13,10 +13,9 @@ struct Job {
     const Plan &plan;
     // plan.packed_value of the head that is worked on; where heads go together, rows of 16 bits of the batch that is
     // worked on, widened; null where there are none
-    const char *packed_value;
-    char *reference_sums; // the gradient of reference points, head by head; null where it is not wanted
-    // Of deformable_aggregation with logits, backward: SoftmaxTotals; ProjectionSums, null where they are not wanted.
-    char *softmax_totals = nullptr, *projection_sums = nullptr;
+    const char *packed_value = nullptr;
+    char *partial_sums = nullptr;   // of the gradient of reference points or of projections; null where it is not wanted
+    char *softmax_totals = nullptr; // of deformable_aggregation with logits, backward
 };
 
 // Runs a worker over its items.

@@ -235,29 +235,48 @@ template <class V, class T, int N, int K> MXD_INLINE Vec<T, N> multiply_row(cons
     return products;
 }
 
-// One piece of dots, ROWS rows at a time.
-template <class V, class T, int N, int K>
-inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, int64_t channel, const T *g, T *dot,
-                       bool accumulate) {
-    Vec<T, N> factor[K];
-    read_factors<T, N, K>(g, factor);
-    for (int64_t i = 0; i < n; i += ROWS) {
-        Vec<T, N> products[ROWS];
+// One piece of dots for G groups of channels, K vectors each: dot[i * groups + group] for row i. Sums come four at a time.
+template <class V, class T, int N, int K, int G = 1>
+inline void dots_piece(const int64_t *address, const int64_t *next, int64_t groups, int64_t n, int64_t channel, const T *g,
+                       T *dot, bool accumulate) {
+    constexpr int R = G < 4 ? 4 / G : 1; // rows at once
+    Vec<T, N> factor[G][K];
+    MXD_UNROLL
+    for (int group = 0; group < G; ++group) read_factors<T, N, K>(g + group * K * N, factor[group]);
+    for (int64_t i = 0; i < n; i += R) {
+        Vec<T, N> products[R * G];
         MXD_UNROLL
-        for (int r = 0; r < ROWS; ++r) {
-            ask_for<PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
-            products[r] = multiply_row<V, T, N, K>(row_at<const V>(address[i + r], channel), factor);
-            finish(products[r]);
+        for (int r = 0; r < R; ++r) {
+            const V *row = row_at<const V>(address[i + r], channel);
+            ask_for<G * PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
+            MXD_UNROLL
+            for (int group = 0; group < G; ++group) {
+                products[r * G + group] = multiply_row<V, T, N, K>(row + group * K * N, factor[group]);
+                finish(products[r * G + group]);
+            }
         }
-        const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
-        store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);
+        MXD_UNROLL
+        for (int four = 0; four < R * G; four += 4) {
+            const Vec<T, N> some[4] = {products[four], products[four + 1], products[four + 2], products[four + 3]};
+            const Vec<T, 4> sums = sums_of_four<T, N>(some);
+            T *const to = dot + (i + four / G) * groups + four % G;
+            if (G > 1 ? G % 4 == 0 : groups == 1) { // side by side
+                store<T, 4>(to, accumulate ? load<T, 4>(to) + sums : sums);
+                continue;
+            }
+            MXD_UNROLL
+            for (int s = 0; s < 4; ++s) {
+                T &one = to[s / G * groups + s % G];
+                one = accumulate ? one + sums[s] : sums[s];
+            }
+        }
     }
 }
 
 template <class V, class T>
 inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t channels, const T *g, T *dot) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        dots_piece<V, T, lanes.value, vectors.value>(address, next, n, c, g + c, dot, c > 0);
+        dots_piece<V, T, lanes.value, vectors.value>(address, next, 1, n, c, g + c, dot, c > 0);
     });
 }
 
@@ -268,14 +287,19 @@ template <class T, int N, int K> MXD_INLINE void add_to_row(T *row, T coefficien
     for (int k = 0; k < K; ++k) store<T, N>(row + k * N, load<T, N>(row + k * N) + s * factor[k]);
 }
 
-template <class T, int N, int K>
-inline void scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, int64_t n, int64_t channel,
-                              const T *g) {
-    Vec<T, N> factor[K];
-    read_factors<T, N, K>(g, factor);
+// One piece of scatter_add for G groups of channels, K vectors each: coefficient[i * groups + group] for row i.
+template <class T, int N, int K, int G = 1>
+inline void scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, int64_t groups, int64_t n,
+                              int64_t channel, const T *g) {
+    Vec<T, N> factor[G][K];
+    MXD_UNROLL
+    for (int group = 0; group < G; ++group) read_factors<T, N, K>(g + group * K * N, factor[group]);
     for (int64_t i = 0; i < n; ++i) {
-        ask_for<PIECE_BYTES<T, N, K>>(next[i] + channel * int64_t(sizeof(T)));
-        add_to_row<T, N, K>(row_at<T>(address[i], channel), coefficient[i], factor);
+        T *row = row_at<T>(address[i], channel);
+        ask_for<G * PIECE_BYTES<T, N, K>>(next[i] + channel * int64_t(sizeof(T)));
+        MXD_UNROLL
+        for (int group = 0; group < G; ++group)
+            add_to_row<T, N, K>(row + group * K * N, coefficient[i * groups + group], factor[group]);
     }
 }
 
@@ -284,7 +308,7 @@ template <class T>
 inline void scatter_add(const int64_t *address, const T *coefficient, const int64_t *next, int64_t n, int64_t channels,
                         const T *g) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        scatter_add_piece<T, lanes.value, vectors.value>(address, coefficient, next, n, c, g + c);
+        scatter_add_piece<T, lanes.value, vectors.value>(address, coefficient, next, 1, n, c, g + c);
     });
 }
 

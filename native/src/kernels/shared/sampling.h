@@ -3,7 +3,6 @@
 
 #include "kernels/shared/parallel.h"
 #include "kernels/shared/tensor.h"
-#include "kernels/shared/whole_numbers.h"
 
 namespace mxd::MXD_ISA {
 namespace {

@@ -1,0 +1,60 @@
+// A gradient to which parts of a call add: heads to that of reference points, blocks of anchors to that of projections.
+// Each part has sums of its own, which are added in the order of the parts, so that the bits do not depend on threads.
+#pragma once
+
+#include "kernels/shared/job.h"
+#include "kernels/shared/tensor.h"
+
+namespace mxd::MXD_ISA {
+namespace {
+
+// The sums: [part, place, number]. Parts are counted through all batches. A place is a query or a camera; its numbers are
+// the last two axes of the gradient.
+template <class T> struct PartialSums {
+    int64_t places, numbers;
+    T *all; // null: the gradient is not wanted
+
+    PartialSums(const Tensor &gradient, char *memory)
+        : places(gradient.shape[QUERY]), numbers(gradient.shape[REFERENCE] * gradient.shape[COORDINATE]),
+          all(reinterpret_cast<T *>(memory)) {}
+    int64_t bytes(int64_t parts) const { return parts * places * numbers * int64_t(sizeof(T)); }
+    MXD_INLINE T *of(int64_t part, int64_t place) const { return all ? all + (part * places + place) * numbers : nullptr; }
+};
+
+// Adds the sums of the parts of each batch. Items: (batch, block of places).
+template <class T> class AddParts {
+  public:
+    struct Args {
+        const Tensor &gradient;
+        int64_t parts; // of a batch
+        PartialSums<T> sums;
+
+        int64_t blocks() const { return sums.numbers == 0 ? 0 : sums.places < 64 ? sums.places : 64; }
+    };
+
+    AddParts(const Args &a, Arena &arena) : args(a), row(arena.take<T>(args.sums.numbers)) {}
+    void operator()(int64_t item) {
+        const int64_t blocks = args.blocks(), block = item % blocks, places = args.sums.places;
+        for (int64_t i = places * block / blocks; i < places * (block + 1) / blocks; ++i) write(item / blocks, i);
+    }
+
+  private:
+    const Args &args;
+    T *row;
+
+    void write(int64_t b, int64_t place) {
+        for (int64_t i = 0; i < args.sums.numbers; ++i) row[i] = 0;
+        for (int64_t part = b * args.parts; part < (b + 1) * args.parts; ++part) {
+            const T *of_part = args.sums.of(part, place);
+            for (int64_t i = 0; i < args.sums.numbers; ++i) row[i] += of_part[i];
+        }
+        SomeAxes<2>(args.gradient, {REFERENCE, COORDINATE}).write(offset_of(args.gradient, b, place), row);
+    }
+};
+
+template <class T> inline bool add_parts(int num_threads, const typename AddParts<T>::Args &args) {
+    return parallel<AddParts<T>>(num_threads, args.gradient.shape[BATCH] * args.blocks(), args);
+}
+
+} // namespace
+} // namespace mxd::MXD_ISA
