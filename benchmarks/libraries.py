@@ -17,11 +17,9 @@ import importlib.metadata
 import importlib.util
 import io
 import logging
-import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,8 +35,6 @@ from torch import Tensor
 import mx_driving
 from mx_driving._cli_support.problems import matching, need
 from mx_driving._cli_support.start import start
-from mx_driving._measure import report
-from mx_driving._measure.timing import interleaved
 
 Build = Callable[[int, int], Subject]  # from the height and width of the photograph
 
@@ -195,15 +191,6 @@ def replaced(subject: Subject) -> list[str]:
         return [name.rpartition(".")[2] for name in done.replaced]
 
 
-@torch.no_grad()
-def times(subject: Subject, seconds: float) -> tuple[float, float, int]:
-    """Medians in milliseconds before and after, timed in turn, and the number of rounds."""
-    within = {"before": nullcontext, "after": lambda: mx_driving.patched(subject.model)}
-    found = interleaved(dict.fromkeys(within, subject.forward), seconds, lambda name: within[name]())
-    before, after = (1e3 * statistics.median(some) for some in found.values())
-    return before, after, min(map(len, found.values()))
-
-
 class _Tensors(torch.nn.Module):
     """A picture to tensors, as a graph has them."""
 
@@ -283,15 +270,15 @@ def row(library: Library, name: str, subject: Subject, seconds: float, gradients
     """What the table on the models page has of one model."""
     changed = replaced(subject)
     found, off = difference(subject, gradients)
-    before, after, rounds = times(subject, seconds)
+    before, after, rounds = models.before_and_after(subject, seconds)
     return {
         "library": library.version,
         "model": name,
         "replaced": " ".join(changed),
         "difference": f"{found:.0e}",
         "off": off,
-        "before ms": round(before, 1),
-        "after ms": round(after, 1),
+        "before ms": round(1e3 * before, 1),
+        "after ms": round(1e3 * after, 1),
         "speed-up": round(before / after, 3),
         "rounds": rounds,
         "onnx": exports(subject) if onnx else "",
@@ -313,13 +300,12 @@ def main(
     names = matching("library", library, LIBRARIES)
     builders = [(name, model, build) for name in names for model, build in need_library(name).models().items()]
     chosen = matching("--only", only, [model for _, model, _ in builders])
-    rows = []
-    for name, model, build in builders:
-        if model in chosen:
-            rows.append(row(LIBRARIES[name], model, build(height, width), seconds, gradients, onnx))
-            print(*(f"{column} {cell}" for column, cell in rows[-1].items()), sep=", ", flush=True)
-            if csv:
-                report.write(rows, csv)
+    rows = (
+        row(LIBRARIES[name], model, build(height, width), seconds, gradients, onnx)
+        for name, model, build in builders
+        if model in chosen
+    )
+    models.print_rows(rows, csv)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import importlib
 import importlib.util
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from torch import Tensor
 
 import mx_driving
 from mx_driving._cli_support.problems import Problem, need
-from mx_driving._measure import plain
+from mx_driving._measure import plain, report
 from mx_driving._measure.differences import largest, queries_off
+from mx_driving._measure.report import Row
 from mx_driving._measure.timing import interleaved
 
 # outputs of detectors and segmenters that are continuous in the inputs (a reading order is not)
@@ -214,37 +216,22 @@ def compare(subject: Subject) -> tuple[float, float]:
     return outputs, gradients
 
 
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of one thing before patching, with patched cores, and with patched attention modules."""
-
-    before: float
-    cores: float
-    modules: float
-
-    @property
-    def speed_up(self) -> float:
-        return self.before / self.modules
-
-    @property
-    def gain(self) -> float:
-        """Of patched modules over patched cores."""
-        return self.cores / self.modules
-
-
-@dataclass(frozen=True)
-class Measured:
-    whole: Times
-    modules: Times  # the attention modules alone
-    cores: tuple[float, float]  # the sampling alone, in plain torch and by the bare operator
-
-
 Run = Callable[[], Any]
 
 
 @torch.no_grad()
-def time_model(subject: Subject, seconds: float) -> Measured:
-    """Lower quartiles of interleaved times, of the whole model, and of its parts on the inputs that it gives them."""
+def before_and_after(subject: Subject, seconds: float) -> tuple[float, float, int]:
+    """Return medians in seconds of the whole model, timed in turn, and the number of rounds."""
+    ways = {"before": nullcontext, "after": lambda: mx_driving.patched(subject.model)}
+    times = interleaved(dict.fromkeys(ways, subject.forward), seconds, lambda name: ways[name]())
+    before, after = map(statistics.median, times.values())
+    return before, after, min(map(len, times.values()))
+
+
+@torch.no_grad()
+def time_parts(subject: Subject, seconds: float) -> Row:
+    """Return lower quartiles of interleaved times in milliseconds, as columns: of the whole model, of the attention modules
+    alone, and of the sampling alone in plain torch and by the bare operator, on the inputs that the model gives them."""
     with mx_driving.patched(subject.model, modules=False), mx_driving.viz.recording() as looks:
         subject.forward()
     cores = {
@@ -255,23 +242,36 @@ def time_model(subject: Subject, seconds: float) -> Measured:
     }
     before, after = _quartiles(interleaved(cores, seconds))
     calls = _calls_of_modules(subject)
-    of_modules = _three_ways(subject, lambda: [module(*args, **kwargs) for module, args, kwargs in calls], seconds)
-    return Measured(_three_ways(subject, subject.forward, seconds), of_modules, (before, after))
+    of_modules = _three_ways("modules", subject, lambda: [module(*args, **kwargs) for module, args, kwargs in calls], seconds)
+    columns = {"core before ms": f"{before:.4g}", "core after ms": f"{after:.4g}", "core speed-up": f"{before / after:.3g}"}
+    return {**_three_ways("whole", subject, subject.forward, seconds), **of_modules, **columns}
 
 
-def _three_ways(subject: Subject, run: Run, seconds: float) -> Times:
-    """Before, with patched cores, and with patched modules."""
-    within = {
+def _three_ways(what: str, subject: Subject, run: Run, seconds: float) -> Row:
+    """Return columns: before, with patched cores, and with patched modules."""
+    ways = {
         "before": nullcontext,
         "cores": lambda: mx_driving.patched(subject.model, modules=False),
         "modules": lambda: mx_driving.patched(subject.model),
     }
-    return Times(*_quartiles(interleaved(dict.fromkeys(within, run), seconds, lambda name: within[name]())))
+    times = _quartiles(interleaved(dict.fromkeys(ways, run), seconds, lambda name: ways[name]()))
+    columns = {f"{what} {way} ms": f"{time:.4g}" for way, time in zip(ways, times, strict=True)}
+    return {**columns, f"{what} speed-up": f"{times[0] / times[2]:.2f}", f"{what} gain": f"{times[1] / times[2]:.3f}"}
 
 
 def _quartiles(times: dict[str, list[float]]) -> list[float]:
-    """Milliseconds. A lower quartile is a time with little else to do for the machine, and not the luckiest one."""
-    return [1e3 * statistics.quantiles(found, n=4)[0] for found in times.values()]
+    """Return milliseconds. A lower quartile is a time with little else to do for the machine, and not the luckiest one."""
+    return [1e3 * statistics.quantiles(of_way, n=4)[0] for of_way in times.values()]
+
+
+def print_rows(rows: Iterable[Row], csv: Path | None, *facts: str) -> None:
+    """Print each row as it comes, and write the rows to a file anew after each; `facts` are said beside the machine."""
+    done = []
+    for row in rows:
+        done.append(row)
+        print(*(f"{column} {cell}" for column, cell in row.items()), sep=", ", flush=True)
+        if csv:
+            report.write(done, csv, *facts)
 
 
 def _calls_of_modules(subject: Subject) -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:

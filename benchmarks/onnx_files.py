@@ -31,7 +31,7 @@ from libraries import silent
 import mx_driving.onnx
 from mx_driving._cli_support.problems import matching
 from mx_driving._cli_support.start import start
-from mx_driving._measure import onnx_files, report
+from mx_driving._measure import onnx_files
 from mx_driving.onnx._forms import NODES
 from mx_driving.onnx._save import with_ours
 
@@ -155,7 +155,7 @@ def compare(before: Path, after: Path, seconds: float) -> onnx_files.Compared:
     return onnx_files.compare(before, after, seconds, pictures)
 
 
-def row(exporter: Exporter, side: int, seconds: float) -> dict[str, Any]:
+def row_of(exporter: Exporter, side: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         before, found = fused(exporter, Path(folder), side)
         compared = compare(before, found.path, seconds)
@@ -205,14 +205,9 @@ def main(
     torch.set_num_threads(threads)
     torchvision_names.declare()
     names = matching("--only", only, [exporter.model for exporter in EXPORTERS])
-    rows = []
-    for exporter in EXPORTERS:
-        if exporter.model in names:
-            for found in rows_of_forms(exporter, side) if forms else [row(exporter, side, seconds)]:
-                rows.append(found)
-                print(*(f"{name} {cell}" for name, cell in found.items()), sep=", ", flush=True)
-            if csv:
-                report.write(rows, csv)
+    chosen = [exporter for exporter in EXPORTERS if exporter.model in names]
+    rows = (row for one in chosen for row in (rows_of_forms(one, side) if forms else [row_of(one, side, seconds)]))
+    models.print_rows(rows, csv)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ _UsageError: Any = typer.BadParameter.__base__  # typer's own, or click's with a
 
 def start(program: str, command: typer.Typer | Callable[..., None]) -> None:
     """Run a command, or an app of several, on the arguments of this process, and exit."""
-    app = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False)
+    app = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     if app is not command:
         app.command()(command)
     with in_a_sentence(program):

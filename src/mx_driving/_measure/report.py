@@ -65,8 +65,9 @@ def tables(rows: list[Row]) -> Iterator[Any]:
         yield shown
 
 
-def write(rows: list[Row], path: Path) -> None:
-    here = machine()
+def write(rows: list[Row], path: Path, *facts: str) -> None:
+    """Write rows with a last column of the machine, and of facts that all rows have in common."""
+    here = ", ".join([machine(), *facts])
     with writing("--csv", path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], "machine"])
         writer.writeheader()

@@ -17,11 +17,15 @@ from .._cli_support.problems import Problem
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
-def read_dtype(name: str) -> str:
-    """Return the name of a dtype; a parser of typer's."""
-    if name in DTYPES:
-        return name
-    raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}; got {name!r}")
+def one_of(*words: str) -> Callable[[str], str]:
+    """Return a parser of words."""
+
+    def read(word: str) -> str:
+        if word in words:
+            return word
+        raise typer.BadParameter(f"must be one of {', '.join(words)}; got {word!r}")
+
+    return read
 
 
 def _at_least_zero(kind: type, rule: str) -> Callable[[Any], Any]:
@@ -40,7 +44,7 @@ _ONLY = "Only rows whose name matches, e.g. `'*detr*'`, in either case; may be r
 Only = Annotated[list[str] | None, typer.Option("--only", help=_ONLY)]
 OnlyWorkloads = Annotated[list[str] | None, typer.Option("--only", "--workload", help=_ONLY)]
 _DTYPE = f"Dtype of the inputs: {', '.join(DTYPES)}; may be repeated."
-DTypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", parser=read_dtype, help=_DTYPE)]
+DTypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", parser=one_of(*DTYPES), help=_DTYPE)]
 _THREADS = "Threads; 0: as many as torch uses."
 Threads = Annotated[int, typer.Option("--threads", metavar="N", parser=_at_least_zero(int, "a whole number"), help=_THREADS)]
 Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of all inputs of the file by name; else random.")]

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from .._cli_support.problems import Problem, need
 from .._cli_support.show import grid, open_console, print_json, say, show
-from .options import Inputs, Json, Threads, arrays, read_dtype, use_threads
+from .options import DTYPES, Inputs, Json, Threads, arrays, one_of, use_threads
 
 _RUNTIME = (
     "onnxruntime, openvino, tensorrt, or a program: it is called with three more words, the paths of a file to run, of its "
@@ -25,7 +25,7 @@ def verify(
     runtime: Annotated[str, typer.Option(metavar="NAME", help=_RUNTIME)],
     inputs: Inputs = None,
     original: Annotated[str | None, typer.Option(metavar="PATH", help=_ORIGINAL)] = None,
-    precision: Annotated[str | None, typer.Option(metavar="NAME", parser=read_dtype, help=_PRECISION)] = None,
+    precision: Annotated[str | None, typer.Option(metavar="NAME", parser=one_of(*DTYPES), help=_PRECISION)] = None,
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
