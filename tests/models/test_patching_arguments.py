@@ -24,6 +24,8 @@ from attention_modules import (
     patched,
     plain_core,
 )
+from test_patching_forms import core_arguments
+from test_patching_pools import rows
 
 import mx_driving
 
@@ -302,16 +304,12 @@ def test_a_module_that_reads_its_table_by_int_takes_any_numbers(dtype, called):
     answers(ReadsByInt, module, arguments, called, (int_core,))
 
 
-def core_inputs():
-    generator = torch.Generator().manual_seed(3)
-    shapes = (2, libraries.KEYS, 2, 8), (2, 7, 2, 2, 3, 2), (2, 7, 2, 2, 3)
-    value, locations, weights = (torch.rand(s, generator=generator, dtype=torch.float64) for s in shapes)
-    return value, libraries.SIZES, locations, weights
+CORE = core_arguments((2, 4), torch.clone, libraries.SIZES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16, torch.uint8])
 def test_a_core_that_reads_its_table_by_int_takes_any_numbers(dtype):
-    value, sizes, locations, weights = core_inputs()
+    value, sizes, locations, weights = CORE
     table = torch.tensor(sizes).to(dtype)
     expected = int_core(value, table, locations, weights)
     with mx_driving.patched(library(int_core)):
@@ -333,17 +331,8 @@ def bev_pool(feats, coords, B, D, H, W{more}):
 }
 
 
-def pool_inputs():
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.rand(20, 3, generator=generator),
-        torch.stack([torch.randint(n, (20,), generator=generator) for n in (3, 4, 2, 2)], 1),
-        *(2, 2, 3, 4),
-    )
-
-
 @pytest.mark.filterwarnings("ignore:mx_driving.patch left")
-@pytest.mark.parametrize(("name", "inputs", "rows"), [("core", core_inputs, 7), ("bev_pool", pool_inputs, 20)])
+@pytest.mark.parametrize(("name", "arguments", "queries"), [("core", CORE, 7), ("bev_pool", rows(), 60)])
 @pytest.mark.parametrize(
     ("more", "scale", "by_name"),
     [
@@ -354,9 +343,9 @@ def pool_inputs():
         (", **scale", "(lambda scale=1: scale)(**scale)", True),
     ],
 )
-def test_a_further_argument_of_a_core_or_a_pool_counts(name, inputs, rows, more, scale, by_name):
-    module, arguments = library(plain_core, int_core, source=SOURCES[name].format(more=more, scale=scale)), inputs()
-    function, factor = getattr(module, name), torch.rand(rows, 1, dtype=arguments[0].dtype)
+def test_a_further_argument_of_a_core_or_a_pool_counts(name, arguments, queries, more, scale, by_name):
+    module = library(plain_core, int_core, source=SOURCES[name].format(more=more, scale=scale))
+    function, factor = getattr(module, name), torch.rand(queries, 1, dtype=arguments[0].dtype)
     call = functools.partial(function, *arguments, scale=factor) if by_name else functools.partial(function, *arguments, factor)
     expected = call()
     with mx_driving.patched(module) as done:
@@ -396,5 +385,5 @@ def test_a_decorated_core_is_replaced_below_its_decorator():
     decorated = torch.no_grad()(int_core)
     with mx_driving.patched(library(decorated)) as done:
         assert done.replaced == (f"{__name__}.int_core",)
-        assert len(operators(decorated, *core_inputs())) == 1
-        assert not decorated(core_inputs()[0].requires_grad_(), *core_inputs()[1:]).requires_grad
+        assert len(operators(decorated, *CORE)) == 1
+        assert not decorated(CORE[0].clone().requires_grad_(), *CORE[1:]).requires_grad

@@ -260,15 +260,6 @@ def test_mmcvs_former_name_of_identity_goes_to_its_own_code():
     libraries.agrees(module, arguments, operator=BARE)
 
 
-def test_arguments_by_place():
-    module = build(libraries.Paper)
-    arguments = arguments_for(module)
-    with patched(libraries.Paper):
-        names = ["query", "reference_points", "input_flatten", "input_spatial_shapes", "input_level_start_index"]
-        outputs = module(*(arguments[name] for name in names), arguments["input_padding_mask"])
-        torch.testing.assert_close(outputs, module(**arguments), rtol=0, atol=0)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("left_out", [(), ("spatial_shapes_list",)])
 def test_levels_that_do_not_fill_the_keys_are_refused(left_out):

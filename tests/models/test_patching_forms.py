@@ -14,6 +14,18 @@ import mx_driving
 
 POINT, BOX = (2, 2), (2, 4)  # the last sides of reference points: one for each level
 ONE_POINT, ONE_BOX = (1, 2), (1, 4)  # one for all
+
+
+class Fixed(libraries.Pillars):
+    """UniAD of tt-forge: sizes are written into the constructor."""
+
+    forward = libraries.make_forward(libraries.MMCV + "**kwargs")
+
+    def __init__(self, embed_dims=16):
+        super().__init__(16, 4, 2, 8)
+        self.value_proj = torch.nn.Linear(embed_dims, embed_dims)
+
+
 # module, what its constructor is given beside the common sizes, reference points
 FORMS = [
     (libraries.HuggingFace, {}, (POINT, BOX)),
@@ -22,6 +34,7 @@ FORMS = [
     *((libraries.Mmcv, {"batch_first": first}, (POINT, BOX)) for first in (False, True)),
     *((libraries.GroundingDino, {"batch_first": first}, (POINT, BOX)) for first in (False, True)),
     (libraries.Pillars, {}, (POINT,)),
+    (Fixed, {}, (POINT,)),
     (libraries.Temporal, {}, (POINT, BOX)),
     (libraries.Paper, {}, (POINT, BOX)),
     (libraries.LwDetr, {}, (POINT, ONE_BOX)),
@@ -191,15 +204,6 @@ def test_options_that_a_core_was_not_tried_with_run_its_own_code(core, layout, m
         assert torch.equal(core(*arguments, **more), expected)
 
 
-def test_a_core_with_a_start_index():
-    value, sizes, *rest = core_arguments((2, 4), torch.clone, SIZES)
-    arguments = value, torch.tensor(sizes), torch.tensor([0, 20]), *rest
-    expected = results(started_core, *arguments, 32)
-    with mx_driving.patched(library(started_core)):
-        assert operators(started_core, *arguments) == ["multi_scale_deformable_attn"]
-        torch.testing.assert_close(results(started_core, *arguments, 32), expected, rtol=0, atol=1e-11)
-
-
 def geometry_kernel_attention_cpu(
     value, spatial_shapes, level_start_index, sampling_locations, attention_weights, im2col_step=64
 ):  # fmt: skip
@@ -215,37 +219,26 @@ def geometry_kernel_attention_cpu(
     return total.flatten(2)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64])
-def test_maptrs_plain_kernel_calls_the_operator_for_whole_pixels(dtype):
-    """Its compiled kernel cuts fractions, and so does the operator; the plain one rounds them."""
+WHOLE = "geometric_kernel_attention"
+STARTED = [
+    (started_core, torch.float64, [libraries.BARE]),
+    *((geometry_kernel_attention_cpu, dtype, [WHOLE]) for dtype in (torch.int64, torch.int32)),
+    (geometry_kernel_attention_cpu, torch.float64, []),
+]
+
+
+@pytest.mark.parametrize(("core", "dtype", "called"), STARTED)
+def test_cores_with_a_start_index(core, dtype, called):
+    """MapTR's plain kernel calls the operator for whole pixels: its compiled kernel cuts fractions, and so does the operator;
+    the plain one rounds them."""
     value, _, locations, weights = core_arguments((2, 4), torch.clone, SIZES)
-    pixels = (locations * 9 - 2).to(dtype)
-    arguments = value, torch.tensor(SIZES), torch.tensor([0, 20]), pixels, weights
-    expected = results(geometry_kernel_attention_cpu, *arguments)
-    with mx_driving.patched(library(geometry_kernel_attention_cpu)) as done:
-        assert done.replaced == (f"{__name__}.geometry_kernel_attention_cpu",)
-        called = [] if dtype == torch.float64 else ["geometric_kernel_attention"]
-        assert operators(geometry_kernel_attention_cpu, *arguments) == called
-        torch.testing.assert_close(results(geometry_kernel_attention_cpu, *arguments), expected, rtol=0, atol=1e-11)
-
-
-class Fixed(libraries.Pillars):
-    """UniAD of tt-forge: sizes are written into the constructor."""
-
-    forward = libraries.make_forward(libraries.MMCV + "**kwargs")
-
-    def __init__(self, embed_dims=16):
-        super().__init__(16, 4, 2, 8)
-        self.value_proj = torch.nn.Linear(embed_dims, embed_dims)
-
-
-def test_a_module_of_fixed_sizes():
-    module = build(Fixed)
-    arguments = arguments_for(module)
-    expected = results(module, **arguments)
-    with mx_driving.patched(library(Fixed, plain_core)) as done:
-        assert f"{__name__}.Fixed" in done.replaced
-        torch.testing.assert_close(results(module, **arguments), expected, rtol=1e-10, atol=1e-10)
+    locations = locations if core is started_core else (locations * 9 - 2).to(dtype)
+    arguments = value, torch.tensor(SIZES), torch.tensor([0, 20]), locations, weights, 32
+    expected = results(core, *arguments)
+    with mx_driving.patched(library(core)) as done:
+        assert done.replaced == (f"{__name__}.{core.__name__}",)
+        assert operators(core, *arguments) == called
+        torch.testing.assert_close(results(core, *arguments), expected, rtol=0, atol=1e-11)
 
 
 class Motion(libraries.Dropping):

@@ -8,11 +8,13 @@ import attention_modules
 import numpy as np
 import pytest
 import torch
+from attention_modules import operators, results
 from torch.testing import assert_close
 
 import mx_driving
 
 B, D, H, W, C = 2, 2, 5, 4, 3
+POOL = ["bev_pool_v3"]
 
 
 class Extension(types.ModuleType):
@@ -120,27 +122,13 @@ def frustum():
 INPUTS = {"bev_pool_v2": lifted, "bev_pool": rows, "voxel_pooling": frustum}
 
 
-def with_gradients(function, args):
-    args = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
-    out = function(*args)
-    return [out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
-
-
 def is_right(name, function):
     """Beside float64 truth, output and gradients."""
     args = INPUTS[name]()
     wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    for got, true in zip(with_gradients(function, args), with_gradients(getattr(TRUTH, name), wide), strict=True):
+    for got, true in zip(results(function, *args), results(getattr(TRUTH, name), *wide), strict=True):
         assert got.dtype == torch.float32
         assert_close(got.double(), true, rtol=1e-5, atol=1e-5)
-
-
-def operators(call):
-    """How often bev_pool_v3 is called."""
-    with torch.profiler.profile() as found:
-        call()
-    return sum(e.count for e in found.key_averages() if e.key == "mx_driving::bev_pool_v3")
 
 
 OVER_EXTENSIONS = {
@@ -150,17 +138,20 @@ OVER_EXTENSIONS = {
 }
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", OVER_EXTENSIONS)
-def test_over_an_extension(name):
-    """The class is taken by name; the function around it is tried after it. A name for `apply` from before is served, too."""
+def test_over_an_extension(name, alone):
+    """The class is taken by name; the function around it is tried after it. A name for `apply` from before is served, too. A
+    model's file may import the function alone: the class is where the function was defined."""
     source, replaced = OVER_EXTENSIONS[name]
-    module = library(source)
-    function, before = getattr(module, name), [dict(vars(thing)) for thing in vars(module).values() if isinstance(thing, type)]
-    with mx_driving.patched(module) as done:
+    module, model = library(source), types.ModuleType("a_model")
+    function = vars(model)[name] = getattr(module, name)
+    before = [dict(vars(thing)) for thing in vars(module).values() if isinstance(thing, type)]
+    with mx_driving.patched(model if alone and len(replaced) > 1 else module) as done:
         assert done.replaced == tuple(f"a_library.{one}" for one in replaced)
         assert done.skipped == {}
         is_right(name, function)
-        assert operators(lambda: function(*INPUTS[name]())) == 1
+        assert operators(function, *INPUTS[name]()) == POOL
     with pytest.raises(RuntimeError, match="must be a CUDA tensor"):
         function(*INPUTS[name]())
     after = [dict(vars(thing)) for thing in vars(module).values() if isinstance(thing, type)]
@@ -171,13 +162,13 @@ def test_over_an_extension(name):
 def test_in_plain_torch(name):
     module = library(PLAIN)
     function = getattr(module, name)
-    expected = with_gradients(function, INPUTS[name]())
+    expected = results(function, *INPUTS[name]())
     with mx_driving.patched(module) as done:
         assert set(done.replaced) == {f"a_library.{one}" for one in INPUTS}
         is_right(name, function)
-        assert operators(lambda: function(*INPUTS[name]())) == 1
-    assert operators(lambda: function(*INPUTS[name]())) == 0
-    assert_close(with_gradients(function, INPUTS[name]()), expected)
+        assert operators(function, *INPUTS[name]()) == POOL
+    assert operators(function, *INPUTS[name]()) == []
+    assert_close(results(function, *INPUTS[name]()), expected)
 
 
 @pytest.mark.parametrize(
@@ -239,17 +230,6 @@ def test_sizes_that_are_elements_of_a_tensor_and_points_outside():
         assert_close(module.bev_pool(feats, places, B, *torch.tensor(sizes[1:])), expected)
 
 
-@pytest.mark.parametrize("name", ["bev_pool_v2", "bev_pool"])
-def test_a_module_that_imports_the_function_alone(name):
-    """A model's file does; the class over the extension is where the function was defined."""
-    source, replaced = OVER_EXTENSIONS[name]
-    model = types.ModuleType("a_model")
-    function = vars(model)[name] = getattr(library(source), name)
-    with mx_driving.patched(model) as done:
-        assert done.replaced == tuple(f"a_library.{one}" for one in replaced)
-        is_right(name, function)
-
-
 IN_INFERENCE = """
 class VoxelPoolingInference(torch.autograd.Function):
     @staticmethod
@@ -273,11 +253,11 @@ def test_bevdepths_pool_of_inference(dtype):
         return TRUTH.voxel_pooling(places.flatten(1, 4), rows.reshape(B, -1, C), number)
 
     module = library(IN_INFERENCE)
-    expected = with_gradients(lifted_by_hand, (places, depth.double(), context.double(), number))
+    expected = results(lifted_by_hand, places, depth.double(), context.double(), number)
     with mx_driving.patched(module) as done:
         assert done.replaced == ("a_library.VoxelPoolingInference",)
-        found = with_gradients(module.voxel_pooling_inference, (places, depth, context, number))
-        assert operators(lambda: module.voxel_pooling_inference(places, depth, context, number)) == 1
+        found = results(module.voxel_pooling_inference, places, depth, context, number)
+        assert operators(module.voxel_pooling_inference, places, depth, context, number) == POOL
     assert_close([t.double() for t in found], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -303,7 +283,7 @@ def test_pools_that_have_no_gradient_have_none_afterwards():
     with mx_driving.patched(module) as done:
         assert (set(done.replaced), done.skipped) == ({"a_library.Quickcumsum_cpu", "a_library.bev_pool"}, {})
         out = module.bev_pool(*args)
-        assert operators(lambda: module.bev_pool(*args)) == 1
+        assert operators(module.bev_pool, *args) == POOL
         ranks = torch.arange(len(args[0]))
         sorted_out = module.Quickcumsum_cpu(*args[:2], ranks, *args[2:])
     assert [out.requires_grad, sorted_out.requires_grad] == [False, False]
