@@ -16,11 +16,11 @@ import shutil
 import sys
 import tempfile
 
+import attention_modules
 import cases
 import outcomes
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mx_driving import _backends, _needs
 
@@ -101,21 +101,10 @@ def poisoned_allocations():
     torch.use_deterministic_algorithms(False)
 
 
-class _Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "mx_driving":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def kernel_calls():
     """The names of the operators whose kernels were called."""
-    with _Calls() as calls:
+    with attention_modules.Operators() as calls:
         yield calls.names
 
 

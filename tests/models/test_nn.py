@@ -97,16 +97,22 @@ def pillars(bs: int, cams: int, queries: int, heights: int) -> tuple[torch.Tenso
     return reference, mask
 
 
+def spatial(bs: int = 2, queries: int = 11) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """A module for three cameras, and its inputs without positions."""
+    module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
+    value, shapes, starts = pyramid(24, bs=bs * 3)
+    reference, mask = pillars(bs, 3, queries, 2)
+    return module, (rand(bs, queries, 24), reference, value.unflatten(0, (bs, 3)), shapes, starts, mask)
+
+
 @pytest.mark.parametrize("positions", [False, True])
 def test_spatial(positions):
-    module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
-    value, shapes, starts = pyramid(24, bs=6)
-    reference, mask = pillars(2, 3, 11, 2)
+    module, inputs = spatial()
+    mask = inputs[-1]
     counts = mask.any(-1).sum(2)
     assert counts.unique().numel() > 3
     assert counts[1, 1] == 0
     assert mask.any(-1).sum(1).max() > 1
-    inputs = (rand(2, 11, 24), reference, value.unflatten(0, (2, 3)), shapes, starts, mask)
     inputs = (*inputs, rand(2, 11, 24, seed=4) if positions else None)
     assert_same(module, inputs, lambda state, *a: published.spatial(state, (3, 3, 4), *a))
 
@@ -115,11 +121,7 @@ def test_spatial(positions):
 @pytest.mark.parametrize(("most", "groups"), [(1, [3, 7, 2, 3, 0, 1]), (5 * 108, [3, 7, 5, 1]), (10**6, [16])])
 def test_spatial_in_groups_of_cameras(most, groups, monkeypatch):
     """How many cameras go through the layers together changes no number; a hook is called once for each group."""
-    module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
-    value, shapes, starts = pyramid(24, bs=6)
-    reference, mask = pillars(2, 3, 11, 2)
-    args = (rand(2, 11, 24), reference, value.unflatten(0, (2, 3)), shapes, starts, mask)
-    asked = []
+    (module, args), asked = spatial(), []
     module.deformable_attention.register_forward_hook(lambda _module, inputs, _outputs: asked.append(inputs[0].shape[1]))
     monkeypatch.setattr(spatial_cross_attention, "_TOGETHER", most)
     found = module(*args)
@@ -145,18 +147,12 @@ def exported(module, inputs):
     ids=["export", "trace"],
 )
 def test_spatial_in_a_graph(graph_of):
-    module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
-
-    def inputs(bs, queries):
-        value, shapes, starts = pyramid(24, bs=bs * 3)
-        reference, mask = pillars(bs, 3, queries, 2)
-        return rand(bs, queries, 24), reference, value.unflatten(0, (bs, 3)), shapes, starts, mask
-
-    graph = graph_of(module, inputs(2, 11))
-    for bs, queries in ((2, 11), (3, 17)):
-        found = graph(*inputs(bs, queries))
-        expected = published.spatial(dict(module.named_parameters()), (3, 3, 4), *inputs(bs, queries), None)
-        torch.testing.assert_close(found, expected)
+    module, example = spatial()
+    graph = graph_of(module, example)
+    for sizes in ((2, 11), (3, 17)):
+        inputs = spatial(*sizes)[1]
+        expected = published.spatial(dict(module.named_parameters()), (3, 3, 4), *inputs, None)
+        torch.testing.assert_close(graph(*inputs), expected)
 
 
 def test_pictures_with_their_own_numbers_of_queries():
@@ -313,37 +309,34 @@ def test_recorded_looks_are_the_modules_own():
         torch.testing.assert_close(found, true)
 
 
-def test_checkpoint_names():
-    """As they stand in files of BEVFormer, Deformable-DETR and mmcv, Sparse4D and MapTR."""
+OFFSETS, WEIGHTS, VALUE, OUTPUT = "sampling_offsets", "attention_weights", "value_proj", "output_proj"
+INNER = {"deformable_attention.sampling_offsets": (512, 256), "deformable_attention.attention_weights": (256, 256)}
+NORMS = dict.fromkeys(("camera_encoder.2", "camera_encoder.5"), (256,))
+LEARNED = {"kps_generator.learnable_fc": (18, 256), "weights_fc": (8 * 4 * 13, 256)}
+# As they stand in files of BEVFormer, Deformable-DETR and mmcv, Sparse4D and MapTR: of each layer, the shape of its weight.
+CHECKPOINTS = [
+    (nn.TemporalSelfAttention(), {OFFSETS: (128, 512), WEIGHTS: (64, 512), VALUE: (256, 256), OUTPUT: (256, 256)}),
+    (nn.SpatialCrossAttention(), {**INNER, "deformable_attention.value_proj": (256, 256), OUTPUT: (256, 256)}),
+    (nn.MultiScaleDeformableAttention(), {OFFSETS: (256, 256), WEIGHTS: (128, 256), VALUE: (256, 256), OUTPUT: (256, 256)}),
+    (nn.GeometricKernelAttention(), {WEIGHTS: (4 * 1 * 15, 256), VALUE: (256, 256)}),
+    (
+        nn.DeformableFeatureAggregation(),
+        {"camera_encoder.0": (256, 12), "camera_encoder.3": (256, 256), OUTPUT: (256, 256), **NORMS, **LEARNED},
+    ),
+    (
+        nn.DeformableFeatureAggregation(use_camera_embed=False, num_learnable_pts=0),
+        {OUTPUT: (256, 256), "weights_fc": (8 * 6 * 4 * 7, 256)},
+    ),
+]
 
-    def layers(*names):
-        return {f"{n}.{kind}" for n in names for kind in ("weight", "bias")}
 
-    temporal, spatial = nn.TemporalSelfAttention().state_dict(), nn.SpatialCrossAttention().state_dict()
-    assert set(temporal) == layers("sampling_offsets", "attention_weights", "value_proj", "output_proj")
-    assert temporal["sampling_offsets.weight"].shape == (128, 512)
-    assert temporal["attention_weights.weight"].shape == (64, 512)
-    inner = (f"deformable_attention.{n}" for n in ("sampling_offsets", "attention_weights", "value_proj"))
-    assert set(spatial) == layers(*inner, "output_proj")
-    assert spatial["deformable_attention.sampling_offsets.weight"].shape == (512, 256)
-    assert spatial["deformable_attention.attention_weights.weight"].shape == (256, 256)
-    detr = nn.MultiScaleDeformableAttention().state_dict()
-    assert set(detr) == layers("sampling_offsets", "attention_weights", "value_proj", "output_proj")
-    assert detr["sampling_offsets.weight"].shape == (256, 256)
-    assert detr["attention_weights.weight"].shape == (128, 256)
-    maptr = nn.GeometricKernelAttention().state_dict()
-    assert set(maptr) == layers("attention_weights", "value_proj")
-    assert maptr["attention_weights.weight"].shape == (4 * 1 * 15, 256)
-    sparse4d = nn.DeformableFeatureAggregation().state_dict()
-    encoder = layers(*(f"camera_encoder.{i}" for i in (0, 2, 3, 5)))
-    others = layers("output_proj", "weights_fc", "kps_generator.learnable_fc")
-    assert set(sparse4d) == {"kps_generator.fix_scale"} | encoder | others
-    assert sparse4d["weights_fc.weight"].shape == (8 * 4 * 13, 256)
-    assert sparse4d["camera_encoder.0.weight"].shape == (256, 12)
-    assert sparse4d["kps_generator.fix_scale"].shape == (7, 3)
-    without = nn.DeformableFeatureAggregation(use_camera_embed=False, num_learnable_pts=0).state_dict()
-    assert set(without) == {"kps_generator.fix_scale"} | layers("output_proj", "weights_fc")
-    assert without["weights_fc.weight"].shape == (8 * 6 * 4 * 7, 256)
+@pytest.mark.parametrize(("module", "layers"), CHECKPOINTS)
+def test_checkpoint_names(module, layers):
+    shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    if isinstance(module, nn.DeformableFeatureAggregation):
+        assert shapes.pop("kps_generator.fix_scale") == (7, 3)
+    biases = {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+    assert shapes == {f"{name}.weight": shape for name, shape in layers.items()} | biases
 
 
 @pytest.mark.parametrize(("heads", "levels", "points"), [(8, 4, 4), (3, 2, 5)])
