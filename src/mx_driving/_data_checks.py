@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ._operator import composition, geometry
-from ._operator.description import OPERATORS, Operator, SamplingInputs
+from ._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL, Operator, SamplingInputs
 from ._operator.rules import flag
 
 # The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
@@ -324,8 +324,8 @@ def _pooled(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
 
 _MAPS = (_softmaxed, _swapped_levels, _row_ends, _rows_of_maps)
 _LOOKS: dict[str, tuple[Callable[..., Iterator[Finding]], ...]] = {
-    "multi_scale_deformable_attn": (_normalised, *_MAPS),
-    "deformable_aggregation": (_seen, *_MAPS, _scale_major),
-    "geometric_kernel_attention": (_in_pixels, *_MAPS),
-    "bev_pool_v3": (_pooled,),
+    MULTI_SCALE: (_normalised, *_MAPS),
+    AGGREGATION: (_seen, *_MAPS, _scale_major),
+    GEOMETRIC: (_in_pixels, *_MAPS),
+    POOL: (_pooled,),
 }

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from .._operator import composition, geometry
-from .._operator.description import OPERATORS, Operator
+from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL, Operator
 
-MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
-POOL = "bev_pool_v3"
 Sizes = list[tuple[int, int]]
 Args = tuple[Any, ...]  # of an operator: tensors, None where an input may be left out, options
 

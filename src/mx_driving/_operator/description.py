@@ -248,6 +248,7 @@ def _read(text: str) -> Iterator[Operator]:
 
 
 OPERATORS = {operator.name: operator for operator in _read(TEXT)}
+MULTI_SCALE, AGGREGATION, GEOMETRIC, POOL = (name for name, operator in OPERATORS.items() if not operator.bare)
 # Operators that read maps at locations
 SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.kind != "pooling"}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import composition, rules
-from .description import OPERATORS
+from .description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL
 
 RELEASES = ("7.1", "7.2", "7.3", "26.0", "26.2")  # of Ascend DrivingSDK, oldest first
 NEWEST = RELEASES[-1]
@@ -60,44 +60,38 @@ class Limit(NamedTuple):
         return f"have {self.quantity} {self.relation} {shown}{self.when} (Atlas A2 limit of {release})", value
 
 
-_ATTENTION, _AGGREGATION, _GEOMETRIC, _POOL = (
-    "multi_scale_deformable_attn",
-    "deformable_aggregation",
-    "geometric_kernel_attention",
-    "bev_pool_v3",
-)
 _OLD, _NEW = ("docs/api/context/{}.md".format, "docs/zh/api/context/{}.md".format)  # the folder moved with 26.0
 _PADDED = "num_heads * num_levels * num_points (rounded up to 8)"
 _FULL = " when num_points * num_levels is 64 and embed_dims 64"
 LIMITS = (
-    Limit(_ATTENTION, "sampling_locations", "num_points * num_levels", "<=", 64, _OLD(_ATTENTION)),
-    Limit(_ATTENTION, "value", "num_heads", "<=", 8, _OLD(_ATTENTION)),
-    Limit(_ATTENTION, "value", "embed_dims", "a multiple of", 8, _OLD(_ATTENTION)),
-    Limit(_ATTENTION, "value", "embed_dims", "<=", 64, _OLD(_ATTENTION), last="7.3"),
-    Limit(_ATTENTION, "value", "num_heads", "<=", 7, _OLD(_ATTENTION), last="7.1", when=_FULL),
-    Limit(_ATTENTION, "value", "embed_dims", "<=", 256, _NEW(_ATTENTION), first="26.0"),
-    Limit(_AGGREGATION, "feature_maps", "bs", "<=", 128, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "feature_maps", "c", "<=", 256, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "weight", "cam", "<=", 6, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "weight", "scale", "<=", 4, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "weight", "anchor", "<=", 2048, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "weight", "pts", "<=", 2048, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "weight", "group", "==", 8, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "feature_maps", "c / group", "a multiple of", 8, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "feature_maps", "num_elements", "<=", 150_000_000, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "sample_locations", "num_elements", "<=", 150_000_000, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "weight", "num_elements", "<=", 150_000_000, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "feature_maps", "num_feat", "==", "sum of H * W", _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "sample_locations", "the smallest value", ">=", 0, _OLD(_AGGREGATION)),
-    Limit(_AGGREGATION, "sample_locations", "the largest value", "<=", 1, _OLD(_AGGREGATION)),
-    Limit(_GEOMETRIC, "value", "embed_dims", "a multiple of", 8, _OLD(_GEOMETRIC)),
-    Limit(_GEOMETRIC, "sampling_locations", f"{_PADDED} * embed_dims", "<", 16384, _OLD(_GEOMETRIC)),
-    Limit(_GEOMETRIC, "sampling_locations", _PADDED, "<", 256, _OLD(_GEOMETRIC)),
-    Limit(_POOL, "feat", "dtype", "==", "float32", _OLD(_POOL)),
-    Limit(_POOL, "depth", "dtype", "==", "float32", _OLD(_POOL)),
-    Limit(_POOL, "feat", "C", "a multiple of", 8, _OLD(_POOL)),
-    Limit(_POOL, "feat", "C", "<=", 360, _NEW(_POOL), first="26.2"),
-    Limit(_POOL, "bev_feat_shape", "B * D * H * W * C", "<=", 2**31, _OLD(_POOL)),
+    Limit(MULTI_SCALE, "sampling_locations", "num_points * num_levels", "<=", 64, _OLD(MULTI_SCALE)),
+    Limit(MULTI_SCALE, "value", "num_heads", "<=", 8, _OLD(MULTI_SCALE)),
+    Limit(MULTI_SCALE, "value", "embed_dims", "a multiple of", 8, _OLD(MULTI_SCALE)),
+    Limit(MULTI_SCALE, "value", "embed_dims", "<=", 64, _OLD(MULTI_SCALE), last="7.3"),
+    Limit(MULTI_SCALE, "value", "num_heads", "<=", 7, _OLD(MULTI_SCALE), last="7.1", when=_FULL),
+    Limit(MULTI_SCALE, "value", "embed_dims", "<=", 256, _NEW(MULTI_SCALE), first="26.0"),
+    Limit(AGGREGATION, "feature_maps", "bs", "<=", 128, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "feature_maps", "c", "<=", 256, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "weight", "cam", "<=", 6, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "weight", "scale", "<=", 4, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "weight", "anchor", "<=", 2048, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "weight", "pts", "<=", 2048, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "weight", "group", "==", 8, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "feature_maps", "c / group", "a multiple of", 8, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "feature_maps", "num_elements", "<=", 150_000_000, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "sample_locations", "num_elements", "<=", 150_000_000, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "weight", "num_elements", "<=", 150_000_000, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "feature_maps", "num_feat", "==", "sum of H * W", _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "sample_locations", "the smallest value", ">=", 0, _OLD(AGGREGATION)),
+    Limit(AGGREGATION, "sample_locations", "the largest value", "<=", 1, _OLD(AGGREGATION)),
+    Limit(GEOMETRIC, "value", "embed_dims", "a multiple of", 8, _OLD(GEOMETRIC)),
+    Limit(GEOMETRIC, "sampling_locations", f"{_PADDED} * embed_dims", "<", 16384, _OLD(GEOMETRIC)),
+    Limit(GEOMETRIC, "sampling_locations", _PADDED, "<", 256, _OLD(GEOMETRIC)),
+    Limit(POOL, "feat", "dtype", "==", "float32", _OLD(POOL)),
+    Limit(POOL, "depth", "dtype", "==", "float32", _OLD(POOL)),
+    Limit(POOL, "feat", "C", "a multiple of", 8, _OLD(POOL)),
+    Limit(POOL, "feat", "C", "<=", 360, _NEW(POOL), first="26.2"),
+    Limit(POOL, "bev_feat_shape", "B * D * H * W * C", "<=", 2**31, _OLD(POOL)),
 )
 
 
@@ -159,7 +153,7 @@ def hold(name: str, *args: Any) -> None:
     with torch.no_grad():
         inputs = composition.bare_inputs(name, *args) if bare else args
         _refuse(bare or name, sizes := _SIZES[bare or name](*inputs))
-        if (bare or name) == _AGGREGATION and inputs[3].numel():
+        if (bare or name) == AGGREGATION and inputs[3].numel():
             smallest, largest = (round(number, 4) for number in torch.stack(inputs[3].aminmax()).tolist())
             sizes["sample_locations"].update({"the smallest value": smallest, "the largest value": largest})
             _refuse(bare or name, sizes)
@@ -225,8 +219,8 @@ def _pool(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, 
 
 
 _SIZES: dict[str, Callable[..., Sizes]] = {
-    _ATTENTION: _attention,
-    _AGGREGATION: _aggregation,
-    _GEOMETRIC: _geometric,
-    _POOL: _pool,
+    MULTI_SCALE: _attention,
+    AGGREGATION: _aggregation,
+    GEOMETRIC: _geometric,
+    POOL: _pool,
 }

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .._operator import checks, limits
+from .._operator.description import MULTI_SCALE
 from ..nn._pyramid import split_heads
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._forms import (
@@ -173,7 +174,7 @@ def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
         if all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             with contextlib.suppress(StopIteration, AttributeError, TypeError):
                 sizes = limits.attention_sizes(*_get_sizes(module))
-                passed[name] = limits.first_broken("multi_scale_deformable_attn", sizes)
+                passed[name] = limits.first_broken(MULTI_SCALE, sizes)
     return {name: limit for name, limit in passed.items() if limit}
 
 

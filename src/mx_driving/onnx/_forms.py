@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from .._operator.description import MULTI_SCALE
 from ._graph import Unfit, constant, dims
 from ._writer import Writer
 
 OURS, NPU, TENSORRT = "mx_driving", "npu", "trt.plugins"
 NODES = {
-    OURS: "multi_scale_deformable_attn",
+    OURS: MULTI_SCALE,
     NPU: "MultiScaleDeformableAttn",
     TENSORRT: "MultiscaleDeformableAttnPlugin_TRT",
 }

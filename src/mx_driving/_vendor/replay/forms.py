@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._cli_support.problems import Problem
 from ..._operator import geometry
-from ..._operator.description import OPERATORS, Operator, SamplingInputs
+from ..._operator.description import AGGREGATION, OPERATORS, POOL, Operator, SamplingInputs
 from ...ops import _other_shapes, _pooling
 from ...ops.bev_pool_v2 import _points_of_intervals
 
@@ -21,7 +21,7 @@ _CHANNELS_LAST = ("BEVPoolV3.apply", "_forward", "_backward", "_backward_opt", "
 
 def inputs_of(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Return the operator's input tensors and its sizes."""
-    facts, form = {**about.get("sizes", {}), **tensors}, about.get("form", "bev_pool_v3")
+    facts, form = {**about.get("sizes", {}), **tensors}, about.get("form", POOL)
     is_sampling = OPERATORS[about["operator"]].kind != "pooling"
     if not is_sampling and form not in _FORMS:
         raise Problem(f"the form of {name} must be one of {', '.join(_FORMS)}; got {form}")
@@ -41,7 +41,7 @@ def output_shape(row: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) 
 def in_operators_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a result in the shape that the operator gives it, if it has as many entries."""
     form = about.get("form", "")
-    if about["operator"] == "bev_pool_v3":
+    if about["operator"] == POOL:
         if t.dim() and result in ("output", "grad_output") and form.endswith(_CHANNELS_LAST):
             t = t.movedim(-1, 1)
         if t.dim() > 1 and result == "grad_feat":
@@ -55,7 +55,7 @@ def _sampling(about: Facts, facts: Facts) -> tuple[Tensor, ...]:
         facts["starts"] = geometry.starts_of(facts["shapes"])
     inputs = [facts[name] for name in SamplingInputs._fields]
     inputs[1:3] = (t if t.dtype in (torch.int32, torch.int64) else t.long() for t in inputs[1:3])
-    is_aggregation = about["operator"] == "deformable_aggregation"
+    is_aggregation = about["operator"] == AGGREGATION
     return (_other_shapes.aggregation_inputs if is_aggregation else _other_shapes.attention_inputs)(*inputs)
 
 

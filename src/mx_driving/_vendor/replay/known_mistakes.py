@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..._measure import plain
 from ..._operator import geometry
+from ..._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, POOL
 from .compute import Core, as_attention, core_of
 
-_SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 Mistake = Callable[..., Tensor]
 
 
@@ -30,7 +30,7 @@ def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
         if s.dim() == 3:
             l = torch.where(geometry.inside(l)[..., None], l, torch.nan)
         v, s, t, l, w = as_attention(v, s, t, l, w)
-        return core_of(_SCALE)(v, s, t, move(l, s.flip(-1)[:, None].to(l.dtype)), w)
+        return core_of(MULTI_SCALE)(v, s, t, move(l, s.flip(-1)[:, None].to(l.dtype)), w)
 
     return run
 
@@ -81,14 +81,14 @@ def _channels_last(core: Core, *arguments: Any) -> Tensor:
 
 _BORDER = "samples beyond the border read the border's pixels{}, where zeros are the rule".format
 _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives the device's numbers is named
-    (_SCALE, _AGGREGATION, _GEOMETRIC): {
+    (MULTI_SCALE, AGGREGATION, GEOMETRIC): {
         "x and y are swapped in the locations": lambda core, v, s, t, l, w: core(v, s, t, l.flip(-1), w),
         "shapes are read as (W, H)": lambda core, v, s, t, l, w: core(v, s.flip(-1), t, l, w),
         "starts of levels are not used: levels are read as if they lay one after the other": (
             lambda core, v, s, t, l, w: core(v, s, geometry.starts_of(s), l, w)
         ),
     },
-    (_SCALE, _AGGREGATION): {
+    (MULTI_SCALE, AGGREGATION): {
         "samples lie half a pixel too far right and down: 0.5 is not subtracted": _move(lambda at, size: at + 0.5 / size),
         "samples lie half a pixel too far left and up: 0.5 is subtracted twice": _move(lambda at, size: at - 0.5 / size),
         "0 and 1 are the centres of the outer pixels, as with align_corners=True": _move(
@@ -97,7 +97,7 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
         "locations are read as -1..1, the range of grid_sample": _move(lambda at, size: (at + 1) / 2),
         "samples are of the nearest pixel, not bilinear": _move(lambda at, size: (torch.round(at * size - 0.5) + 0.5) / size),
     },
-    (_SCALE,): {
+    (MULTI_SCALE,): {
         _BORDER(""): _clamp(True, True),
         _BORDER(" in x alone"): _clamp(True, False),
         _BORDER(" in y alone"): _clamp(False, True),
@@ -106,13 +106,13 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
         ),
         "NaN are not masked: samples off the map must not count; the vendor's masks them since 7.2": _poison,
     },
-    (_AGGREGATION,): {
+    (AGGREGATION,): {
         "points beyond the picture count; only 0 < x < 1 and 0 < y < 1 must": (
-            lambda core, *inputs: core_of(_SCALE)(*as_attention(*inputs))
+            lambda core, *inputs: core_of(MULTI_SCALE)(*as_attention(*inputs))
         ),
         "channels take the groups' weights in turn, where groups are blocks of channels": _interleave,
     },
-    (_SCALE, _GEOMETRIC): {
+    (MULTI_SCALE, GEOMETRIC): {
         "weights are read with levels and points exchanged": (
             lambda core, v, s, t, l, w: core(v, s, t, l, w.transpose(3, 4).reshape(w.shape))
         ),
@@ -123,16 +123,16 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
             lambda core, v, *inputs: core(v, *inputs).unflatten(2, v.shape[2:]).transpose(2, 3).flatten(2)
         ),
     },
-    (_GEOMETRIC,): {
+    (GEOMETRIC,): {
         "locations are rounded half to even, as the vendor's backward does; both must truncate": (
             lambda core, v, s, t, l, w: core(v, s, t, l.double().round(), w)
         ),
         "samples off the map are left out, where the border's pixel is the rule": _leave_out_off_map,
         "pixels are sampled bilinearly, where whole pixels are the rule": (
-            lambda core, v, s, t, l, w: core_of(_SCALE)(v, s, t, (l.double() + 0.5) / s.flip(-1)[:, None], w)
+            lambda core, v, s, t, l, w: core_of(MULTI_SCALE)(v, s, t, (l.double() + 0.5) / s.flip(-1)[:, None], w)
         ),
     },
-    ("bev_pool_v3",): {
+    (POOL,): {
         "ranks_depth and ranks_feat are exchanged": lambda core, v, e, f, d, *rest: core(v, e, d, f, *rest),
         "depth is not used: features are summed as they are": lambda core, v, e, *rest: core(v, 0 * e + 1, *rest),
         "H and W of the cells are exchanged": lambda core, *args: core(*args[:-2], args[-1], args[-2]).transpose(-1, -2),
@@ -160,7 +160,7 @@ def mistakes_of(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str, 
 
 def _orders_of_levels(operator: str, levels: int) -> Iterator[tuple[str, Mistake]]:
     """Yield other orders of the levels of an attention, in weights, locations or both: all orders of up to four levels."""
-    orders = itertools.permutations(range(levels)) if operator in (_SCALE, _GEOMETRIC) else ()
+    orders = itertools.permutations(range(levels)) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
         for name, of_l, of_w in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):
             words = f"levels of {name} are read in the order {', '.join(map(str, order))}"
