@@ -12,30 +12,8 @@ native/include/aclnnop/aclnn_multi_scale_deformable_attention_grad.h is the refe
 names in the sentences.
 """
 
-from ._vendor.aclnn import (
-    Executor,
-    Status,
-    Stream,
-    multi_scale_deformable_attention_grad,
-    multi_scale_deformable_attention_grad_get_workspace_size,
-    multi_scale_deformable_attention_grad_out,
-    multi_scale_deformable_attn_function,
-    multi_scale_deformable_attn_function_get_workspace_size,
-    multi_scale_deformable_attn_function_out,
-    recent_error,
-    synchronize,
-)
+from ._vendor import aclnn as _aclnn
+from ._vendor.aclnn import *  # noqa: F403
 
-__all__ = [
-    "Executor",
-    "Status",
-    "Stream",
-    "multi_scale_deformable_attention_grad",
-    "multi_scale_deformable_attention_grad_get_workspace_size",
-    "multi_scale_deformable_attention_grad_out",
-    "multi_scale_deformable_attn_function",
-    "multi_scale_deformable_attn_function_get_workspace_size",
-    "multi_scale_deformable_attn_function_out",
-    "recent_error",
-    "synchronize",
-]
+__all__: list[str] = []
+__all__ += _aclnn.__all__

@@ -16,6 +16,20 @@ from torch import Tensor
 from .. import _backends
 from .._operator import checks, rules
 
+__all__ = [
+    "Executor",
+    "Status",
+    "Stream",
+    "multi_scale_deformable_attention_grad",
+    "multi_scale_deformable_attention_grad_get_workspace_size",
+    "multi_scale_deformable_attention_grad_out",
+    "multi_scale_deformable_attn_function",
+    "multi_scale_deformable_attn_function_get_workspace_size",
+    "multi_scale_deformable_attn_function_out",
+    "recent_error",
+    "synchronize",
+]
+
 
 class Status(enum.IntEnum):
     """CANN's status codes, as far as this library returns them."""

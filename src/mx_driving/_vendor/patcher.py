@@ -11,6 +11,33 @@ from typing import Any
 
 from .._patch import patch
 
+__all__ = [
+    "Patch",
+    "Patcher",
+    "PatcherBuilder",
+    "batch_matmul",
+    "dc",
+    "ddp",
+    "ddp_forward",
+    "default_patcher",
+    "default_patcher_builder",
+    "index",
+    "mdc",
+    "msda",
+    "numpy_type",
+    "nuscenes_dataset",
+    "nuscenes_metric",
+    "nuscenes_mot_metric",
+    "optimizer_hooks",
+    "optimizer_wrapper",
+    "patch_mmcv_version",
+    "pseudo_sampler",
+    "resnet_add_relu",
+    "resnet_fp16",
+    "resnet_maxpool",
+    "stream",
+]
+
 Function = Callable[[types.ModuleType, dict[str, Any]], Any]
 
 

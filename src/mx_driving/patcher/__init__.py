@@ -14,60 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _import_guard as _import_guard
-from .._vendor.patcher import (
-    Patch,
-    Patcher,
-    PatcherBuilder,
-    batch_matmul,
-    dc,
-    ddp,
-    ddp_forward,
-    default_patcher,
-    default_patcher_builder,
-    index,
-    mdc,
-    msda,
-    numpy_type,
-    nuscenes_dataset,
-    nuscenes_metric,
-    nuscenes_mot_metric,
-    optimizer_hooks,
-    optimizer_wrapper,
-    patch_mmcv_version,
-    pseudo_sampler,
-    resnet_add_relu,
-    resnet_fp16,
-    resnet_maxpool,
-    stream,
-)
+from .._vendor import patcher as _patcher
+from .._vendor.patcher import *  # noqa: F403
 from . import distribute, functions, mmcv, mmdet, mmdet3d, numpy, nuscenes, optimizer, patcher, tensor  # noqa: F401
 
-__all__ = [
-    "Patch",
-    "Patcher",
-    "PatcherBuilder",
-    "batch_matmul",
-    "dc",
-    "ddp",
-    "ddp_forward",
-    "default_patcher",
-    "default_patcher_builder",
-    "index",
-    "mdc",
-    "msda",
-    "numpy_type",
-    "nuscenes_dataset",
-    "nuscenes_metric",
-    "nuscenes_mot_metric",
-    "optimizer_hooks",
-    "optimizer_wrapper",
-    "patch_mmcv_version",
-    "pseudo_sampler",
-    "resnet_add_relu",
-    "resnet_fp16",
-    "resnet_maxpool",
-    "stream",
-]
+__all__: list[str] = []
+__all__ += _patcher.__all__
 
 
 def __getattr__(name: str) -> Any:
