@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import numpy as np
 import onnx
 import onnx.reference
@@ -67,10 +69,13 @@ PLUGINS = [
 ]
 
 
-def evaluator(model):
-    return onnx.reference.ReferenceEvaluator(model, new_ops=PLUGINS)
+def run_plugins(path, arrays):
+    """Run a file or a model: outputs by name."""
+    running = onnx.reference.ReferenceEvaluator(str(path) if isinstance(path, pathlib.Path) else path, new_ops=PLUGINS)
+    return dict(zip(running.output_names, running.run(None, arrays), strict=True))
 
 
 def beside_the_nodes(model, *args):
     names = [i.name for i in model.graph.input]
-    return torch.from_numpy(evaluator(model).run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
+    (output,) = run_plugins(model, dict(zip(names, (a.numpy() for a in args), strict=True))).values()
+    return torch.from_numpy(output)

@@ -262,6 +262,16 @@ def _export(module, path, exporter, opset, arguments):
     torch.onnx.export(module, arguments, path, input_names=names, dynamo=True, opset_version=20, verbose=False, **more)
 
 
+def set_size(path, tensor, axis, size):
+    """Give an axis of an input another size, or a name."""
+    model = onnx.load(path)
+    (dimension,) = (i.type.tensor_type.shape.dim[axis] for i in model.graph.input if i.name == tensor)
+    dimension.Clear()
+    setattr(dimension, "dim_param" if isinstance(size, str) else "dim_value", size)
+    del model.graph.value_info[:]
+    onnx.save(model, path)
+
+
 def run(path, arguments, **more):
     session = onnx_nodes.session(path, mx_driving.onnx.library())
     return session.run(None, {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)} | more)[0]

@@ -33,6 +33,7 @@ from onnx_writings import (  # noqa: E402
     nearest,
     of_capped_values,
     run,
+    set_size,
 )
 from tolerance import allowed  # noqa: E402
 
@@ -260,13 +261,7 @@ def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, size, n
     """A tensor has size 1, fixed or with a name of its own, where another has more. The new file runs where the source does."""
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     export(WRITINGS[writing], before, "older")
-    model = onnx.load(before)
-    (changed,) = (i for i in model.graph.input if i.name == tensor)
-    dimension = changed.type.tensor_type.shape.dim[axis]
-    dimension.Clear()
-    setattr(dimension, "dim_param" if isinstance(size, str) else "dim_value", size)
-    del model.graph.value_info[:]
-    onnx.save(model, before)
+    set_size(before, tensor, axis, size)
     mx_driving.onnx.fuse(before, after, form)
     arguments = dict(zip("vlw", inputs(3, 11), strict=True))
     arguments[narrow] = arguments[narrow].narrow(axis, 0, 1)

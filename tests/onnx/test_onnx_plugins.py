@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import onnx_nodes
-import onnx_stand_ins
 import pytest
+from onnx_stand_ins import run_plugins
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -59,14 +59,9 @@ def model(kind="MultiScaleDeformableAttnTRT", domain="", dtype=np.float32, batch
     return helper.make_model(helper.make_graph(nodes, "two", infos, [output], tables), opset_imports=opsets, ir_version=8)
 
 
-def run_plugin(path, fed):
-    running = onnx_stand_ins.evaluator(str(path))
-    return dict(zip(running.output_names, running.run(None, fed), strict=True))
-
-
 def run_form(path, form, fed):
     if form in ("npu", "tensorrt"):
-        return run_plugin(path, fed)["output"]
+        return run_plugins(path, fed)["output"]
     return onnx_nodes.session(path, mx_driving.onnx.library()).run(None, fed)[0]
 
 
@@ -78,7 +73,7 @@ def test_each_form_gives_the_plugin_s_numbers(form, kind, tmp_path):
     report = mx_driving.onnx.fuse(before, after, form=form)
     assert (len(report.replaced), report.left, set(report.nodes.values())) == (2, {}, {("first",), ("second",)})
     assert kind not in {node.op_type for node in onnx.load(after).graph.node}
-    true = run_plugin(before, arrays())["output"]
+    true = run_plugins(before, arrays())["output"]
     np.testing.assert_allclose(run_form(after, form, arrays()), true, rtol=0, atol=2e-5)
 
 
@@ -88,7 +83,7 @@ def test_other_domains_and_dtypes(domain, dtype, table, tmp_path):
     onnx.save(model(domain=domain, dtype=dtype, table=table), before)
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
     onnx.save(model(dtype=dtype, table=table), before)
-    true = run_plugin(before, arrays(dtype=dtype))["output"]
+    true = run_plugins(before, arrays(dtype=dtype))["output"]
     np.testing.assert_allclose(
         run_form(after, "onnxruntime", arrays(dtype=dtype)), true, rtol=0, atol=0.2 if dtype == np.float16 else 2e-5
     )
@@ -96,7 +91,7 @@ def test_other_domains_and_dtypes(domain, dtype, table, tmp_path):
 
 def test_verify_judges_a_runtime_of_the_plugin(tmp_path):
     onnx.save(model(), tmp_path / "before.onnx")
-    report = check(tmp_path / "before.onnx", run_plugin, arrays())
+    report = check(tmp_path / "before.onnx", run_plugins, arrays())
     assert report.right
     assert [(one.match.name, one.inputs) for one in report.comparisons] == [("first", "in the file"), ("second", "in the file")]
 
@@ -104,7 +99,7 @@ def test_verify_judges_a_runtime_of_the_plugin(tmp_path):
         swapped = {
             n: a.reshape(*a.shape[:-1], -1, 2)[..., ::-1].reshape(a.shape) if n.startswith("ref") else a for n, a in fed.items()
         }
-        return run_plugin(path, swapped)
+        return run_plugins(path, swapped)
 
     report = check(tmp_path / "before.onnx", run_with_axes_swapped, arrays())
     assert not any(one.right for one in report.comparisons)

@@ -17,11 +17,11 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-import onnx_stand_ins  # noqa: E402
 import onnx_writings as writings  # noqa: E402
 import test_onnx as forms  # noqa: E402
 import test_onnxruntime as nodes  # noqa: E402
 import wrong_runtime  # noqa: E402
+from onnx_stand_ins import run_plugins  # noqa: E402
 from onnxscript import ir  # noqa: E402
 from small_cases import GROWING  # noqa: E402
 from test_onnx_fuse import NEAR_MISSES, Both  # noqa: E402
@@ -119,11 +119,7 @@ def test_right_runtimes(name, runtime, tmp_path):
 def test_a_size_of_one_that_the_file_broadcasts(tmp_path):
     path, arrays = tmp_path / "before.onnx", feeds()
     writings.export(writings.Summed(), path, "older")
-    model = onnx.load(path)
-    (size,) = (i.type.tensor_type.shape.dim[1] for i in model.graph.input if i.name == "w")
-    size.dim_value = 1
-    del model.graph.value_info[:]
-    onnx.save(model, path)
+    writings.set_size(path, "w", 1, 1)
     report = check(path, _runtimes.find_runtime("onnxruntime"), arrays | {"w": arrays["w"][:, :1]})
     assert report.right
     assert [one.inputs for one in report.comparisons] == ["in the file", "across borders"]
@@ -137,14 +133,18 @@ def test_what_is_no_match_is_named(tmp_path):
     assert ["padding_mode is border" in why for why in report.left.values()] == [True]
 
 
+def save_node(model, operator, path):
+    """Write the file, and return its inputs."""
+    onnx.save(model, path)
+    tensors = [a.numpy() for a in cases.cast(GROWING[operator](3, 5), torch.float32) if isinstance(a, torch.Tensor)]
+    return dict(zip((one.name for one in model.graph.input), tensors, strict=True))
+
+
 @pytest.mark.needs("An ONNX file of opset 20")
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_our_nodes_are_matches(operator, tmp_path):
     """Random locations across borders are made where locations are shares of a map and come one for each sample."""
-    model = nodes.one_node(operator)
-    tensors = [a.numpy() for a in cases.cast(GROWING[operator](3, 5), torch.float32) if isinstance(a, torch.Tensor)]
-    arrays = dict(zip((one.name for one in model.graph.input), tensors, strict=True))
-    onnx.save(model, tmp_path / "node.onnx")
+    arrays = save_node(nodes.one_node(operator), operator, tmp_path / "node.onnx")
     report = check(tmp_path / "node.onnx", _runtimes.find_runtime("onnxruntime"), arrays)
     assert report.right, reasons(report)
     assert len(report.comparisons) == (2 if operator == cases.MULTI_SCALE else 1)
@@ -185,20 +185,15 @@ def test_a_file_in_another_form_has_the_matches_of_the_original(name, tmp_path):
 @pytest.mark.parametrize("form", ["npu", "tensorrt"])
 def test_nodes_of_plugins_are_matches(form, tmp_path):
     """A stand-in runs them, for no runtime here does. One that swaps x and y is found."""
-    model = forms.exported(cases.MULTI_SCALE, form)
-    onnx.save(model, tmp_path / "node.onnx")
-    tensors = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
-    arrays = {one.name: t.numpy() for one, t in zip(model.graph.input, tensors, strict=True)}
+    arrays = save_node(forms.exported(cases.MULTI_SCALE, form), cases.MULTI_SCALE, tmp_path / "node.onnx")
 
-    def stand_in(path, fed, wrong=False):
-        fed = {n: a[..., ::-1].copy() if wrong and a.ndim == 6 else a for n, a in fed.items()}
-        running = onnx_stand_ins.evaluator(str(path))
-        return dict(zip(running.output_names, running.run(None, fed), strict=True))
+    def swapped(path, fed):
+        return run_plugins(path, {n: a[..., ::-1].copy() if a.ndim == 6 else a for n, a in fed.items()})
 
-    report = check(tmp_path / "node.onnx", stand_in, arrays)
+    report = check(tmp_path / "node.onnx", run_plugins, arrays)
     assert report.right, reasons(report)
     assert len(report.comparisons) == 2
-    report = check(tmp_path / "node.onnx", lambda path, fed: stand_in(path, fed, wrong=True), arrays)
+    report = check(tmp_path / "node.onnx", swapped, arrays)
     assert not report.right
     assert all("x and y are swapped" in why for why in reasons(report))
 
@@ -252,43 +247,6 @@ OUTPUTS = {
 def test_outputs_of_the_whole_file(name):
     true, near, got, right = OUTPUTS[name]
     assert _outputs.judge("boxes", true, near, got).right == right
-
-
-class Resized(torch.nn.Module):
-    """An upsampled map beside attention. `write` says how its size is written."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.write = write
-
-    def forward(self, value, locations, weights):
-        attended = writings.Stacked()(value, locations, weights)
-        larger = self.write(value[:, :36].permute(0, 3, 2, 1).reshape(value.shape[0], 32, 6, 6))
-        return torch.cat([larger, torch.ones(1, 32, 12, 12).expand_as(larger)], 1).mean() + attended
-
-
-def resized_by_integers(x):
-    """Scales of a Resize, ends of a Range and of a Clip."""
-    larger = torch.nn.functional.interpolate(x, scale_factor=2.0)
-    return larger[:, :, torch.arange(0.0, 12.0, 1.0).long()].clamp(-100.0, 100.0)
-
-
-def resized_linearly(x):
-    return torch.nn.functional.interpolate(x, scale_factor=(2.0, 2.0), mode="bilinear")
-
-
-@pytest.mark.parametrize(
-    ("write", "exporter"),
-    [(resized_by_integers, "fixed sizes"), (resized_linearly, "older, fixed sizes")],
-    ids=["dynamo", "older"],
-)
-def test_numbers_that_decide_a_shape_are_not_changed(write, exporter, tmp_path):
-    """A Resize by 0.9999999 along the batch gives no batch."""
-    path = tmp_path / "resized.onnx"
-    writings.export(Resized(write), path, exporter, 18)
-    report = check(path, _runtimes.find_runtime("onnxruntime"), feeds())
-    assert report.right
-    assert len(report.outputs) == 1
 
 
 @pytest.mark.parametrize("program", ["fuse", "verify", "replay"])
@@ -368,10 +326,7 @@ def test_a_program_that_gives_nothing_is_reported(program, stacked, tmp_path):
 @pytest.mark.needs("An ONNX file of opset 20")
 def test_a_runtime_s_own_error_is_reported(tmp_path):
     pytest.importorskip("openvino")
-    model = nodes.one_node(cases.MULTI_SCALE)
-    onnx.save(model, tmp_path / "node.onnx")
-    tensors = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
-    arrays = {one.name: t.numpy() for one, t in zip(model.graph.input, tensors, strict=True)}
+    arrays = save_node(nodes.one_node(cases.MULTI_SCALE), cases.MULTI_SCALE, tmp_path / "node.onnx")
     report = check(tmp_path / "node.onnx", _runtimes.find_runtime("openvino"), arrays)
     assert all("mx_driving.multi_scale_deformable_attn" in why for why in reasons(report))
 
@@ -491,15 +446,15 @@ def test_a_plugin_provider_is_registered_by_its_path(plugin, monkeypatch, stacke
     """Its device is the CPU's here, which runs the file."""
     (cpu, *_) = onnxruntime.get_ep_devices()
     ours, registered, used = mock.Mock(ep_name="OurExecutionProvider"), [], []
+    add = onnxruntime.SessionOptions.add_provider_for_devices
 
-    class Options(onnxruntime.SessionOptions):
-        def add_provider_for_devices(self, devices, options):
-            used.append(devices)
-            super().add_provider_for_devices([cpu], options)
+    def add_cpu(options, devices, settings):
+        used.append(devices)
+        add(options, [cpu], settings)
 
     monkeypatch.setattr(onnxruntime, "register_execution_provider_library", lambda *args: registered.append(args))
     monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [cpu, ours])
-    monkeypatch.setattr(onnxruntime, "SessionOptions", Options)
+    monkeypatch.setattr(onnxruntime.SessionOptions, "add_provider_for_devices", add_cpu)
     for _ in range(2):
         assert check(stacked, _runtimes.find_runtime("onnxruntime:OurExecutionProvider"), feeds()).right
     assert registered == [("OurExecutionProvider", "/nowhere/libours.so")]
