@@ -424,13 +424,16 @@ def floating(nested: Any) -> list[Tensor]:
     return [t for t in tree_leaves(nested) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
+def direction_of(out: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+
+
 def results(run: Any, *args: Any, **named: Any) -> list[Tensor]:
     """Outputs, and gradients of all inputs and parameters."""
     args, named = tree_map(lambda t: t.detach().requires_grad_() if floating(t) else t, (args, named))
     outputs = floating(run(*args, **named))
     leaves = floating((args, named)) + (list(run.parameters()) if isinstance(run, nn.Module) else [])
-    directions = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape) for out in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
+    gradients = torch.autograd.grad(outputs, leaves, list(map(direction_of, outputs)), allow_unused=True)
     return outputs + [g for g in gradients if g is not None]
 
 

@@ -12,6 +12,7 @@ import cases
 import pytest
 import torch
 import truth
+from attention_modules import direction_of, results
 from programs import python
 
 import mx_driving
@@ -25,38 +26,29 @@ def test_stand_ins_are_those_that_record_and_replay_know():
 
 
 # the way the original repositories call their extensions: an autograd function per operator, the extension a submodule
-PACKAGE = """
+ATTENTION = """
+class {name}(Function):
+    @staticmethod
+    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
+        inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+        ctx.save_for_backward(*inputs)
+        return {function}_forward(*inputs, im2col_step)
+
+    @staticmethod
+    def backward(ctx, grad):
+        value, *locations, weights = {function}_backward(*ctx.saved_tensors, grad, 64)
+        return value, None, None, *(locations or [None]), weights, None
+"""
+MSDA = ATTENTION.format(name="MSDeformAttnFunction", function="MSDA.ms_deform_attn")
+GKA = ATTENTION.format(name="GeometricKernelAttentionFunc", function="GKA.geometric_kernel_attn_cuda")
+PACKAGE = f"""
 import torch
 from torch.autograd import Function
 import MultiScaleDeformableAttention as MSDA
 import GeometricKernelAttention as GKA
 from . import deformable_aggregation_ext as DAF
 
-class MSDeformAttnFunction(Function):
-    @staticmethod
-    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
-        inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
-        ctx.save_for_backward(*inputs)
-        return MSDA.ms_deform_attn_forward(*inputs, im2col_step)
-
-    @staticmethod
-    def backward(ctx, grad):
-        value, locations, weights = MSDA.ms_deform_attn_backward(*ctx.saved_tensors, grad, 64)
-        return value, None, None, locations, weights, None
-
-class GeometricKernelAttentionFunc(Function):
-    @staticmethod
-    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
-        inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
-        ctx.save_for_backward(*inputs)
-        return GKA.geometric_kernel_attn_cuda_forward(*inputs, im2col_step)
-
-    @staticmethod
-    def backward(ctx, grad):
-        value, weights = GKA.geometric_kernel_attn_cuda_backward(*ctx.saved_tensors, grad, 64)
-        return value, None, None, None, weights, None
-
-class DeformableAggregationFunction(Function):  # Sparse4D, SparseDrive
+{MSDA}{GKA}class DeformableAggregationFunction(Function):  # Sparse4D, SparseDrive
     @staticmethod
     def forward(ctx, mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights):
         inputs = mc_ms_feat.contiguous().float(), spatial_shape.contiguous().int(), scale_start_index.contiguous().int()
@@ -86,15 +78,12 @@ class MultiScaleDeformableAttnFunction(MSDeformAttnFunction):  # mmcv
         ctx.save_for_backward(*inputs)
         return MSDA.ms_deform_attn_forward(*inputs, im2col_step)
 
-class MultiScaleDeformableAttnFunction_fp32(MSDeformAttnFunction):  # BEVFormer
-    forward = staticmethod(torch.amp.custom_fwd(
-        MSDeformAttnFunction.forward, device_type="cpu", cast_inputs=torch.float32))
-    backward = staticmethod(torch.amp.custom_bwd(MSDeformAttnFunction.backward, device_type="cpu"))
-
-class MultiScaleDeformableAttnFunction_fp16(MSDeformAttnFunction):  # BEVFormer
-    forward = staticmethod(torch.amp.custom_fwd(
-        MSDeformAttnFunction.forward, device_type="cpu", cast_inputs=torch.float16))
-    backward = staticmethod(torch.amp.custom_bwd(MSDeformAttnFunction.backward, device_type="cpu"))
+for kind, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):  # BEVFormer
+    forward = torch.amp.custom_fwd(MSDeformAttnFunction.forward, device_type="cpu", cast_inputs=dtype)
+    backward = torch.amp.custom_bwd(MSDeformAttnFunction.backward, device_type="cpu")
+    name = f"MultiScaleDeformableAttnFunction_{{kind}}"
+    methods = {{"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}}
+    globals()[name] = type(name, (MSDeformAttnFunction,), methods)
 """
 
 
@@ -125,16 +114,15 @@ INPUTS = {
 }
 
 
-def results(function, operator, *more, dtypes=None):
-    """Output and gradients; `dtypes` of value and of locations and weights."""
-    places = cases.DIFFERENTIABLE[operator]
-    inputs = [i.detach().clone() for i in INPUTS[operator]]
-    if dtypes is not None:
-        inputs = [i.to(dtypes[k > 0]) if i.is_floating_point() else i for k, i in enumerate(inputs)]
-    inputs = [i.requires_grad_(k in places) for k, i in enumerate(inputs)]
-    out = function(*inputs, *more)
-    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    return [out, *torch.autograd.grad(out, [inputs[k] for k in places], direction)]
+def inputs_of(operator, dtypes=None):
+    """`dtypes` of value, and of locations and weights."""
+    inputs = INPUTS[operator]
+    return inputs if dtypes is None else [i.to(dtypes[k > 0]) if i.is_floating_point() else i for k, i in enumerate(inputs)]
+
+
+def extension_arguments(operator, dtypes=None):
+    """The inputs, and the im2col_step of the attentions."""
+    return *inputs_of(operator, dtypes), *([] if operator == cases.AGGREGATION else [64])
 
 
 # Sparse4D's code casts the float64 of these cases; gradients come back in the inputs' own dtype
@@ -145,15 +133,10 @@ def same(found, expected):
     return all(torch.equal(a.to(b.dtype), b) for a, b in zip(found, expected, strict=True))
 
 
-def apply(repository, operator):
-    more = () if operator == cases.AGGREGATION else (64,)
-    return results(getattr(repository, FUNCTIONS[operator]).apply, operator, *more)
-
-
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_original_code_runs(repository, operator):
-    expected = results(getattr(mx_driving, operator), operator, dtypes=COMPUTED[operator])
-    assert same(apply(repository, operator), expected)
+    expected = results(getattr(mx_driving, operator), *inputs_of(operator, COMPUTED[operator]))
+    assert same(results(getattr(repository, FUNCTIONS[operator]).apply, *extension_arguments(operator)), expected)
 
 
 def take_extensions_away(repository, monkeypatch):
@@ -166,7 +149,7 @@ def take_extensions_away(repository, monkeypatch):
 NAMES = [*((name, operator) for operator, name in FUNCTIONS.items())]
 NAMES += [("DoubleDeformableAggregationFunction", cases.AGGREGATION), ("MultiScaleDeformableAttnFunction", cases.MULTI_SCALE)]
 NAMES += [(f"MultiScaleDeformableAttnFunction_{kind}", cases.MULTI_SCALE) for kind in ("fp16", "fp32")]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+MIXTURES = list(itertools.product([torch.float16, torch.bfloat16, torch.float32, torch.float64], repeat=2))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -174,12 +157,11 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def test_patched_functions_keep_the_originals_dtypes(repository, monkeypatch, name, operator, autocast):
     """By name. The replacement gives what the original's own code gives over the stand-in, for every mixture of dtypes. The
     original is back afterwards."""
-    function = getattr(repository, name)
-    more = () if operator == cases.AGGREGATION else (64,)
+    function, arguments = getattr(repository, name), [extension_arguments(operator, two) for two in MIXTURES]
 
     def run():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            return [results(function.apply, operator, *more, dtypes=dtypes) for dtypes in itertools.product(DTYPES, DTYPES)]
+            return [results(function.apply, *some) for some in arguments]
 
     expected = run()
     take_extensions_away(repository, monkeypatch)
@@ -197,13 +179,12 @@ def test_patched_functions_keep_the_originals_dtypes(repository, monkeypatch, na
 def test_patched_functions_compile(repository, monkeypatch, name, operator):
     """torch.compile reads forward and backward, and ignores apply. The extension is not there."""
     function = getattr(repository, name)
-    more = () if operator == cases.AGGREGATION else (64,)
-    expected = results(function.apply, operator, *more)
+    expected = results(function.apply, *extension_arguments(operator))
     take_extensions_away(repository, monkeypatch)
     torch._dynamo.reset()
     with mx_driving.patched(repository):
         compiled = torch.compile(lambda *a: function.apply(*a), fullgraph=True, backend="aot_eager")
-        found = results(compiled, operator, *more)
+        found = results(compiled, *extension_arguments(operator))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -228,7 +209,7 @@ def test_the_older_interface_of_aggregation_in_both_directions(repository, dtype
     """Forward gives a row for each point; backward adds gradients in the caller's shapes."""
     features, *tables, locations, weight = maps_apart(*OLDER)
     inputs = features, *(t.to(dtype) for t in tables), locations, weight
-    grad = torch.linspace(-1, 1, 2 * 6 * 8, dtype=torch.float64).view(2, 6, 8)
+    grad = direction_of(torch.zeros(2, 6, 8, dtype=torch.float64))
     outputs = [torch.ones_like(inputs[i]) for i in (0, 3, 4)]
     found = repository.DAF.deformable_aggregation_forward(*inputs)
     assert repository.DAF.deformable_aggregation_backward(*inputs, grad, *outputs) is None
@@ -240,13 +221,10 @@ def test_the_older_interface_of_aggregation_in_both_directions(repository, dtype
 @pytest.mark.parametrize("name", ["DeformableAggregationFunction", "DoubleDeformableAggregationFunction"])
 def test_original_code_over_the_older_interface(repository, name, patched):
     function = getattr(repository, name)
-    inputs = [i.detach().clone().requires_grad_(k in (0, 3, 4)) for k, i in enumerate(maps_apart(*OLDER))]
     with mx_driving.patched(repository) if patched else contextlib.nullcontext():
-        out = function.apply(*inputs)
-        grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-        found = [out, *torch.autograd.grad(out, [inputs[k] for k in (0, 3, 4)], grad.to(out.dtype))]
+        found = results(function.apply, *maps_apart(*OLDER))
     close = 1e-11 if name.startswith("Double") else 2e-5
-    for ours, true in zip(found, truth_of_older(grad), strict=True):
+    for ours, true in zip(found, truth_of_older(direction_of(found[0].double())), strict=True):
         torch.testing.assert_close(ours.double(), true, rtol=close, atol=close)
 
 
@@ -290,25 +268,18 @@ def test_the_older_interface_refuses(repository, change, sentence):
         repository.DAF.deformable_aggregation_forward(*inputs)
 
 
-def flattened(inputs):
-    """Far3D: levels and points of the weights share an axis."""
-    return [*inputs[:4], inputs[4].detach().flatten(3).requires_grad_(inputs[4].requires_grad)]
-
-
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("operator", [cases.MULTI_SCALE, cases.GEOMETRIC])
 def test_weights_whose_levels_and_points_share_an_axis(repository, operator, patched):
-    function, expected = getattr(repository, FUNCTIONS[operator]), apply(repository, operator)
+    """Far3D."""
+    function, (*inputs, weights) = getattr(repository, FUNCTIONS[operator]), INPUTS[operator]
+    expected, merged = results(function.apply, *inputs, weights, 64), weights.flatten(3)
     with mx_driving.patched(repository) if patched else contextlib.nullcontext():
-        leaves = [i.detach().requires_grad_(k in cases.DIFFERENTIABLE[operator]) for k, i in enumerate(INPUTS[operator])]
-        leaves = flattened(leaves)
-        out = function.apply(*leaves, 64)
-        direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-        found = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], direction)
-        assert found[-1].shape == leaves[4].shape
+        found = results(function.apply, *inputs, merged, 64)
+        assert found[-1].shape == merged.shape
         with pytest.raises(ValueError, match="attention_weights must have shape"):
-            function.apply(*leaves[:4], leaves[4][..., :-1], 64)
-    assert all(torch.equal(a.reshape(b.shape), b) for a, b in zip([out, *found], expected, strict=True))
+            function.apply(*inputs, merged[..., :-1], 64)
+    assert all(torch.equal(a.reshape(b.shape), b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -369,11 +340,9 @@ def packages(tmp_path, monkeypatch):
 def test_an_uncompiled_part_of_a_package(packages, name):
     extension = importlib.import_module(f"{name}._C")
     inputs = INPUTS[cases.MULTI_SCALE]
-    leaves = [i.detach().requires_grad_(k in cases.DIFFERENTIABLE[cases.MULTI_SCALE]) for k, i in enumerate(inputs)]
-    out = mx_driving.multi_scale_deformable_attn(*leaves)
+    out, *expected = results(mx_driving.multi_scale_deformable_attn, *inputs)
     assert torch.equal(extension.ms_deform_attn_forward(*inputs, 64), out)
-    expected = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], torch.ones_like(out))
-    found = extension.ms_deform_attn_backward(*inputs, torch.ones_like(out), 64)
+    found = extension.ms_deform_attn_backward(*inputs, direction_of(out), 64)
     assert len(found) == 3
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(
