@@ -29,6 +29,7 @@ _CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # else C++ has re
 _PLAIN = (Tensor, torch.nn.Parameter)
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 _NOTHING = contextlib.nullcontext()
+_DEVICES = {"CPU": "cpu", "CUDA": "cuda", "XPU": "xpu", "CompositeExplicitAutograd": "other"}  # by dispatch key
 _library = torch.library.Library("mx_driving", "DEF")
 
 
@@ -61,9 +62,10 @@ class Registered:
         torch.library.register_vmap(f"mx_driving::{name}", self.vmap, lib=_library)
         _library.impl(name, self.autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"mx_driving::{name}", self.fake, lib=_library)
-        for key, device in (("CPU", "cpu"), ("CUDA", "cuda"), ("XPU", "xpu"), ("CompositeExplicitAutograd", "other")):
-            if key != "CPU" or _CPU_IN_PYTHON:
-                _library.impl(name, self.kernel_of(device), key)
+        kernels = {key: self.kernel_of(device) for key, device in _DEVICES.items() if key != "CPU" or _CPU_IN_PYTHON}
+        for key, kernel in kernels.items():
+            _library.impl(name, kernel, key)
+        self.of_gpus = {getattr(torch._C.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU")}
         self.register_decomposition()
 
     def register_decomposition(self) -> None:
@@ -117,8 +119,10 @@ class Registered:
                     return self.run("cpu", *args)
             if not _CPU_IN_PYTHON:
                 return self.op.redispatch(below, *args)
+        # on a GPU the dispatcher would only come back to Python, which takes 5 us
+        kernel = self.of_gpus.get(below.highestPriorityTypeId())
         with torch._C._AutoDispatchBelowAutograd():
-            return self.op.redispatch(below, *args)
+            return kernel(*args) if kernel else self.op.redispatch(below, *args)
 
     def make_function(self) -> Any:
         """Return the autograd function, named as the operator in the graph. Its first argument is the dispatcher's keyset."""
@@ -193,7 +197,7 @@ class Registered:
     def run_composition(self, device: str, *args: Any) -> Any:
         """An operator with logits over the kernel of its bare operator."""
         bare = functools.partial(REGISTERED[self.operator.bare + self.suffix].run, device)
-        return composition.forward(self.operator.name, bare)(*args)
+        return composition.forward(self.operator.name, bare, _backends.triton.rule(self.operator.name))(*args)
 
     def run_reference(self, *args: Any) -> Any:
         """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
@@ -293,7 +297,7 @@ class RegisteredBackward(Registered):
 
     def run_composition(self, device: str, *args: Any) -> Any:
         bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, device)
-        return composition.backward(self.operator.name, bare)(*args)
+        return composition.backward(self.operator.name, bare, _backends.triton.rule(self.operator.name))(*args)
 
 
 def is_recorded(value: Tensor) -> bool:

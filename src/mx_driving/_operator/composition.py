@@ -42,16 +42,24 @@ class MultiScale:
     """location = reference + offset / (W, H), or the box's centre + offset * (w, h) / (2 * num_points)."""
 
     def __init__(self, shapes: Tensor, reference: Tensor, offsets: Tensor, logits: Tensor, reference_axis: str = "level"):
-        self.reference, self.offsets, self.logits = reference, offsets, logits
+        self.shapes, self.reference, self.offsets, self.logits = shapes, reference, offsets, logits
         self.levels, self.points = offsets.shape[3:5]
-        self.repeats = 1 if reference_axis == "level" else self.points // reference.shape[2]
-        reference = reference.repeat(1, 1, self.repeats, 1)
-        reference = reference[:, :, None, :, None] if reference_axis == "level" else reference[:, :, None, None]
+        self.by_point = reference_axis == "point"
+        self.repeats = self.points // reference.shape[2] if self.by_point else 1
+        if self.repeats != 1:
+            reference = reference.repeat(1, 1, self.repeats, 1)
+        reference = reference[:, :, None, None] if self.by_point else reference[:, :, None, :, None]
         self.centre, self.box = reference[..., :2], reference[..., 2:]  # over [bs, queries, heads, levels, points, 2]
-        self.size = shapes.flip(-1)[:, None].to(offsets.dtype)
-        step = offsets * self.box / (2 * self.points) if self.box.shape[-1] else offsets / self.size
-        self.locations = self.centre + step
-        self.weights = logits.flatten(3).softmax(-1).unflatten(3, (self.levels, self.points))
+        self.locations, self.weights = self.samples()
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Return the locations and weights."""
+        step = self.offsets * self.box / (2 * self.points) if self.box.shape[-1] else self.offsets / self.size()
+        weights = self.logits.flatten(3).softmax(-1).unflatten(3, (self.levels, self.points))
+        return self.centre + step, weights
+
+    def size(self) -> Tensor:
+        return self.shapes.flip(-1)[:, None].to(self.offsets.dtype)
 
     def gradients(self, mask: Sequence[bool], grad_locations: Tensor, grad_weights: Tensor) -> Gradients:
         return (
@@ -61,7 +69,7 @@ class MultiScale:
         )
 
     def _grad_offsets(self, grad_locations: Tensor) -> Tensor:
-        return grad_locations * _finite(self.box) / (2 * self.points) if self.box.shape[-1] else grad_locations / self.size
+        return grad_locations * _finite(self.box) / (2 * self.points) if self.box.shape[-1] else grad_locations / self.size()
 
     def _grad_reference(self, grad_locations: Tensor) -> Tensor:
         parts = [_sum_to(grad_locations, self.centre.shape)]
@@ -168,34 +176,40 @@ def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], dtype: torch.
     return _RULES[operator](shapes, *(t.to(dtype) if isinstance(t, Tensor) else t for t in inputs))
 
 
+def _samples_by(rule: Any, operator: str, inputs: Sequence[Any]) -> Any:
+    """Return the samples that inputs, value among them, describe. A `rule` of a device reads all dtypes that it serves."""
+    value, shapes, _, *others = inputs
+    return _samples(operator, shapes, others, _compute_dtype((value, *others))) if rule is None else rule(shapes, *others)
+
+
 def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the locations and weights that an operator's inputs, without its value, describe."""
     samples = _samples(operator, shapes, inputs, _compute_dtype(inputs))
     return samples.locations, samples.weights
 
 
-def bare_inputs(operator: str, value: Tensor, shapes: Tensor, starts: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def bare_inputs(operator: str, *inputs: Any, rule: Any = None) -> tuple[Tensor, ...]:
     """Return the inputs of the bare operator."""
-    samples = _samples(operator, shapes, inputs, _compute_dtype((value, *inputs)))
-    return value, shapes, starts, samples.locations, samples.weights
+    samples = _samples_by(rule, operator, inputs)
+    return *inputs[:3], samples.locations, samples.weights
 
 
-def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def forward(operator: str, bare: Callable[..., Tensor], rule: Any = None) -> Callable[..., Tensor]:
     """Return the operator as a function, over a bare operator whose inputs are those of the dispatcher."""
-    return lambda *args: bare(*bare_inputs(operator, *args))
+    return lambda *args: bare(*bare_inputs(operator, *args, rule=rule))
 
 
-def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+def backward(operator: str, bare: Callable[..., Any], rule: Any = None) -> Callable[..., tuple[Tensor, ...]]:
     """Return the operator's backward, over the bare operator's, as a function of grad_output, the inputs and output_mask."""
 
-    def run(grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *inputs, mask = rest
-        samples = _samples(operator, shapes, inputs, _compute_dtype((value, *inputs)))
-        tensors = (value, shapes, starts, samples.locations, samples.weights)
+    def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *inputs, mask = args
+        samples = _samples_by(rule, operator, inputs)
+        tensors = (*inputs[:3], samples.locations, samples.weights)
         bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)  # two inputs make the locations
         grad_value, *grad_samples = bare(grad, *tensors, bare_mask)
         gradients = samples.gradients(mask, *grad_samples)
-        likes = [(value, shapes, starts, *inputs)[i] for i in OPERATORS[operator].differentiable[1:]]
+        likes = [inputs[i] for i in OPERATORS[operator].differentiable[1:]]
         return (grad_value, *(_like(g, t) for g, t in zip(gradients, likes, strict=True)))
 
     return run

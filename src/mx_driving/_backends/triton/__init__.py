@@ -84,3 +84,11 @@ def kernel(operator: str, backward: bool) -> Callable[..., Any]:
     """Return the operator's forward or backward function. The first call imports Triton."""
     module = importlib.import_module(f"{__name__}.{operator}")
     return module.backward if backward else module.forward
+
+
+@functools.cache
+def rule(operator: str) -> Any:
+    """Return how an operator with logits makes locations and weights in kernels of its own; None if it has none."""
+    if operator != "multi_scale_deformable_attn_with_logits":
+        return None
+    return importlib.import_module(f"{__name__}.logits").make_samples

@@ -114,4 +114,5 @@ def _plan(
         tile = launch.tile(channels, layout.lane, _FORWARD_WARPS, gpu.lanes)
     levels, points = samples
     sizes = {"HEADS": heads, "CHANNELS": channels, "LEVELS": levels, "POINTS": points, "UNROLL": launch.unroll(points)}
-    return launch.plan(layout, tile, capped=gpu.capped and backward and itemsize == 2, **sizes)
+    registers = (64 if itemsize == 2 else None) if backward else (56 if itemsize == 4 else None)
+    return launch.plan(layout, tile, registers if gpu.capped else None, **sizes)

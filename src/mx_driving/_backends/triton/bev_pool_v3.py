@@ -65,12 +65,14 @@ def _sums(
         tl.store(sums + target * CHANNELS + c, result, mask=c < CHANNELS)
 
 
-_FEWEST_ROWS = 4  # points of a cell whose three reads, one after the other, are in flight together
+# Points of a cell that a program reads at once. A cell near the camera has hundreds, and its program ends last.
+_FEWEST_ROWS = 16
+_WARPS = 4
 
 
 @functools.lru_cache(maxsize=256)
 def _options(channels: int, itemsize: int, lanes: int) -> dict[str, int]:
-    tile = launch.tile(channels, min(16 // itemsize, launch.MOST_HELD), 1, lanes)
+    tile = launch.tile(channels, min(16 // itemsize, launch.MOST_HELD), _WARPS, lanes)
     rows = max(tile.rows, _FEWEST_ROWS)
     return {"CHANNELS": channels, "ROWS": rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
 

@@ -162,8 +162,8 @@ def _plan(
     tile = launch.grouped_tile(groups, width, held, gpu.lanes)
     sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
     if not backward:
-        sizes["UNROLL"] = 2 - scales % 2  # four would take more registers than half of the occupancy allows
-    return launch.plan(layout, tile, capped=gpu.capped and itemsize == 2 and not backward, **sizes)
+        sizes["UNROLL"] = launch.unroll(scales)
+    return launch.plan(layout, tile, 64 if gpu.capped and not backward else None, **sizes)
 
 
 def forward(

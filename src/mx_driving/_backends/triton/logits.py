@@ -1,0 +1,134 @@
+"""Locations and weights of multi_scale_deformable_attn_with_logits on a GPU, and their gradients: a kernel for each direction.
+
+Plain torch takes eight launches for the locations and weights, in most of which a model at batch 1 waits for Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..._operator import composition
+from . import launch
+
+_ELEMENTS = 1024  # of a tile
+_MOST_SAMPLES = 4096  # of a head; more would not fit into registers
+
+
+@triton.jit
+def _tile(rows, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the program's rows among [bs, queries, heads], its samples' numbers in a row, and which of them exist."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    s = tl.arange(0, COLUMNS)[None, :]
+    return row, s, (row < rows) & (s < SAMPLES)
+
+
+@triton.jit
+def _steps(
+    reference, shapes, row, s, here,
+    HEADS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr,
+    BOX: tl.constexpr,
+):  # fmt: skip
+    """Return pointers to the samples' references, and what an offset is multiplied with and divided by, in x and in y."""
+    level = s // POINTS
+    of_row = s % POINTS % REFERENCES if BY_POINT else level % REFERENCES
+    at = reference + (row // HEADS * REFERENCES + of_row) * (4 if BOX else 2)
+    if BOX:
+        w = tl.load(at + 2, mask=here, other=0.0).to(tl.float32)
+        h = tl.load(at + 3, mask=here, other=0.0).to(tl.float32)
+        return at, w, h, tl.full((1, 1), 2.0 * POINTS, tl.float32), tl.full((1, 1), 2.0 * POINTS, tl.float32)
+    inside = s < LEVELS * POINTS
+    width = tl.load(shapes + 2 * level + 1, mask=inside, other=1).to(tl.float32)
+    height = tl.load(shapes + 2 * level, mask=inside, other=1).to(tl.float32)
+    return at, tl.full((1, 1), 1.0, tl.float32), tl.full((1, 1), 1.0, tl.float32), width, height
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    reference, offsets, logits, shapes, locations, weights, rows,
+    HEADS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr,
+    BOX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, s, here = _tile(rows, LEVELS * POINTS, ROWS, COLUMNS)
+    sample = row * (LEVELS * POINTS) + s
+    at, by_x, by_y, over_x, over_y = _steps(reference, shapes, row, s, here, HEADS, LEVELS, POINTS, REFERENCES, BY_POINT, BOX)
+    x = tl.load(offsets + 2 * sample, mask=here, other=0.0).to(tl.float32)
+    y = tl.load(offsets + 2 * sample + 1, mask=here, other=0.0).to(tl.float32)
+    x = tl.load(at, mask=here, other=0.0).to(tl.float32) + tl.div_rn(x * by_x, tl.broadcast_to(over_x, (ROWS, COLUMNS)))
+    y = tl.load(at + 1, mask=here, other=0.0).to(tl.float32) + tl.div_rn(y * by_y, tl.broadcast_to(over_y, (ROWS, COLUMNS)))
+    tl.store(locations + 2 * sample, x, mask=here)
+    tl.store(locations + 2 * sample + 1, y, mask=here)
+    logit = tl.load(logits + sample, mask=here, other=-float("inf")).to(tl.float32)
+    power = tl.exp(logit - tl.max(logit, 1, keep_dims=True))
+    power = tl.where(here, power, 0.0)  # of rows that do not exist
+    tl.store(weights + sample, power / tl.sum(power, 1, keep_dims=True), mask=here)
+
+
+@triton.jit
+def _finite(t):
+    return tl.where(t - t == 0, t, 0.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    reference, shapes, weights, grad_locations, grad_weights, grad_offsets, grad_logits, rows,
+    HEADS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr,
+    BOX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OFFSETS: tl.constexpr, LOGITS: tl.constexpr,
+):  # fmt: skip
+    row, s, here = _tile(rows, LEVELS * POINTS, ROWS, COLUMNS)
+    sample = row * (LEVELS * POINTS) + s
+    if OFFSETS:
+        _, by_x, by_y, over_x, over_y = _steps(
+            reference, shapes, row, s, here, HEADS, LEVELS, POINTS, REFERENCES, BY_POINT, BOX
+        )
+        x = tl.load(grad_locations + 2 * sample, mask=here, other=0.0).to(tl.float32) * _finite(by_x) / over_x
+        y = tl.load(grad_locations + 2 * sample + 1, mask=here, other=0.0).to(tl.float32) * _finite(by_y) / over_y
+        tl.store(grad_offsets + 2 * sample, x.to(grad_offsets.dtype.element_ty), mask=here)
+        tl.store(grad_offsets + 2 * sample + 1, y.to(grad_offsets.dtype.element_ty), mask=here)
+    if LOGITS:
+        weight = tl.load(weights + sample, mask=here, other=0.0)
+        grad = tl.load(grad_weights + sample, mask=here, other=0.0).to(tl.float32)
+        grad = weight * (grad - tl.sum(weight * grad, 1, keep_dims=True))
+        tl.store(grad_logits + sample, grad.to(grad_logits.dtype.element_ty), mask=here)
+
+
+class _Samples(composition.MultiScale):
+    """What `composition.MultiScale` computes, of inputs in the dtypes that they have."""
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        locations = self.offsets.new_empty(self.offsets.shape, dtype=torch.float32)
+        weights = self.offsets.new_empty(self.offsets.shape[:-1], dtype=torch.float32)
+        self._run(_forward, self.reference, self.offsets, self.logits, self.shapes, locations, weights)
+        return locations, weights
+
+    def gradients(self, mask: Sequence[bool], grad_locations: Tensor, grad_weights: Tensor) -> composition.Gradients:
+        grad_offsets, grad_logits = (
+            torch.empty_like(t if needed else t[:0], memory_format=torch.contiguous_format)
+            for t, needed in ((self.offsets, mask[2]), (self.logits, mask[3]))
+        )
+        tensors = self.reference, self.shapes, self.weights, grad_locations, grad_weights, grad_offsets, grad_logits
+        if mask[2] or mask[3]:
+            self._run(_backward, *tensors, OFFSETS=mask[2], LOGITS=mask[3])
+        return self._grad_reference(grad_locations) if mask[1] else None, grad_offsets, grad_logits
+
+    def _run(self, kernel: Any, *tensors: Tensor, **flags: int) -> None:
+        rows = self.offsets.numel() // max(self.levels * self.points * 2, 1)
+        columns = triton.next_power_of_2(self.levels * self.points)
+        options = {"HEADS": self.offsets.shape[2], "LEVELS": self.levels, "POINTS": self.points}
+        options |= {"REFERENCES": self.reference.shape[2], "BY_POINT": self.by_point, "BOX": self.reference.shape[3] == 4}
+        options |= {"ROWS": max(1, _ELEMENTS // columns), "COLUMNS": columns}
+        if self.offsets.numel():
+            programs = -(-rows // options["ROWS"])
+            launch.run(kernel, programs, [t.contiguous() for t in tensors], (rows,), options, **flags)
+
+
+def make_samples(shapes: Tensor, reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Any:
+    """Return the samples that the inputs describe."""
+    if offsets.shape[3] * offsets.shape[4] <= _MOST_SAMPLES:
+        return _Samples(shapes, reference, offsets, logits, axis)
+    return composition.MultiScale(shapes, *(t.float() for t in (reference, offsets, logits)), axis)
