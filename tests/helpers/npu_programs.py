@@ -149,12 +149,9 @@ def device_module():
     """torch.npu is torch_npu.npu: one device, streams and events, a seed."""
     npu = torch.npu
     assert npu is torch_npu.npu
-    assert npu.is_available()
-    assert (npu.device_count(), npu.current_device(), npu.memory_allocated()) == (1, 0, 0)
+    assert (npu.is_available(), npu.device_count(), npu.current_device(), npu.memory_allocated()) == (True, 1, 0, 0)
     assert npu.get_device_name(0)[:10] == "Ascend910B"
     npu.set_device("npu:0")
-    npu.synchronize()
-    npu.empty_cache()
     npu.set_compile_mode(jit_compile=False)
     npu.config.allow_internal_format = False
     stream, begin, end = npu.Stream(), npu.Event(enable_timing=True), npu.Event(enable_timing=True)
@@ -163,19 +160,15 @@ def device_module():
         sum(range(100000))
         end.record()
     stream.wait_stream(npu.current_stream())
-    stream.synchronize()
-    end.synchronize()
+    for one in (npu, stream, end):
+        one.synchronize()
     assert 0 < begin.elapsed_time(end) < 60000
     npu.manual_seed_all(3)
-    one = torch.rand(2)
-    torch.manual_seed(3)
-    assert torch.equal(one, torch.rand(2))
-    state = npu.get_rng_state(0)
-    one = torch.rand(2)
-    npu.set_rng_state(state)
-    with torch.random.fork_rng(device_type="npu"):
-        assert torch.equal(one, torch.rand(2))
-    assert torch.equal(one, torch.rand(2))
+    state, numbers = npu.get_rng_state(0), torch.rand(2)
+    for restore in (lambda: torch.manual_seed(3), lambda: npu.set_rng_state(state)):
+        restore()
+        with torch.random.fork_rng(device_type="npu"):
+            assert torch.equal(numbers, torch.rand(2))
 
 
 def product() -> torch.dtype:
@@ -200,7 +193,6 @@ def mixed_precision():
         scaler.scale(layer(torch.ones(3, 2)).sum()).backward()
         scaler.unscale_(step)
         assert torch.allclose(step.clip_grad_norm_fused_(1.0), torch.tensor(27.0).sqrt())
-        assert torch.allclose(layer.weight.grad, torch.full((1, 2), 3 / 27**0.5))
         scaler.step(step)
         scaler.update()
         assert not torch.equal(before, layer.weight)
@@ -231,22 +223,13 @@ def transfer():
     for device in ("cuda", "cuda:0", torch.device("cuda:0"), early, "npu"):
         assert torch.zeros(1, device=device).device == x.to(device).device == CPU
     assert (torch.cuda.device_count(), torch.cuda.current_device(), torch.cuda.max_memory_allocated()) == (1, 0, 0)
-    torch.cuda.set_device(0)
-    torch.cuda.synchronize()
-    torch.cuda.manual_seed_all(1)
-    torch.manual_seed(1)
     assert torch.cuda.FloatTensor([1.0]).device == CPU
-    with torch.cuda.amp.autocast(), torch.cuda.stream(torch.cuda.Stream()):
-        assert product() == torch.float16
-    with torch.autocast("cuda"):
-        assert product() == torch.float16
+    for context in (torch.cuda.amp.autocast(), torch.autocast("cuda")):
+        with context, torch.cuda.stream(torch.cuda.Stream()):
+            assert product() == torch.float16
     leaf = torch.rand(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(lambda a: a.cuda() * a, leaf, use_reentrant=False).sum().backward()
     assert torch.equal(leaf.grad, 2 * leaf.detach())
-    layer = torch.nn.LSTM(2, 2).cuda()
-    step = torch.optim.AdamW(layer.parameters())
-    layer(torch.rand(3, 1, 2).cuda())[0].sum().backward()
-    step.step()
     assert set(mx_driving.backends()["cpu"]) == set(mx_driving.backends()["cuda"])
 
 
@@ -314,21 +297,16 @@ def check_distributed(device: str, *backends: str):
         group, total = dist.new_group([0], backend=backend), torch.ones(2, device=device)
         assert (dist.get_backend(), dist.get_backend(group)) == ("gloo", "gloo")
         dist.all_reduce(total, group=group)
-        assert torch.equal(total, torch.ones(2))
         dist.barrier(device_ids=[0])
         for index in (0, f"{device}:0", torch.device(f"{device}:0"), torch.device(device, 3)):
             model = torch.nn.Linear(2, 1).to(device)
-            for wrapped in (
-                torch.nn.parallel.DistributedDataParallel(model, device_ids=[index]),
-                torch.nn.parallel.DistributedDataParallel(model, [index], index, find_unused_parameters=True),
-            ):
-                wrapped(torch.ones(3, 2)).sum().backward()
-            assert model.weight.grad.tolist() == [[6.0, 6.0]]
+            wrapped = torch.nn.parallel.DistributedDataParallel(model, [index], index, find_unused_parameters=True)
+            wrapped(torch.ones(3, 2)).sum().backward()
+            assert model.weight.grad.tolist() == [[3.0, 3.0]]
         if device == "npu":  # nobody has asked for CUDA's names
             with pytest.raises(ValueError, match="device_ids"):
                 torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), device_ids=["cuda:0"])
-        mesh = dist.init_device_mesh(device, (1,))
-        assert mesh.size() == 1
+        assert dist.init_device_mesh(device, (1,)).size() == 1
         dist.destroy_process_group()
 
 
@@ -340,10 +318,6 @@ def idioms():
     check_idioms("npu", torch.npu)
     check_idioms("cuda", torch.cuda)
     check_distributed("cuda", "nccl")
-    with torch.cuda.amp.autocast(dtype=torch.float16):
-        assert torch.is_autocast_enabled()
-        assert torch.get_autocast_gpu_dtype() == torch.float16
-    assert not torch.is_autocast_enabled()
 
 
 def compiled_after_default_device():
@@ -377,9 +351,7 @@ def mmengine():
     from mmengine.model import BaseModel
     from mmengine.optim import build_optim_wrapper
 
-    assert is_npu_available()
-    assert is_npu_support_full_precision()
-    assert get_device() == "npu"
+    assert (is_npu_available(), is_npu_support_full_precision(), get_device()) == (True, True, "npu")
 
     class Model(BaseModel):
         def __init__(self):
@@ -389,15 +361,12 @@ def mmengine():
         def forward(self, inputs, data_samples=None, mode="loss"):
             return {"loss": self.layer(inputs[0]).sum()}
 
-    for move in (lambda model: model.to(get_device()), lambda model: model.npu()):
-        model = move(Model())
-        for kind, more in (("OptimWrapper", {}), ("AmpOptimWrapper", {"dtype": "float16", "loss_scale": 4.0})):
-            optimizer = {"type": "NpuFusedAdamW", "lr": 0.1}
-            wrapper = build_optim_wrapper(model, {"type": kind, "optimizer": optimizer, **more})
-            before = model.layer.weight.detach().clone()
-            losses = model.train_step({"inputs": [torch.rand(3, 2).npu()]}, wrapper)
-            assert losses["loss"].isfinite()
-            assert not torch.equal(before, model.layer.weight)
+    model = Model().to(get_device()).npu()
+    for kind, more in (("OptimWrapper", {}), ("AmpOptimWrapper", {"dtype": "float16", "loss_scale": 4.0})):
+        wrapper = build_optim_wrapper(model, {"type": kind, "optimizer": {"type": "NpuFusedAdamW", "lr": 0.1}, **more})
+        before = model.layer.weight.detach().clone()
+        assert model.train_step({"inputs": [torch.rand(3, 2).npu()]}, wrapper)["loss"].isfinite()
+        assert not torch.equal(before, model.layer.weight)
 
 
 if __name__ == "__main__":
