@@ -214,13 +214,6 @@ def test_a_place_outside_is_in_no_cell_of_a_file():
         v1(*everything)
 
 
-def test_other_forms_have_no_node_of_a_pool():
-    """They are written as the default form is."""
-    pytest.importorskip("onnxscript")
-    for form in set(mx_driving.onnx.FORMS) - {"onnxruntime"}:
-        assert torch.ops.mx_driving.bev_pool_v3.default not in mx_driving.onnx.translations(form)
-
-
 @pytest.mark.parametrize("change", [{5: -1}, {6: 2}], ids=["starts", "lengths"])
 def test_an_exported_interval_beyond_the_points(change):
     """The graph asserts what the public function says in a sentence."""

@@ -12,7 +12,7 @@ import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from torch import Tensor
 
-from mx_driving._operator import checks, rules
+from mx_driving._operator import checks
 from mx_driving._operator.description import OPERATORS
 
 FLOATING = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -120,24 +120,3 @@ def test_each_size_is_held_to_the_others(name, by):
             else:
                 with pytest.raises(ValueError, match=" must have "):
                     checks.check_inputs(OPERATORS[operator], *given)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "is_right"),
-    [
-        ((2, None), True),
-        ((None, 3), True),
-        ((2, 3), True),
-        ((2, 4), False),
-        ((1, None), False),
-        ((2,), False),
-        ((2, 3, 1), False),
-    ],
-)
-def test_some_sizes(sizes, is_right):
-    axes = ", ".join(("rows", "columns", "layers")[: len(sizes)])
-    if is_right:
-        rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)
-        return
-    with pytest.raises(ValueError, match=r"^table must have shape \(.*\); got \(2, 3\)$"):
-        rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)

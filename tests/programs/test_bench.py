@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import pathlib
 import statistics
-import subprocess
 
 import bench
 import floor
@@ -18,7 +17,7 @@ from PIL import Image
 from traits import extra_memory
 from typer.testing import CliRunner
 
-from mx_driving._measure import accuracy, report
+from mx_driving._measure import accuracy
 from mx_driving._measure.accuracy import WorkloadErrors, check_one
 from mx_driving._measure.rivals import ours, rivals
 from mx_driving._measure.workloads import AGGREGATION, CHECKED, EXAMPLES, WORKLOADS, some_queries
@@ -114,17 +113,6 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch):
     with Image.open(bars) as picture:
         assert min(picture.size) > 100
         assert len(picture.convert("RGB").getcolors(1 << 20)) > 10
-
-
-@pytest.mark.parametrize("tracked", [True, False])
-def test_the_commit_is_that_of_the_package(tracked, tmp_path, monkeypatch):
-    """A wheel in an environment inside of a user's repository has none."""
-    (tmp_path / "report.py").touch()
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."] if tracked else [], ["commit", "-q", "--allow-empty", "-m", "first"]):
-        subprocess.run([*git, *words], check=bool(words), capture_output=True)
-    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
-    assert report._commit.__wrapped__().startswith(", commit ") == tracked
 
 
 @needs_the_floor

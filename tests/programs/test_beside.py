@@ -129,18 +129,6 @@ def test_an_editable_installation_loses_nothing(look, tmp_path):
     assert look(tmp_path) == (None, [])
 
 
-def test_somebodys_own_change_is_not_the_vendors(look, tmp_path):
-    made(tmp_path, "theirs, ours")
-    with (tmp_path / "mx_driving/reference.py").open("a") as file:
-        file.write("# looked at\n")
-    assert look(tmp_path) == (BESIDE, [])
-
-
-def test_here_nothing_is_beside_ours():
-    assert mx_driving_portable.beside() is None
-    assert not any("vendor's" in s for by in mx_driving.backends().values() for s in by.values())
-
-
 # Only the folder's own mx_driving can be found, not the one that runs these tests. That may lie beside torch.
 ALONE = """
 import importlib.machinery, json, sys

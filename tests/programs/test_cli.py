@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import mx_driving
-from mx_driving import _backends, _installing
+from mx_driving import _backends
 from mx_driving._cli_support import problems
 from mx_driving._measure.workloads import CHECKED, EXAMPLES, WORKLOADS
 from mx_driving.cli import bench as bench_module
@@ -227,20 +225,6 @@ def test_a_place_to_write_to_is_looked_at_before_the_work(mx, no_work, tmp_path,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_file_that_is_there_is_kept_until_the_work_is_done(mx, monkeypatch, tmp_path):
-    kept = tmp_path / "kept.csv"
-    kept.write_text("an earlier result")
-
-    def measure(*args):
-        assert kept.read_text() == "an earlier result"
-        raise problems.Problem("output must be right; got another")
-
-    monkeypatch.setattr(bench_module, "measure", measure)
-    code, _, err = mx("bench", "--csv", kept)
-    assert (code, err) == (2, "mx-driving: output must be right; got another\n")
-    assert kept.read_text() == "an earlier result"
-
-
 NUMBER, WHOLE = "must be a number of 0 or more; got", "must be a whole number of 0 or more; got"
 DTYPES = "must be one of float32, float64, float16, bfloat16; got"
 WRONG = {
@@ -311,32 +295,6 @@ def test_a_full_output_is_noticed_before_the_work(mx, no_work, monkeypatch, tmp_
 def test_a_name_that_is_too_long_is_a_sentence(mx, no_work):
     for args in (["replay", "a" * 300], ["fuse", "a" * 300, "x.onnx"]):
         assert is_a_sentence(*mx(*args), "")
-
-
-CLONE, REGISTRY = "pip install '.[demo]' onnx", "pip install 'mx-driving-portable[demo]' onnx"
-
-
-@pytest.mark.parametrize(
-    ("recorded", "command"),
-    [
-        (None, CLONE),  # a source tree
-        ('{"dir_info": {"editable": true}, "url": "file:///clone"}', CLONE),
-        ('{"archive_info": {}, "url": "file:///w.whl"}', REGISTRY),
-        ("", REGISTRY),
-    ],
-)
-def test_how_to_install_is_said_for_a_clone_and_for_a_registry(monkeypatch, recorded, command):
-    def distribution(name):
-        if recorded is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return types.SimpleNamespace(read_text=lambda file: recorded or None)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
-    _installing._is_clone.cache_clear()
-    try:
-        assert _installing.pip_install("[demo]", "onnx") == command
-    finally:
-        _installing._is_clone.cache_clear()
 
 
 @pytest.mark.parametrize("args", PRINTING[:4], ids=" ".join)

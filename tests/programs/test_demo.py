@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")
@@ -16,7 +15,7 @@ sys.path.insert(0, str(FOLDER))
 
 from pages import samples, written  # noqa: E402
 from surround_view import lift, main, scene  # noqa: E402
-from surround_view.rig import Camera, Extent, load_rig, looking, project, surround  # noqa: E402
+from surround_view.rig import Extent, looking, surround  # noqa: E402
 
 INTRINSICS = [[20.0, 0, 15.5], [0, 20.0, 11.5], [0, 0, 1]]
 POSE = looking(0, 0, 5, 0, 60).tolist()
@@ -97,15 +96,6 @@ def test_the_example_rig_runs(capsys, tmp_path):
     assert f"the picture is in {tmp_path / 'rig.jpg'}" in capsys.readouterr().out
     with Image.open(tmp_path / "rig.jpg") as picture:
         assert picture.format == "JPEG"
-
-
-def test_wide_photographs_are_scaled_with_their_intrinsics(folder):
-    Image.new("RGB", (1600, 900)).save(folder / "a.png")
-    (loaded,), _ = load_rig(write(folder, {"cameras": [camera()]}))
-    full = Camera("full", (900, 1600), torch.tensor(INTRINSICS, dtype=torch.float64), loaded.camera_to_ego)
-    points = Extent().ground()
-    assert loaded.size == (450, 800)
-    torch.testing.assert_close(project(loaded, points), project(full, points))
 
 
 @pytest.fixture(scope="module")

@@ -113,23 +113,6 @@ def test_snippets_run(page, snippet):
     assert not _patch._changes, "a snippet must give back what it patches"
 
 
-def pieces(text: str) -> set[str]:
-    """Blocks of code, paragraphs, and sentences of some length, without their line breaks. Headings may be alike."""
-    code = [" ".join(body.split()) for _, _, body in FENCE.findall(text)]
-    parts = re.split(r"\n\s*\n", FENCE.sub("", text))
-    paragraphs = [" ".join(part.split()) for part in parts if not part.startswith("#")]
-    sentences = [s for part in paragraphs if not part.startswith("|") for s in re.split(r"(?<=[.:]) ", part)]
-    return {part for part in (*code, *paragraphs) if len(part) > 40} | {s for s in sentences if len(s) > 60}
-
-
-def test_no_paragraph_stands_twice():
-    seen: dict[str, str] = {}
-    for page, text in TEXTS.items():
-        for piece in pieces(text):
-            assert piece not in seen, f"{page} and {seen[piece]}: {piece}"
-            seen[piece] = page
-
-
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub and MyST give the headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.MULTILINE)

@@ -125,16 +125,3 @@ def test_a_wrong_folder_or_count_is_refused_first(refused, tmp_path):
     assert "--scenes must be at least --batch=4; got 2" in refused("--scenes", 2)
     page = ("--page", tmp_path / "looks.html", "--transform", "lift")
     assert "--transform must be one that looks at places of pictures, for --page; got lift" in refused(*page)
-
-
-def test_a_checkpoint_of_another_run_is_refused(folder, refused, tmp_path):
-    run(folder, "other", "multi_scale", steps=2)
-    saved = (folder / "other" / "checkpoint.pt").read_bytes()
-    tiny = [text for name, value in TINY.items() if name != "steps" for text in ("--" + name.replace("_", "-"), value)]
-    (tmp_path / "runs" / "bev").mkdir(parents=True)
-    rule = "checkpoint.pt must be whole, and of the same --transform, --cells and --steps; got"
-    for content, options in ((saved, ["--transform", "geometric"]), (saved[:999], []), (b"", [])):
-        (tmp_path / "runs" / "bev" / "checkpoint.pt").write_bytes(content)
-        assert rule in refused("--resume", "--transform", "multi_scale", *tiny, "--steps", 2, *options)
-    (tmp_path / "runs" / "bev" / "checkpoint.pt").write_bytes(saved)
-    assert rule + " 2 steps" in refused("--resume", "--transform", "multi_scale", *tiny, "--steps", 5)

@@ -140,17 +140,6 @@ def test_axes_of_the_caller_stay_the_callers():
     assert not hasattr(ax, "_repr_png_")
 
 
-def test_a_look_is_one_line():
-    shapes, starts = cases.levels_of((4, 4))
-    with viz.recording() as looks:
-        locations, weights = torch.rand(1, 3, 2, 1, 2, 2), torch.rand(1, 3, 2, 1, 2)
-        mx_driving.multi_scale_deformable_attn(torch.rand(1, 16, 2, 4).half(), shapes, starts, locations, weights)
-    assert repr(looks) == (
-        "[Look(multi_scale_deformable_attn: table [1, 16, 2, 4] float16, shapes [1, 2] int64, starts [1] int64, "
-        "locations [1, 3, 2, 1, 2, 2] float32, weights [1, 3, 2, 1, 2] float32, on cpu)]"
-    )
-
-
 IMAGE, POINTS, SHARES = torch.rand(4, 4, 3), torch.rand(2, 3, 2), torch.rand(2, 3)
 REFUSED = [
     (lambda: viz.sampling_points(IMAGE, torch.rand(2), torch.rand(1)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 
 import cases
 import pytest
@@ -42,19 +41,6 @@ def test_forward_mode_and_batched_gradients(operator):
     direction. test_autograd.py has every entry of the gradients, of which tangents are the transpose."""
     flags = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True, "fast_mode": True}
     assert gradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
-def test_grad_and_vjp_are_autograds(operator):
-    function, tensors = floating(operator)
-    leaves = tuple(t.clone().requires_grad_() for t in tensors)
-    expected = torch.autograd.grad(loss_of(function)(*leaves), leaves)
-    everything = tuple(range(len(tensors)))
-    for a, b in zip(torch.func.grad(loss_of(function), argnums=everything)(*tensors), expected, strict=True):
-        assert torch.equal(a, b)
-    output, vjp = torch.func.vjp(function, *tensors)
-    for a, b in zip(vjp(2 * output), expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def stacked(operator, in_dims):
@@ -208,15 +194,3 @@ def test_flops(operator, rows):
     with FlopCounterMode(display=False) as counter:
         getattr(mx_driving, operator)(*args).sum().backward()
     assert counter.get_total_flops() == 2 * once
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
-def test_pytrees_and_keywords(operator):
-    """Arguments may be kept in any tree and mapped over; names are the documented ones."""
-    function, args = getattr(mx_driving, operator), SMALL[operator]()
-    tree = dict(zip(inspect.signature(function).parameters, args, strict=False))
-    leaves, spec = torch.utils._pytree.tree_flatten(((), tree))
-    positional, keywords = torch.utils._pytree.tree_unflatten(leaves, spec)
-    assert torch.equal(function(*positional, **keywords), function(*args))
-    single = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, tree)
-    assert function(**single).dtype == torch.float32
