@@ -9,6 +9,7 @@ import atexit
 import collections
 import ctypes
 import gc
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -22,7 +23,7 @@ import outcomes
 import pytest
 import torch
 
-from mx_driving import _backends, _needs
+from mx_driving import _backends, _needs, compat
 
 if not cases.ON_GPU and importlib.util.find_spec("triton"):
     import ptx
@@ -121,6 +122,19 @@ def mx(monkeypatch, capsys):
         return stop.value.code or 0, said.out, said.err
 
     return run
+
+
+@pytest.fixture
+def extension(tmp_path, monkeypatch):
+    """Import an extension by its name, as a submodule of a repository that nobody has built."""
+    (tmp_path / "someones").mkdir()
+    (tmp_path / "someones" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    compat.install()
+    yield lambda name: importlib.import_module(f"someones.{name}")
+    compat.uninstall()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "someones"]:
+        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import mx_driving
-from mx_driving import _C, compat
+from mx_driving import _C
 from mx_driving.ops.bev_pool_v3 import BEVPoolV3
 
 SHAPE = B, D, H, W, C = 2, 2, 4, 5, 8
@@ -172,19 +171,6 @@ def test_voxel_pooling_refuses(change, sentence):
     good = {"geom_xyz": GEOMETRY, "input_features": torch.rand(2, 4, 5), "voxel_num": (3, 2, 1)}
     with pytest.raises((TypeError, ValueError), match=f"^{sentence}$"):
         mx_driving.npu_voxel_pooling_train(**{**good, **change})
-
-
-@pytest.fixture
-def extension(tmp_path, monkeypatch):
-    """An extension by name, as a submodule of a repository that nobody has built."""
-    (tmp_path / "someones_pooling").mkdir()
-    (tmp_path / "someones_pooling" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    compat.install()
-    yield lambda name: importlib.import_module(f"someones_pooling.{name}")
-    compat.uninstall()
-    for name in [n for n in sys.modules if n.partition(".")[0] == "someones_pooling"]:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize("backward", ["bev_pool_v2_backward", "bev_pool_v2_backward_opt"])

@@ -13,7 +13,6 @@ import torch
 from recorded_calls import replay
 
 import mx_driving
-from mx_driving import compat
 from mx_driving_portable import record
 
 B, D, H, W, C = SHAPE = 2, 2, 5, 4, 8
@@ -114,38 +113,30 @@ def test_names_of_ours_with_gradients(tmp_path):
     assert shown.count("grad_depth") == 3
 
 
-def test_stand_ins_of_extensions(tmp_path):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs/__init__.py").write_text("")
-    sys.path.insert(0, str(tmp_path))
-    compat.install()
-    try:
-        with record.recording(tmp_path / "calls", every=1):
-            depth, feat, *ranks = lifted()
-            starts, lengths = intervals(ranks[2])
-            ext = importlib.import_module("theirs.bev_pool_v2_ext")
-            ext.bev_pool_v2_forward(depth, feat, torch.zeros(SHAPE), *ranks, lengths, starts)
-            grads = torch.zeros_like(depth), torch.zeros_like(feat)
-            by_pixel = [r[ranks[1].argsort()] for r in ranks]
-            ext.bev_pool_v2_backward_opt(torch.randn(SHAPE), *grads, depth, feat, *by_pixel, lengths, starts)
-            ext, places = importlib.import_module("theirs.bev_pool_ext"), torch.tensor([[0, 1, 1, 0], [4, 3, 1, 1]])
-            one = torch.ones(2, dtype=torch.long)
-            ext.bev_pool_forward(torch.randn(2, C), places, one, one.cumsum(0) - 1, B, D, H, W)
-            ext.bev_pool_backward(torch.randn(SHAPE), places, one, one.cumsum(0) - 1, B, D, H, W)
-            geometry, number = torch.randint(-1, 4, (2, 3, BINS, 2, 3, 3), dtype=torch.int32), torch.tensor([4, 5, 1])
-            ext = importlib.import_module("theirs.voxel_pooling_train_ext")
-            memo = torch.full((2, 18 * BINS, 3), -1, dtype=torch.int32)
-            rows = torch.randn(2, 18 * BINS, C)
-            out = torch.zeros(2, 5, 4, C)
-            ext.voxel_pooling_train_forward_wrapper(2, 18 * BINS, C, *number, geometry.view(2, -1, 3), rows, out, memo)
-            ext = importlib.import_module("theirs.voxel_pooling_inference_ext")
-            depth, context, out = torch.rand(6, BINS, 2, 3), torch.randn(6, C, 2, 3), torch.zeros(2, 5, 4, C)
-            ext.voxel_pooling_inference_forward_wrapper(2, 3, BINS, 2, 3, C, 4, 5, 1, geometry, depth, context, out)
-    finally:
-        compat.uninstall()
-        sys.path.remove(str(tmp_path))
-        for name in [n for n in sys.modules if n.partition(".")[0] == "theirs"]:
-            del sys.modules[name]
+def test_stand_ins_of_extensions(extension, tmp_path):
+    depth, feat, *ranks = lifted()
+    starts, lengths = intervals(ranks[2])
+    by_pixel = [r[ranks[1].argsort()] for r in ranks]
+    places, one = torch.tensor([[0, 1, 1, 0], [4, 3, 1, 1]]), torch.ones(2, dtype=torch.long)
+    geometry, number = torch.randint(-1, 4, (2, 3, BINS, 2, 3, 3), dtype=torch.int32), torch.tensor([4, 5, 1])
+    memo, rows, out = (
+        torch.full((2, 18 * BINS, 3), -1, dtype=torch.int32),
+        torch.randn(2, 18 * BINS, C),
+        torch.zeros(2, 5, 4, C),
+    )
+    with record.recording(tmp_path / "calls", every=1):
+        pool = extension("bev_pool_v2_ext")
+        pool.bev_pool_v2_forward(depth, feat, torch.zeros(SHAPE), *ranks, lengths, starts)
+        grads = torch.zeros_like(depth), torch.zeros_like(feat)
+        pool.bev_pool_v2_backward_opt(torch.randn(SHAPE), *grads, depth, feat, *by_pixel, lengths, starts)
+        pool = extension("bev_pool_ext")
+        pool.bev_pool_forward(torch.randn(2, C), places, one, one.cumsum(0) - 1, B, D, H, W)
+        pool.bev_pool_backward(torch.randn(SHAPE), places, one, one.cumsum(0) - 1, B, D, H, W)
+        train = extension("voxel_pooling_train_ext").voxel_pooling_train_forward_wrapper
+        train(2, 18 * BINS, C, *number, geometry.view(2, -1, 3), rows, out, memo)
+        infer = extension("voxel_pooling_inference_ext").voxel_pooling_inference_forward_wrapper
+        depth, context = torch.rand(6, BINS, 2, 3), torch.randn(6, C, 2, 3)
+        infer(2, 3, BINS, 2, 3, C, 4, 5, 1, geometry, depth, context, torch.zeros(2, 5, 4, C))
     shown = judged(tmp_path / "calls")
     assert all(
         words in shown for words in ("6 calls are right", "150 points, sorted by cell", "not sorted by cell", "cells 2x2x5x4")
