@@ -53,15 +53,6 @@ def multi_scale_deformable_attn(value, value_spatial_shapes, value_level_start_i
         value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
     )
 """
-EXTENSION = """
-from .kernels import sample, sample_backward
-
-def ms_deform_attn_forward(value, shapes, starts, locations, weights, im2col_step):
-    return sample(value, shapes, starts, locations, weights)
-
-def ms_deform_attn_backward(value, shapes, starts, locations, weights, grad, im2col_step):
-    return sample_backward(value, shapes, starts, locations, weights, grad)
-"""
 MMCV = """
 from .kernels import sample, sample_backward
 
@@ -77,7 +68,6 @@ import sys
 assert "torch" not in sys.modules
 import mmcv._ext
 from mx_driving import multi_scale_deformable_attn as vendors
-from ops import MultiScaleDeformableAttention
 from own.kernels import sample
 import torch
 
@@ -93,19 +83,8 @@ class Mmcv(torch.autograd.Function):
         mmcv._ext.ms_deform_attn_backward(*ctx.saved_tensors, grad.contiguous(), *gradients, im2col_step=64)
         return gradients[0], None, None, gradients[1], gradients[2]
 
-class Extension(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        ctx.save_for_backward(*inputs)
-        return MultiScaleDeformableAttention.ms_deform_attn_forward(*inputs, 64)
-
-    @staticmethod
-    def backward(ctx, grad):
-        value, locations, weights = MultiScaleDeformableAttention.ms_deform_attn_backward(*ctx.saved_tensors, grad, 64)
-        return value, None, None, locations, weights
-
 shapes, starts = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
-for attention in (vendors, Mmcv.apply, Extension.apply, sample):
+for attention in (vendors, Mmcv.apply, sample):
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8)
     total = torch.zeros(())
@@ -118,10 +97,9 @@ for attention in (vendors, Mmcv.apply, Extension.apply, sample):
     print(sys.argv[1:], total.item().hex(), layer.weight.grad.sum().item().hex())
 """
 FILES = {
-    **dict.fromkeys([f"{name}/kernels.py" for name in ("mx_driving", "mmcv", "ops", "own")], SAMPLE),
-    **dict.fromkeys([f"{name}/__init__.py" for name in ("mmcv", "ops", "own")], ""),
-    **{"mx_driving/__init__.py": VENDOR, "mmcv/_ext.py": MMCV, "ops/MultiScaleDeformableAttention.py": EXTENSION},
-    "program.py": PROGRAM,
+    **dict.fromkeys([f"{name}/kernels.py" for name in ("mx_driving", "mmcv", "own")], SAMPLE),
+    **dict.fromkeys([f"{name}/__init__.py" for name in ("mmcv", "own")], ""),
+    **{"mx_driving/__init__.py": VENDOR, "mmcv/_ext.py": MMCV, "program.py": PROGRAM},
 }
 
 
