@@ -16,41 +16,31 @@ from mx_driving import viz
 
 
 class Parser(html.parser.HTMLParser):
-    """The elements of a page, the text of its scripts and styles, and what it would load."""
+    """The attributes in a page by name, and the text of its scripts, styles and titles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open: list[tuple[str, dict]] = []
+        self.name = ""
         self.texts: dict[str, str] = {}
-        self.loads: list[str] = []
-        self.ids: list[str] = []
-        self.labelled: list[str] = []
+        self.attributes: dict[str, list[str]] = {}
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
-        self.loads += [attributes[name] for name in ("src", "href", "srcset", "action") if name in attributes]
-        self.ids += [attributes["id"]] if "id" in attributes else []
-        self.labelled += [attributes["for"]] if "for" in attributes else []
-        if tag == "meta" and "http-equiv" in attributes:
-            self.texts["policy"] = attributes["content"]
-        if tag not in ("meta", "link", "input", "br"):
-            self.open.append((tag, attributes))
-
-    def handle_endtag(self, tag):
-        opened, _ = self.open.pop()
-        assert opened == tag
+        for name, value in attributes.items():
+            self.attributes.setdefault(name, []).append(value)
+        self.name = attributes.get("id", tag) if tag == "script" else tag
 
     def handle_data(self, data):
-        tag, attributes = self.open[-1] if self.open else ("", {})
-        name = attributes.get("id", tag) if tag == "script" else tag
-        self.texts[name] = self.texts.get(name, "") + data
+        self.texts[self.name] = self.texts.get(self.name, "") + data
+
+    def handle_endtag(self, tag):
+        self.name = ""
 
 
 def written(path: pathlib.Path) -> tuple[Parser, dict]:
     parsed = Parser(path.read_text(encoding="utf-8"))
-    assert parsed.open == []
     return parsed, json.loads(parsed.texts["data"])
 
 
