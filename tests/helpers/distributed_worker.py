@@ -93,28 +93,16 @@ def measure(operator: str, args: tuple[torch.Tensor, ...], mesh: Any, layouts: l
 
 
 class Layer(torch.nn.Module):
-    """Every operator between two linear maps."""
+    """The operator between two linear maps, on a share of the batch."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.before, self.after = torch.nn.ModuleDict(), torch.nn.ModuleDict()
-        for operator in cases.OPERATORS:
-            args = INPUTS[operator]()
-            channels, width = args[0].shape[-1], cases.grad_for(operator, args).shape[-1]
-            self.before[operator] = torch.nn.Linear(channels, channels).double()
-            self.after[operator] = torch.nn.Linear(width, 5).double()
+        self.before, self.after = torch.nn.Linear(3, 3).double(), torch.nn.Linear(12, 5).double()
 
-    def forward(self, inputs):
-        found = []
-        for operator, (value, *rest) in inputs.items():
-            sampled = getattr(mx_driving, operator)(self.before[operator](value), *rest)
-            found.append(self.after[operator](sampled).square().mean())
-        return sum(found)
-
-
-def of_rank(operator: str, rank: int, parts: int) -> tuple[torch.Tensor, ...]:
-    return tuple(t.chunk(parts)[rank] if i in FLOATING[operator] else t for i, t in enumerate(INPUTS[operator]()))
+    def forward(self, rank, parts):
+        value, *rest = (t.chunk(parts)[rank] if i in (0, 3, 4) else t for i, t in enumerate(INPUTS[MULTI_SCALE]()))
+        return self.after(mx_driving.multi_scale_deformable_attn(self.before(value), *rest)).square().mean()
 
 
 def wrapped(kind: str, mesh: Any) -> torch.nn.Module:
@@ -135,7 +123,7 @@ def trained(kind: str, mesh: Any, rank: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for _ in range(3):
             optimizer.zero_grad()
-            loss = model({operator: of_rank(operator, *share) for operator in cases.OPERATORS})
+            loss = model(*share)
             first = loss.item() if first is None else first
             loss.backward()
             optimizer.step()

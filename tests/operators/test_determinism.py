@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import cases
 import logits_cases
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, LARGE, MULTI_SCALE, Case
-from programs import python
 from values import run
 
 # test_plan.py says which way the native kernels go in such calls, and has one for each way.
@@ -101,28 +98,3 @@ def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread
         for i in places:
             alone = cases.gradients_of(implementation, case.operator, grad, args, [i == j for j in places])
             assert torch.equal(alone[i], together[1 + i])
-
-
-THREADS = """
-import ctypes, os, sys, torch
-import mx_driving
-from mx_driving import _backends
-
-_backends.native.loaded().mxd_set_work_of_a_thread(ctypes.c_int64(int(sys.argv[1])))
-torch.set_num_threads(4)
-value, weights = torch.empty(1, 20, 4, 8).fill_(1.0), torch.empty(1, 9, 4, 1, 2).fill_(0.5)
-before = len(os.listdir("/proc/self/task"))
-locations = torch.empty(1, 9, 4, 1, 2, 2).fill_(0.3)
-mx_driving.multi_scale_deformable_attn(value, torch.tensor([[4, 5]]), torch.tensor([0]), locations, weights)
-print(len(os.listdir("/proc/self/task")) - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_a_small_call_wakes_no_thread():
-    def woken(work: int) -> int:
-        done = python("-c", THREADS, work)
-        return int(done.stdout)
-
-    assert woken(0) == 0
-    assert woken(1) == 3
