@@ -34,6 +34,7 @@ from mx_driving._measure.report import OURS, Row, write
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
 from mx_driving._operator.description import OPERATORS
+from mx_driving._operator.rules import first_line
 
 Tensors = tuple[torch.Tensor, ...]
 SIZES = ("Deformable-DETR decoder, 300 queries", "Sparse4D v3", "MapTR nano")
@@ -224,8 +225,7 @@ RUNTIMES = (
 
 def in_one_line(error: Exception) -> str:
     """The first sentence of an error's message, without the paths of this machine."""
-    first = str(error).strip().split("\n")[0].split(". ")[0]
-    return re.sub(r"/\S*/", "", first or type(error).__name__)
+    return re.sub(r"/\S*/", "", first_line(error).split(". ")[0])
 
 
 def has_no_such_form(runtime: Runtime, workload: Workload) -> bool:

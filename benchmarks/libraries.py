@@ -32,9 +32,11 @@ import typer
 from models import Subject, make_sensitive, photograph
 from torch import Tensor
 
-import mx_driving
+import mx_driving.onnx
 from mx_driving._cli_support.problems import matching, need
 from mx_driving._cli_support.start import start
+from mx_driving._measure import onnx_files
+from mx_driving._operator.rules import first_line
 
 Build = Callable[[int, int], Subject]  # from the height and width of the photograph
 
@@ -244,18 +246,12 @@ def _queries_off(whole: torch.nn.Module, picture: Tensor) -> tuple[int, int]:
 
 
 def _in_onnxruntime(whole: torch.nn.Module, picture: Tensor) -> list[Tensor]:
-    import onnxruntime
-
-    import mx_driving.onnx
-
     table = mx_driving.onnx.translations("onnxruntime")
     program = torch.onnx.export(whole, (picture,), dynamo=True, opset_version=20, custom_translation_table=table, verbose=False)
     assert program is not None
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(mx_driving.onnx.library())
     with tempfile.TemporaryDirectory() as folder:
         program.save(f"{folder}/model.onnx")
-        session = onnxruntime.InferenceSession(f"{folder}/model.onnx", options, providers=["CPUExecutionProvider"])
+        session = onnx_files.session(Path(folder, "model.onnx"))
     return [torch.from_numpy(found) for found in session.run(None, {session.get_inputs()[0].name: picture.numpy()})]
 
 
@@ -263,7 +259,7 @@ def _in_one_line(error: BaseException) -> str:
     """The first sentence of what went wrong first: exporters wrap it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip().split("\n")[0] or type(error).__name__).split(". ")[0]
+    return first_line(error).split(". ")[0]
 
 
 def row(library: Library, name: str, subject: Subject, seconds: float, gradients: bool, onnx: bool) -> dict[str, Any]:

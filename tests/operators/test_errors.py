@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._dispatch.registered import REGISTERED
+from mx_driving._operator import rules
 from mx_driving._operator.description import OPERATORS
 
 FLOATING = "have dtype float32, float64, float16 or bfloat16"
@@ -362,3 +363,8 @@ def test_tables_that_change_are_read_again(operator, at, inference):
         assert torch.equal(call(*args), output)
         other = [*args[:at], args[at] - 100, *args[at + 1 :]]
         assert said(lambda: call(*other)) == sentence
+
+
+def test_an_error_without_a_message_is_named_by_its_kind():
+    """The fact of a sentence about another library's error."""
+    assert [rules.first_line(error) for error in (MemoryError(), ValueError(" a\nb"))] == ["MemoryError", "a"]

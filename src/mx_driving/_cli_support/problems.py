@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 
 from .._installing import pip_install
+from .._operator.rules import first_line
 
 
 class Problem(ValueError):
@@ -28,8 +29,7 @@ def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if kinds and not isinstance(error, kinds):
             raise
-        fact = str(error).strip().split("\n")[0].split(". ")[0]
-        raise Problem(f"{rule}; got {fact or type(error).__name__}") from None
+        raise Problem(f"{rule}; got {first_line(error).split('. ')[0]}") from None
 
 
 @contextmanager

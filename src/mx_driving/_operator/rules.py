@@ -32,6 +32,11 @@ def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
     raise kind(f"{name} must {rule}; got {fact}")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the error's kind."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
 def tensors(*named: Named) -> None:
     """Check that every argument is a torch.Tensor, whose elements lie in memory one by one."""
     for name, t in named:

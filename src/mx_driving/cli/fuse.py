@@ -9,6 +9,7 @@ import typer
 
 from .._cli_support.problems import Problem, need
 from .._cli_support.show import print_json
+from .._operator.rules import first_line
 from .options import Inputs, Json, Seconds, Threads, arrays, use_threads
 
 
@@ -60,4 +61,4 @@ def _compare(path_in: Path, path_out: Path, seconds: float, fed: dict[str, Any])
     except Problem:
         raise
     except Exception as error:  # onnxruntime has a dozen kinds of its own
-        raise Problem(f"both files must run in onnxruntime; got {path_in}, {path_out}: {str(error).splitlines()[0]}") from None
+        raise Problem(f"both files must run in onnxruntime; got {path_in}, {path_out}: {first_line(error)}") from None

@@ -15,6 +15,7 @@ import torch
 
 from .._cli_support.problems import Problem
 from .._measure import onnx_files
+from .._operator.rules import first_line
 from .._vendor.replay.calls import RecordedCall
 from .._vendor.replay.judge import WRONG, Judged, judge
 from . import _file, _outputs
@@ -150,7 +151,7 @@ class _Checker:
         except Problem:
             raise
         except Exception as error:  # onnxruntime has a dozen kinds of its own
-            raise Problem(f"path_in must run in onnxruntime on these inputs; got {str(error).splitlines()[0]}") from None
+            raise Problem(f"path_in must run in onnxruntime on these inputs; got {first_line(error)}") from None
 
     def compare_alone(self, match: Match, arrays: Arrays, file: Path) -> list[Comparison]:
         """Run the match's own file."""

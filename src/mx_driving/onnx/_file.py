@@ -13,6 +13,7 @@ import onnx.inliner
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
+from .._operator.rules import first_line
 from ._forms import NODES, TENSORRT, WITH_LOGITS
 from ._graph import constant, dims, is_node
 
@@ -46,7 +47,7 @@ def load(path: Path) -> ir.Model:
     except OSError as error:
         raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
     except Exception as error:  # protobuf's and onnx_ir's own
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {_first_line(error)}") from None
+        raise ValueError(f"path_in must be an ONNX file; got {path}: {first_line(error)}") from None
     if sparse:
         raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
     _take_in_attributes(model, path)
@@ -179,10 +180,6 @@ def _check(file: Path | onnx.ModelProto, model: ir.Model, path: Path) -> None:
 
 def quote_checker(error: Exception) -> str:
     return " ".join(str(error).split("==>")[0].split())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:

@@ -18,6 +18,7 @@ import numpy as np
 from .. import onnx as ours
 from .._cli_support.files import read_arrays
 from .._cli_support.problems import Problem, need
+from .._operator.rules import first_line
 from ._matches import Arrays
 
 Run = Callable[[Path, Arrays], Arrays]
@@ -110,7 +111,7 @@ def _register(provider: str, package: Any) -> list[Any]:
             onnxruntime.register_execution_provider_library(provider, path)
             _REGISTERED.add(provider)
     except Exception as error:  # onnxruntime and packages have kinds of their own
-        raise Problem(f"{rule}; got {(str(error).strip() or type(error).__name__).splitlines()[0]}") from None
+        raise Problem(f"{rule}; got {first_line(error)}") from None
     devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider]
     if not devices:
         raise Problem(f"{rule}; got no device for {path}")

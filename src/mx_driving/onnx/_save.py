@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .. import config
+from .._operator.rules import first_line
 from ._file import list_external, list_outputs, quote_checker, restore_plugins
 from ._forms import NODES, OURS
 from ._graph import dims
@@ -82,7 +83,7 @@ def _refused(path: Path, has_ours: bool) -> str | None:
             options.register_custom_ops_library(str(config.library_path()))
         onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # it has a dozen kinds of its own
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .._operator.rules import first_line
 from . import _sizes
 from ._graph import INTEGER, MOVES, PAIRS, Unfit, constant, dims, is_node
 from ._search import Sampling
@@ -263,7 +264,7 @@ def _as_unfit() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # it has a dozen kinds of its own
-        raise Unfit(f"a trial in onnxruntime failed: {str(error).splitlines()[0]}") from None
+        raise Unfit(f"a trial in onnxruntime failed: {first_line(error)}") from None
 
 
 def _compare(sampling: Sampling, result: Tensor, inputs: tuple[Tensor, ...]) -> None:
