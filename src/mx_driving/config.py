@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import shlex
+import sys
 
 from ._library_path import library_path
 
@@ -61,16 +62,16 @@ def libs() -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Print the answers on one line, in the order cflags, libs, cmakedir, torch_library."""
     parser = argparse.ArgumentParser("python -m mx_driving.config", description="What a C or C++ build needs.")
-    answers = (cflags, libs, cmakedir, torch_library)
-    for answer in answers:
-        option = "--" + answer.__name__.replace("_", "-")
-        parser.add_argument(option, action="store_true", help=(answer.__doc__ or "").rstrip("."))
-    options = parser.parse_args(arguments)
-    chosen = [answer for answer in answers if getattr(options, answer.__name__)]
-    if not chosen:
-        parser.error("one of --cflags, --libs, --cmakedir, --torch-library is required")
+    answers = {"--" + answer.__name__.replace("_", "-"): answer for answer in (cflags, libs, cmakedir, torch_library)}
+    for option, answer in answers.items():
+        parser.add_argument(option, action="append_const", const=answer, dest="chosen", help=(answer.__doc__ or "").rstrip("."))
+    words = sys.argv[1:] if arguments is None else arguments
+    wrong = [word for word in words if word not in (*answers, "-h", "--help")]
+    if wrong or not words:
+        parser.exit(2, f"mx_driving.config: arguments must be some of {', '.join(answers)}; got {' '.join(wrong) or 'none'}\n")
+    asked = parser.parse_args(words).chosen
     try:
-        print(*(answer() for answer in chosen))
+        print(*(answer() for answer in answers.values() if answer in asked))
     except RuntimeError as error:
         raise SystemExit(f"mx_driving.config: {error}") from None
 

@@ -779,7 +779,8 @@ def main(command: str = "record.py", words: list[str] | None = None) -> None:
         def error(self, message: str) -> Any:
             self.exit(2, f"{command}: {_explain(message)}\n")
 
-    parser = Parser("record.py", description="Run a program, and record its calls of sampling operators.", allow_abbrev=False)
+    name = "mx-driving record" if words is not None else "record.py"
+    parser = Parser(name, description="Run a program, and record its calls of sampling operators.", allow_abbrev=False)
     parser.add_argument("--out", default="calls", help="folder to make (default: calls)")
     parser.add_argument("--every", type=_number, default=EVERY, help=f"record every so many calls (default: {EVERY})")
     parser.add_argument("--nan", action="store_true", help="also record the first call with a NaN; a device waits at each call")

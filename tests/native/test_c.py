@@ -142,11 +142,12 @@ def test_config_runs_where_the_package_is_imported():
     assert python("-c", code).stdout == config.cflags() + "\n"
 
 
-def test_config_refuses_an_empty_question(capsys):
+@pytest.mark.parametrize(("words", "fact"), [([], "none"), (["--libs", "--lib", "x"], "--lib x"), (["--libs=1"], "--libs=1")])
+def test_config_refuses_other_questions(words, fact, capsys):
     with pytest.raises(SystemExit) as caught:
-        config.main([])
-    assert caught.value.code == 2
-    assert "one of --cflags, --libs, --cmakedir, --torch-library is required" in capsys.readouterr().err
+        config.main(words)
+    rule = "arguments must be some of --cflags, --libs, --cmakedir, --torch-library"
+    assert (caught.value.code, capsys.readouterr().err) == (2, f"mx_driving.config: {rule}; got {fact}\n")
 
 
 def test_config_quotes_a_folder_with_a_space(monkeypatch, tmp_path):
