@@ -33,7 +33,12 @@ def example(name: str) -> types.ModuleType:
     folder = _TESTS.parent / "examples"
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    return load_file(name, folder / f"{name}.py")
+
+
+def load_file(name: str, file: pathlib.Path) -> types.ModuleType:
+    """Import a file under a name of its own."""
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up

@@ -13,7 +13,7 @@ import types
 
 import pytest
 import torch
-from programs import python
+from programs import load_file, python
 
 import mx_driving
 
@@ -133,19 +133,9 @@ def test_a_written_repository(device, tmp_path, monkeypatch):
     metadata = json.loads((variant / "metadata.json").read_text())
     assert metadata["backend"] == {"type": device}
     monkeypatch.setitem(sys.modules, metadata["id"], None)  # so that the name is gone after the test
-    module = imported(metadata["id"], variant)
+    module = load_file(metadata["id"], variant / "__init__.py")
     assert module.layers.MultiScaleDeformableAttention is mx_driving.kernels.MultiScaleDeformableAttention
     assert module.multi_scale_deformable_attn is mx_driving.multi_scale_deformable_attn
-
-
-def imported(name: str, folder: pathlib.Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_repository_without_the_package(tmp_path):

@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
@@ -94,10 +94,6 @@ def in_one_process(names):
     return [pytest.param(n, marks=[pytest.mark.long, pytest.mark.xdist_group(f"transformers {n}")]) for n in names]
 
 
-def per_carrier(test):
-    return pytest.mark.parametrize("name", in_one_process(CARRIERS))(test)
-
-
 def test_patch_finds_every_core():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -110,7 +106,7 @@ def test_patch_finds_every_core():
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@per_carrier
+@pytest.mark.parametrize("name", in_one_process(CARRIERS))
 def test_outputs_and_gradients_in_float64(name):
     """Nothing but rounding may differ. In float32 it would hide a wrong coefficient. Models whose attention has the same text
     share their gradients' test, and cores alone have theirs in the next tests."""
@@ -156,7 +152,7 @@ def _asked_for_weights(subject):
     models.forget(subject.model)
     found = subject.model(**subject.inputs, output_attentions=True)
     outputs = [found[key] for key in models.OUTPUTS if found.get(key) is not None]
-    return outputs, [t for key in found if "attentions" in key for t in _tensors(found[key])]
+    return outputs, [t for key in found if "attentions" in key for t in tree_leaves(found[key]) if t is not None]
 
 
 def _weights_and_gradients(subject):
@@ -166,17 +162,9 @@ def _weights_and_gradients(subject):
     return weights, torch.autograd.grad(total, leaves, allow_unused=True)
 
 
-def _tensors(nested):
-    for thing in nested:
-        yield from (thing,) if isinstance(thing, Tensor) else _tensors(thing or ())
-
-
-CHECKPOINTED = ("deformable_detr",)  # the other models refuse gradient_checkpointing_enable
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", in_one_process(CHECKPOINTED))
+@pytest.mark.parametrize("name", in_one_process(["deformable_detr"]))  # other models refuse gradient_checkpointing_enable
 def test_training_with_checkpoints(name, reentrant, tmp_path):
     """Layers run twice, with dropout, and the model is saved and loaded."""
     subject = _in_double(name)

@@ -146,7 +146,8 @@ def inside(model, kind, out="y"):
     """The nodes of the model in a local function, a branch of If, or the body of Loop; and what that needs before it."""
     names, helper, opsets = [i.name for i in model.graph.input], onnx.helper, list(model.opset_import)
     inner = onnx.compose.add_prefix(model, "inner/", rename_inputs=False)
-    (result,), nodes = inner.graph.output, list(inner.graph.node)
+    tables = (helper.make_node("Constant", [], [table.name], value=table) for table in inner.graph.initializer)
+    (result,), nodes = inner.graph.output, [*tables, *inner.graph.node]
     if kind.startswith("function"):
         opsets = [helper.make_opsetid("", 16)] if "opset" in kind else opsets
         functions = [helper.make_function("theirs", "Attend", names, [result.name], nodes, opsets)]
@@ -171,10 +172,12 @@ def inside(model, kind, out="y"):
     return [yes, once, loop, first, helper.make_node("Gather", ["turns", "first"], [out], axis=0)], []
 
 
-def write_inside(path, kind, beside):
-    """Attention in a function or subgraph, and in the main graph beside it if asked for."""
+def write_inside(path, kind, beside, ours=False):
+    """Attention in a function or subgraph, and in the main graph beside it if asked for; as our node, or as it was written."""
     export(WRITINGS["stacked"], path, "older")
-    model = onnx.load(path)
+    if ours:
+        mx_driving.onnx.fuse(path, path.with_name("ours.onnx"))
+    model = onnx.load(path.with_name("ours.onnx") if ours else path)
     nodes, functions = inside(model, kind)
     outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [None] * 3)]
     graph = onnx.helper.make_graph(
@@ -211,29 +214,14 @@ def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, tmp_pat
 @pytest.mark.parametrize("kind", ["function", "If"])
 def test_our_nodes_in_functions_and_subgraphs(kind, tmp_path):
     """Another form takes their place, or names them."""
-    before, after, form = tmp_path / "before.onnx", tmp_path / "after.onnx", "gather"
-    write_inside(before, kind, beside=False)
-    model = onnx.load(before)
-    body = model.functions[0] if kind == "function" else model.graph.node[1].attribute[0].g
-    tables = [("maps", [[6, 5], [3, 4]]), ("starts", [0, 30]), ("shape", [0, 0, 4, 2, 3])]
-    constants = [
-        onnx.helper.make_node("Constant", [], [name], value=onnx.numpy_helper.from_array(np.array(numbers)))
-        for name, numbers in tables
-    ]
-    node = onnx.helper.make_node(
-        "multi_scale_deformable_attn", ["v", "maps", "starts", "l", "weights"], [body.node[-1].output[0]], domain="mx_driving"
-    )
-    del body.node[:]
-    body.node.extend([*constants, onnx.helper.make_node("Reshape", ["w", "shape"], ["weights"]), node])
-    for opsets in (model.opset_import, *([body.opset_import] if kind == "function" else [])):
-        opsets.append(onnx.helper.make_opsetid("mx_driving", 1))
-    onnx.save(model, before)
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    write_inside(before, kind, beside=False, ours=True)
     if kind == "function":
-        mx_driving.onnx.fuse(before, after, form)
+        mx_driving.onnx.fuse(before, after, "gather")
         np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)
     else:
         with pytest.raises(ValueError, match=r"it lies in a subgraph of If \(branches\)"):
-            mx_driving.onnx.fuse(before, after, form)
+            mx_driving.onnx.fuse(before, after, "gather")
 
 
 def test_a_function_that_cannot_be_inlined_is_named(tmp_path, monkeypatch):
