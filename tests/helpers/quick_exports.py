@@ -6,7 +6,9 @@ import copy
 import functools
 from typing import Any
 
+import torch
 from onnxscript.rewriter._matcher import SimplePatternMatcher
+from torch._subclasses.fake_impls import register_fast_op_impl
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 _made = functools.cache(ONNXRegistry.from_torchlib)
@@ -32,3 +34,10 @@ def _match_of_a_kind(matcher: Any, model: Any, graph: Any, node: Any, **options:
 
 
 SimplePatternMatcher.match = _match_of_a_kind
+
+
+@register_fast_op_impl(torch.ops.aten.grid_sampler_2d.default)
+def _sample_sizes(mode: Any, image: torch.Tensor, grid: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Return sizes alone of what torch traces. By itself torch follows the arithmetic of the samples, symbol by symbol."""
+    with mode:
+        return image.new_empty((*image.shape[:2], *grid.shape[1:3]))
