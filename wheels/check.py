@@ -22,8 +22,7 @@ import zipfile
 from collections.abc import Callable
 
 import lief
-from make import ZIG, environment
-from platforms import PLATFORMS, ROOT, Platform
+from make import PLATFORMS, ROOT, ZIG, Platform, environment
 from sbom import check_bill
 
 TABLE = ROOT / "docs" / "support" / "wheels.csv"
@@ -128,22 +127,21 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
 # ---- tests/native against the library
 
 
-def link(name: str, platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    native = ROOT / "tests" / "native"
-    program_sources = {"native_tests": native.glob("[!f]*.cpp"), "compare": [native / "compare" / "main.cpp"]}
-    program = folder / (name + (".exe" if library.suffix == ".dll" else ""))
-    sources = sorted(program_sources[name])
+def link(sources: str, platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Link a program of sources in tests/native against the library."""
+    program = folder / ("program.exe" if library.suffix == ".dll" else "program")
     # inputs of a comparison must not depend on a processor that multiplies and adds at once
     flags = ["-std=c++17", "-O1", "-g0", "-ffp-contract=off"]
     library_flags = [f"-I{library.parent / 'include'}", f"-L{library.parent}", "-lmx_driving"]
     # Windows looks beside the program, the others where they are told
     path = [] if library.suffix == ".dll" else [f"-Wl,-rpath,{library.parent}"]
-    output_of(ZIG, "c++", "-target", platform.target, *sources, *flags, *library_flags, *path, "-o", program)
+    files = sorted((ROOT / "tests" / "native").glob(sources))
+    output_of(ZIG, "c++", "-target", platform.target, *files, *flags, *library_flags, *path, "-o", program)
     return program
 
 
 def run(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> str:
-    program = link("native_tests", platform, library, folder)
+    program = link("[!f]*.cpp", platform, library, folder)
     if library.suffix == ".dylib":
         return "no: tests/native are linked, no Mac ran them"
     how, command = "directly", [program]
@@ -158,15 +156,11 @@ def run(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> str:
     holds(passed == tests > 0, f"{passed} of {tests} native tests passed")
     isa = printed[0].strip()
     holds(isa.startswith("instruction set: ") and ("x86_64" not in platform.target or "baseline" not in isa), isa)
-    compared = compare(platform, library, folder) if platform.target.startswith("x86_64-linux") else ""
-    return f"{how}: {passed} of {tests} native tests, {isa}{compared}"
-
-
-def compare(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> str:
-    """Random calls on each instruction set that this machine has, against baseline."""
-    said = output_of(link("compare", platform, library, folder), 0, CASES).splitlines()[-1]
-    holds(said.endswith(" 0 findings"), f"tests/native/compare says {said!r}")
-    return "; " + said
+    said = f"{how}: {passed} of {tests} native tests, {isa}"
+    if platform.target.startswith("x86_64-linux"):  # random calls on each instruction set of this machine, against baseline
+        said += "; " + output_of(link("compare/main.cpp", platform, library, folder), 0, CASES).splitlines()[-1]
+        holds(said.endswith(" 0 findings"), f"tests/native/compare says {said!r}")
+    return said
 
 
 def row_of(name: str) -> dict[str, object]:
