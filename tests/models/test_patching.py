@@ -212,16 +212,6 @@ def test_a_module_that_takes_its_core_from_elsewhere_is_pointed_there(tmp_path, 
             del sys.modules[name]
 
 
-def test_random_state_and_gradient_mode_stay():
-    module = module_of(GOOD)
-    state = torch.random.get_rng_state()
-    with torch.inference_mode(), mx_driving.patched(module):
-        assert torch.is_inference_mode_enabled()
-    with torch.no_grad(), mx_driving.patched(module):
-        assert not torch.is_grad_enabled()
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 def test_tensor_sizes_and_half_precision():
     """Older libraries give the sizes as a tensor; a half-precision model gets half precision back."""
     module = module_of(GOOD)

@@ -131,13 +131,6 @@ def test_a_model_that_the_vendors_device_would_refuse_is_remarked_on():
             assert f"the vendor's device would refuse {name}: {words}" in repr(done)
 
 
-def test_cores_alone_when_asked_for():
-    module = build(HuggingFace)
-    with patched(HuggingFace, OtherNames, modules=False) as done:
-        assert (done.replaced, done.skipped) == ((CORE,), {})
-        assert operators(module, **arguments_for(module)) == [BARE]
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_patches_share_a_module(first):
     """Whichever ends first, the module and its core stay replaced for the other."""
@@ -185,6 +178,7 @@ def test_a_patch_counts_the_layers_of_a_model_that_call_an_operator(modules, ope
     attention = build(HuggingFace)
     model = nn.ModuleDict({"first": nn.Linear(2, 2), "layer": Layer(attention), "again": build(HuggingFace)})
     with mx_driving.patched(model, modules=modules) as done:
+        assert modules or done.skipped == {}
         assert done.layers == ("layer.attention", "again")
         assert repr(done).splitlines()[-1] == "2 of 2 layers of ModuleDict that sample call an operator"
         assert operators(attention, **arguments_for(attention)) == [operator]
@@ -319,18 +313,24 @@ def test_masks_that_cannot_be_read():
         close(torch.vmap(lambda mask: module(**arguments, attention_mask=mask)[0])(masks), expected)
 
 
-def test_the_trial_leaves_no_trace():
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, functools.partial(torch.autocast, "cpu")])
+def test_the_trial_leaves_no_trace(mode):
+    """In whatever mode it runs, it replaces the same, and changes nothing of the process."""
     kinds = HuggingFace, libraries.Mask2Former, libraries.Mmcv, libraries.Pillars, libraries.Temporal, libraries.Paper
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
     torch.set_default_dtype(torch.float64)
+    modes = torch.is_inference_mode_enabled, torch.is_grad_enabled, torch.is_autocast_cpu_enabled
     try:
-        with torch.device("meta"), patched(*kinds) as done:
-            assert len(done.replaced) == 1 + len(kinds)
+        with torch.device("meta"), mode():
+            before = [enabled() for enabled in modes]
+            with patched(*kinds) as done:
+                assert len(done.replaced) == 1 + len(kinds)
+                assert [enabled() for enabled in modes] == before
         assert torch.get_num_threads() == 2
     finally:
         torch.set_default_dtype(torch.float32)
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
     assert torch.equal(torch.random.get_rng_state(), state)

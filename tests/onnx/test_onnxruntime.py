@@ -116,19 +116,6 @@ def test_optional_inputs_are_left_out_by_the_export():
     assert torch.equal(run_exported(model, args), mx_driving.deformable_aggregation_with_logits(*args))
 
 
-def test_reference_axis_has_the_default_of_the_operator():
-    """One reference point serves levels, and one serves points; of two, only the axis tells."""
-    args = cases.cast(GROWING[MULTI_SCALE_LOGITS](2, 5), torch.float32)
-    assert args[6] == "point"
-    points = mx_driving.multi_scale_deformable_attn_with_logits(*args)
-    levels = mx_driving.multi_scale_deformable_attn_with_logits(*args[:6])  # pyright: ignore
-    assert not torch.equal(points, levels)
-    library = mx_driving.onnx.library()
-    for axis, expected in ((None, levels), ("level", levels), ("point", points)):
-        session = onnx_nodes.session_of(Graph(MULTI_SCALE_LOGITS, graph_of(MULTI_SCALE_LOGITS, args).types, axis), library, 1)
-        assert torch.equal(torch.from_numpy(onnx_nodes.run(session, arrays_of(args))), expected)
-
-
 @pytest.mark.parametrize(
     ("axis", "fact"),
     [
@@ -183,15 +170,6 @@ def refusal(operator, args):
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument) as caught:
         run(operator, args)
     return str(caught.value).partition("Status Message: ")[2]
-
-
-def test_a_refused_call_leaves_the_session_as_it_was():
-    args = list(cases.cast(GROWING[MULTI_SCALE](2, 5), torch.float32))
-    check(MULTI_SCALE, args)
-    args[2] = args[2] + 1
-    assert "leave room" in refusal(MULTI_SCALE, args)
-    args[2] = args[2] - 1
-    check(MULTI_SCALE, args)
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)

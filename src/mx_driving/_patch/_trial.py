@@ -68,7 +68,13 @@ def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
     if isinstance(forms[0], Pool) and calls_compiled(thing):
         return None, "it calls a compiled file, which has no CPU path to compare with"
     differences, theirs, ours, built = [], [], [], {}
-    with _one_thread(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with (
+        _one_thread(),
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         for form in forms:
             try:
                 return _try_module(form, thing, built) if isinstance(form, Attention) else _try_core(form, thing), ""
@@ -255,12 +261,11 @@ def _describe_error(error: Exception) -> str:
 
 def _compare(theirs: _Run, ours: _Run, inputs: Arguments, parameters: Sequence[Tensor] = ()) -> None:
     """Raise unless outputs and the gradients of all floating inputs and parameters agree."""
-    with torch.inference_mode(False), torch.enable_grad():
-        try:
-            expected = _compute_results(theirs, inputs, parameters)
-        except Exception as error:  # an unknown core may raise anything
-            raise _TheirsRaises(_describe_error(error)) from error
-        results = _compute_results(ours, inputs, parameters)
+    try:
+        expected = _compute_results(theirs, inputs, parameters)
+    except Exception as error:  # an unknown core may raise anything
+        raise _TheirsRaises(_describe_error(error)) from error
+    results = _compute_results(ours, inputs, parameters)
     same = [t.shape for t in results] == [t.shape for t in expected]
     difference = max(float((a - b).abs().max()) for a, b in zip(results, expected, strict=True)) if same else math.inf
     if not difference < _CLOSE:  # a NaN, too
