@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 
 import torch
@@ -11,25 +12,9 @@ import torch.testing
 import mx_driving
 import mx_driving._vendor.npu
 
-OWNERS = (
-    torch,
-    torch.fft,
-    torch.nested,
-    torch.Tensor,
-    torch.nn.Module,
-    torch.cuda,
-    torch.cuda.amp,
-    torch.distributed,
-    torch.random,
-    torch.autocast,
-    torch.amp,
-    torch.amp.GradScaler,
-    torch.UntypedStorage,
-    torch.TypedStorage,
-    torch.nn.parallel,
-    torch.nn.parallel.DataParallel,
-    torch.nn.parallel.DistributedDataParallel,
-)
+NAMES = """fft nested Tensor nn.Module cuda cuda.amp distributed random autocast amp amp.GradScaler UntypedStorage TypedStorage
+    nn.parallel nn.parallel.DataParallel nn.parallel.DistributedDataParallel"""
+OWNERS = (torch, *(operator.attrgetter(name)(torch) for name in NAMES.split()))
 
 
 def state():

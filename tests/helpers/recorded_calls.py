@@ -38,7 +38,7 @@ def computed(operator, inputs, grad):
 
 
 def save(folder, operator, inputs, grad, results, name="call-000000", form=record.FORMAT, **more):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     about = {
         "function": "device.function",
         "operator": operator,
