@@ -121,15 +121,14 @@ def test_the_vendors_function_trains_in_a_graph(graph_of):
 
 
 @functools.cache
-def program(strict):
-    return exported(torch.export.export, strict=strict).module()
+def program():
+    return exported(torch.export.export, strict=False).module()
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported(strict):
-    call = program(strict)
+def test_exported():
+    """Without Dynamo, which the compiled graph above has passed."""
     for inputs in (inputs_of(2, 30), inputs_of(3, 19)):
-        assert_equal(call(*inputs), inputs)
+        assert_equal(program()(*inputs), inputs)
 
 
 @functools.cache
@@ -217,7 +216,7 @@ def test_a_place_outside_is_in_no_cell_of_a_file():
 @pytest.mark.parametrize("change", [{5: -1}, {6: 2}], ids=["starts", "lengths"])
 def test_an_exported_interval_beyond_the_points(change):
     """The graph asserts what the public function says in a sentence."""
-    call, (first, second, *others) = program(False), inputs_of(2, 30)
+    call, (first, second, *others) = program(), inputs_of(2, 30)
     second = [t + change.get(place, 0) * 10**6 for place, t in enumerate(second)]
     with pytest.raises(RuntimeError, match="interval_starts and interval_lengths must lie within the points"):
         call(first, tuple(second), *others)
