@@ -13,13 +13,11 @@ import pytest
 import torch
 import typer
 import typer.rich_utils  # before a test sets FORCE_COLOR, which is read when this is imported
-from programs import python
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import mx_driving
 from mx_driving import _backends
-from mx_driving._cli_support import problems
 from mx_driving._measure.workloads import CHECKED, EXAMPLES, WORKLOADS
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
@@ -87,21 +85,6 @@ def test_help_names_every_option_and_cuts_no_word_in_80_columns(monkeypatch, com
     assert words(" ".join(texts)) <= words(shown)
 
 
-@pytest.mark.parametrize("command", ["check", "bench"])
-def test_threads_are_torchs_but_when_asked_for(mx, monkeypatch, command):
-    """A command sets the threads before its title names them."""
-    asked = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-
-    def stop(title):
-        raise problems.Problem(f"title must be last; got {asked}")
-
-    for module in (check_module, bench_module):
-        monkeypatch.setattr(module, "open_console", stop)
-    assert mx(command)[2] == "mx-driving: title must be last; got []\n"
-    assert mx(command, "--threads", "3")[2] == "mx-driving: title must be last; got [3]\n"
-
-
 def test_check_takes_the_rows_asked_for(mx, monkeypatch):
     checked = []
 
@@ -119,11 +102,6 @@ def test_check_takes_the_rows_asked_for(mx, monkeypatch):
 @pytest.mark.parametrize(("command", "where"), [("demo", "make demo"), ("models", "benchmarks/time_models.py")])
 def test_commands_that_moved_say_where(mx, command, where):
     assert is_a_sentence(*mx(command, "--out", "x.png"), where)
-
-
-def test_python_m():
-    done = python("-m", "mx_driving", "check", "--help")
-    assert "Usage: mx-driving check" in done.stdout
 
 
 def test_check_passes(small_examples):
@@ -193,40 +171,9 @@ def test_version(mx):
     assert (code, out) == (0, versions + "\n")
 
 
-def recording(folder):
-    """The folder of a call that nobody reads."""
-    (folder / "calls").mkdir()
-    (folder / "calls" / "call-000000.pt").write_text("")
-    return folder / "calls"
-
-
-PLACES = [
-    ("nowhere/x", "the folder of --csv must exist; got"),
-    ("file/x", "the folder of --csv must be a folder; got"),
-    ("folder", "--csv must be a file; got"),
-    ("x" * 300, "--csv must be a place to write to; got"),
-    ("link", "--csv must exist; got"),  # to a place that is not there
-    pytest.param(
-        *("/proc/x.csv", "--csv must be a place to write to; got /proc/x.csv: No such file"),
-        marks=pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even root's"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("place", "words"), PLACES)
-@pytest.mark.parametrize("command", ["bench", "replay"])
-def test_a_place_to_write_to_is_looked_at_before_the_work(mx, no_work, tmp_path, command, place, words):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "x.csv")
-    calls = [recording(tmp_path)] if command == "replay" else []
-    before = sorted(tmp_path.rglob("*"))
-    assert is_a_sentence(*mx(command, *calls, "--csv", tmp_path / place), words)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 NUMBER, WHOLE = "must be a number of 0 or more; got", "must be a whole number of 0 or more; got"
 DTYPES = "must be one of float32, float64, float16, bfloat16; got"
+LONG = "a" * 300
 WRONG = {
     "": "an option must be one of --version, --help; got --nosuch",
     "nosuch": "the command must be one of info, check, bench, record, replay, fuse, verify, demo, models; got nosuch",
@@ -241,6 +188,9 @@ WRONG = {
     "bench --seconds nan": f"--seconds {NUMBER} 'nan'",
     "bench --seconds inf": f"--seconds {NUMBER} 'inf'",
     "bench --csv .": "--csv must be a file; got ., a folder",
+    "bench --csv none/x": "the folder of --csv must exist; got none",
+    "bench --csv p.py/x": "the folder of --csv must be a folder; got p.py",
+    f"bench --csv {LONG}": f"--csv must be a place to write to; got {LONG}: File name too long",
     "replay": "calls must be given; got none",
     "replay a b": "the command must have no arguments but calls; got b, too",
     "replay none": "calls must be a folder that record.py wrote, or one file of it; got none, which is not there",
@@ -248,6 +198,7 @@ WRONG = {
     "fuse a": "path_out must be given; got none",
     "fuse a b c d": "the command must have no arguments but path_in, path_out; got c d, too",
     "fuse none b": "path_in must be a file that can be read; got none: No such file or directory",
+    f"fuse {LONG} b": f"path_in must be a file that can be read; got {LONG}: File name too long",
     "fuse . b": "path_in must be a file that can be read; got .: Is a directory",
     "verify a": "--runtime must be given; got none",
     "verify a --runtime openvino --precision int8": f"--precision {DTYPES} 'int8'",
@@ -290,11 +241,6 @@ def test_a_full_output_is_noticed_before_the_work(mx, no_work, monkeypatch, tmp_
         monkeypatch.setattr(sys, "stdout", full)
         found = mx(*args)
     assert is_a_sentence(*found, "standard output must take what is printed; got No space left on device")
-
-
-def test_a_name_that_is_too_long_is_a_sentence(mx, no_work):
-    for args in (["replay", "a" * 300], ["fuse", "a" * 300, "x.onnx"]):
-        assert is_a_sentence(*mx(*args), "")
 
 
 @pytest.mark.parametrize("args", PRINTING[:4], ids=" ".join)

@@ -531,8 +531,8 @@ def test_forms_of_arguments(attention, recording, calls):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(({"every": every}, f"every must be a whole number of 1 or more; got {every!r}") for every in (0, 2.5, "often")),
-        *(({"megabytes": megabytes}, f"megabytes must be more than 0; got {megabytes!r}") for megabytes in ("many", 0)),
+        ({"every": 2.5}, "every must be a whole number of 1 or more; got 2.5"),
+        ({"megabytes": "many"}, "megabytes must be more than 0; got 'many'"),
         ({"functions": ["a.b"]}, "functions must be a dict of names and operators; got list"),
         ({"functions": {"a.b": "convolution"}}, "functions must name a Python function of a module, and one of"),
         ({"functions": {"torch.ops.a.b": cases.MULTI_SCALE}}, "functions must name a Python function of a module"),

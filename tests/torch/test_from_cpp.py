@@ -117,36 +117,6 @@ def test_without_the_package_numbers_are_the_same_and_faults_are_sentences(tmp_p
         assert line.startswith(begin)
 
 
-KINDS = """
-import torch, mx_driving
-
-def kind_of(call, *args):
-    try:
-        call(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-value, shapes, starts = torch.ones(1, 16, 1, 1), torch.tensor([[4, 4]]), torch.tensor([1])
-args = value, shapes, starts, torch.ones(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1)
-op = torch.ops.mx_driving.multi_scale_deformable_attn
-table = mx_driving.multi_scale_deformable_attn, op, torch.compile(op, backend="eager"), torch.compile(
-    mx_driving.multi_scale_deformable_attn, backend="eager")
-for call in table:
-    print(kind_of(call, *args))
-rank = torch.tensor([1])
-print(kind_of(mx_driving.bev_pool_v3, value[0, :1, 0, 0], value[0, :1, 0], rank - 1, rank - 1, rank, (1, 1, 1, 1, 1)))
-print(kind_of(torch.ops.mx_driving.bev_pool_v3, value[0, :1, 0], value[0, :1, 0, 0], rank - 1, rank - 1, rank, 1, 1, 1, 1))
-"""
-
-
-def test_public_functions_raise_value_errors_and_cpp_runtime_errors():
-    level = "value_level_start_index[0] must leave room for 4 x 4 rows among 16; got 1 (needs 17 rows)"
-    rank = "ranks_bev[0] must be one of the 1 cells; got 1"
-    python, *by_cpp, public, ops = printed(KINDS).splitlines()
-    assert (python, public) == (f"ValueError: {level}", f"ValueError: {rank}")
-    assert [*by_cpp, ops] == [f"RuntimeError: {level}"] * 3 + [f"RuntimeError: {rank}"]
-
-
 def test_by_ctypes_numbers_and_faults_are_the_same(tmp_path):
     calls, found, said = called(tmp_path, "", MX_DRIVING_CTYPES="1")
     assert all(torch.equal(a, b) for a, b in zip(found, expected_of(calls), strict=True))
