@@ -17,7 +17,6 @@ import pytest
 from programs import python
 
 import mx_driving
-import mx_driving_portable
 
 SOURCES = pathlib.Path(mx_driving.__file__).parent.parent
 OURS = {
@@ -81,54 +80,6 @@ def made(folder: pathlib.Path, order: str) -> pathlib.Path:
     return folder
 
 
-@pytest.fixture
-def look(monkeypatch):
-    """beside() and lost_files() of the distributions in a folder."""
-
-    def look(folder):
-        def distribution(name):
-            found = record_of(folder, name)
-            return importlib.metadata.Distribution.at(found) if found.exists() else None
-
-        monkeypatch.setattr(mx_driving_portable, "_distribution", distribution)
-        forget()
-        return mx_driving_portable.beside(), list(mx_driving_portable.lost_files())
-
-    def forget():
-        mx_driving_portable.lost_files.cache_clear()
-        mx_driving_portable.beside.cache_clear()
-
-    yield look
-    forget()
-
-
-STATES = {
-    "ours": (None, []),
-    "theirs, -theirs, ours": (None, []),
-    "theirs, ours": (BESIDE, []),
-    "ours, theirs": (OVERWRITTEN, SHARED),
-    "theirs, ours, -theirs": (GUTTED, SHARED),
-    "ours, theirs, -theirs": (GUTTED, SHARED),
-    "ours, theirs, -theirs, -ours, ours": (None, []),
-}
-
-
-@pytest.mark.parametrize("order", STATES)
-def test_what_each_order_leaves(order, look, tmp_path):
-    sentence, lost = STATES[order]
-    found = look(made(tmp_path, order))
-    assert (found[0], sorted(found[1])) == (sentence, sorted(lost))
-
-
-def test_an_editable_installation_loses_nothing(look, tmp_path):
-    """Its record has a hook and the library; the vendor's files are in the folder, and ours are elsewhere."""
-    install(tmp_path, "mx-driving")
-    install(tmp_path, "mx-driving-portable", {"_editable_hook.py": b"", "mx_driving/libmx_driving.so": b""})
-    assert look(tmp_path) == (BESIDE, [])
-    uninstall(tmp_path, "mx-driving")
-    assert look(tmp_path) == (None, [])
-
-
 # Only the folder's own mx_driving can be found, not the one that runs these tests. That may lie beside torch.
 ALONE = """
 import importlib.machinery, json, sys
@@ -146,6 +97,40 @@ sys.meta_path = [Alone, *(f for f in sys.meta_path if not type(f).__module__.sta
 
 def run(folder, code, *args):
     return python("-W", "ignore", "-c", ALONE + code, folder, *args, env={**os.environ, "COLUMNS": "400"}, check=False)
+
+
+LOOK = "import mx_driving_portable as p\nprint(json.dumps([p.beside(), sorted(p.lost_files())]))\n"
+
+
+def look(folder):
+    """Return beside() and lost_files() of the distributions in a folder."""
+    return json.loads(run(folder, LOOK).stdout)
+
+
+STATES = {
+    "ours": (None, []),
+    "theirs, -theirs, ours": (None, []),
+    "theirs, ours": (BESIDE, []),
+    "ours, theirs": (OVERWRITTEN, SHARED),
+    "theirs, ours, -theirs": (GUTTED, SHARED),
+    "ours, theirs, -theirs": (GUTTED, SHARED),
+    "ours, theirs, -theirs, -ours, ours": (None, []),
+}
+
+
+@pytest.mark.parametrize("order", STATES)
+def test_what_each_order_leaves(order, tmp_path):
+    sentence, lost = STATES[order]
+    assert look(made(tmp_path, order)) == [sentence, sorted(lost)]
+
+
+def test_an_editable_installation_loses_nothing(tmp_path):
+    """Its record has a hook and the library; the vendor's files are in the folder, and ours are elsewhere."""
+    install(tmp_path, "mx-driving")
+    install(tmp_path, "mx-driving-portable", {"_editable_hook.py": b"", "mx_driving/libmx_driving.so": b""})
+    assert look(tmp_path) == [BESIDE, []]
+    uninstall(tmp_path, "mx-driving")
+    assert look(tmp_path) == [None, []]
 
 
 COMMAND = "import mx_driving_portable\nmx_driving_portable.main()\n"
