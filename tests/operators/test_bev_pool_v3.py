@@ -251,15 +251,9 @@ def leaves(p: Points) -> tuple[Any, ...]:
 
 def test_derivatives():
     args = leaves(points(30, 3, (1, 2, 2, 3)))
-    assert gradcheck(torch.ops.mx_driving.bev_pool_v3, args)
-    assert gradgradcheck(torch.ops.mx_driving.bev_pool_v3, args, check_batched_grad=True, fast_mode=True)
-    tangents = (torch.randn_like(args[0]), torch.randn_like(args[1]))
-    call = lambda feat, depth: torch.ops.mx_driving.bev_pool_v3(feat, depth, *args[2:])  # noqa: E731
-    primals = tuple(t.detach() for t in args[:2])
-    forward = torch.func.jvp(call, primals, tangents)[1]
-    step = 1e-6
-    ahead, behind = (call(*(t + s * step * d for t, d in zip(primals, tangents, strict=True))) for s in (1, -1))
-    assert_close(forward, (ahead - behind) / (2 * step))
+    op, flags = torch.ops.mx_driving.bev_pool_v3, {"check_batched_grad": True}
+    assert gradcheck(op, args, check_forward_ad=True, check_batched_forward_grad=True, **flags)
+    assert gradgradcheck(op, args, fast_mode=True, **flags)
 
 
 def test_opcheck():
@@ -274,14 +268,12 @@ def public(p: Points) -> tuple[Any, ...]:
     return p.depth, p.feat, p.ranks_depth, p.ranks_feat, p.ranks_bev, (*p.sizes, p.feat.shape[1])
 
 
-def test_vmap_and_autocast():
+def test_vmap():
     p = points(40, 6).cast(torch.float32)
     feats, ranks = torch.randn(3, *p.feat.shape), torch.stack([p.ranks_bev, p.ranks_bev.flip(0), p.ranks_bev.roll(1)])
     each = lambda feat, ranks: torch.ops.mx_driving.bev_pool_v3(feat, *p.args[1:4], ranks, *p.sizes)  # noqa: E731
     found = torch.vmap(each)(feats, ranks)
     assert torch.equal(found, torch.stack([each(f, r) for f, r in zip(feats, ranks, strict=True)]))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert mx_driving.bev_pool_v3(*public(p.cast(torch.bfloat16))).dtype == torch.float32
 
 
 def test_flops():
@@ -380,18 +372,3 @@ def test_sizes_that_the_operator_refuses():
     refused = (ValueError, r"fewer than 2\*\*48") if by_ctypes else (RuntimeError, "not enough memory")
     with pytest.raises(refused[0], match=refused[1]):
         torch.ops.mx_driving.bev_pool_v3_backward(*many)
-
-
-@pytest.mark.parametrize(
-    ("starts", "lengths", "sentence"),
-    [
-        ([0], [31], "interval_starts[0] must leave room for 31 of 30 points; got 0"),
-        ([0, 4], [1, -1], "interval_lengths[1] must not be negative; got -1"),
-        ([-1], [1], "interval_starts[0] must leave room for 1 of 30 points; got -1"),
-        ([0, 1], [1], "interval_lengths must have shape (n_intervals=2,); got (1,)"),
-    ],
-)
-def test_intervals_beyond_the_points_are_refused(starts, lengths, sentence):
-    with pytest.raises(ValueError) as refused:
-        mx_driving.bev_pool_v2(*public(points(30, 8)), torch.tensor(starts), torch.tensor(lengths))
-    assert str(refused.value) == sentence

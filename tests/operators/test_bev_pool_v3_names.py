@@ -305,7 +305,9 @@ REFUSED = [
     (v2(META, FIRST), "interval_starts must be on ranks_bev's device (cpu); got meta"),
     (v2(FIRST, FIRST, *[FIRST[0]] * 3), "ranks_bev must have shape (n,); got ()"),
     *((v2(torch.tensor([start]), torch.tensor([n])), f"interval_starts[0] must leave room for {n} of 60 points; got {start}")
-      for start, n in ((2**62, 2**62), (1, 2**63 - 1))),
+      for start, n in ((0, 61), (-1, 1), (2**62, 2**62), (1, 2**63 - 1))),
+    (v2(torch.tensor([0, 4]), torch.tensor([1, -1])), "interval_lengths[1] must not be negative; got -1"),
+    (v2(torch.tensor([0, 1]), torch.tensor([1])), "interval_lengths must have shape (n_intervals=2,); got (1,)"),
 ]  # fmt: skip
 
 

@@ -217,20 +217,17 @@ def test_word_that_is_no_release_stops_the_import():
     assert done.stderr.splitlines()[-1] == f"ValueError: MX_DRIVING_ATLAS_LIMITS must {rule}"
 
 
+ON, OFF = ("1", "true", "Yes", "ON"), ("0", "False", "no", "OFF", "")
+
+
+@pytest.mark.parametrize("word", [None, *ON, *OFF, "2", "y", " 1", "none"])
 @pytest.mark.parametrize("name", ["MX_DRIVING_CHECK", "MX_DRIVING_TRITON"])
-def test_words_of_flags(name, monkeypatch):
-    for word in ("1", "true", "Yes", "ON"):
-        monkeypatch.setenv(name, word)
-        assert flag(name)
-    for word in ("0", "False", "no", "OFF", ""):
-        monkeypatch.setenv(name, word)
-        assert not flag(name)
-    for word in ("", None):
-        monkeypatch.delenv(name) if word is None else monkeypatch.setenv(name, word)
-        assert not flag(name)
-        assert flag(name, default=True)
-    for word in ("2", "y", " 1", "none"):
-        monkeypatch.setenv(name, word)
+def test_words_of_flags(name, word, monkeypatch):
+    monkeypatch.delenv(name, raising=False) if word is None else monkeypatch.setenv(name, word)
+    if word in (None, *ON, *OFF):
+        assert flag(name) == (word in ON)
+        assert flag(name, default=True) == (word in (None, *ON, ""))
+    else:
         with pytest.raises(ValueError) as caught:
             flag(name)
         assert str(caught.value) == f"{name} must be 1, true, yes or on, or 0, false, no, off or empty; got {word!r}"
