@@ -740,15 +740,15 @@ def _check_program(program: str, module: bool) -> None:
     """Raise an error if there is no such program. sys.path begins as Python's would for it."""
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(program))
     if module and not _can_run(program):
-        raise ValueError(f"program must be a module that Python finds; got {program}")
+        raise ValueError(f"program must be a module that Python finds; got {program or repr(program)}")
     if not module and not os.path.isfile(program):
-        raise ValueError(f"program must be a file; got {program}")
+        raise ValueError(f"program must be a file; got {program or repr(program)}")
 
 
 def _number(text: str) -> float | str:
     """Return a number, or a text that is none, which the recorder refuses."""
     try:
-        return float(text) if not text.isdecimal() else int(text)
+        return int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:
         return text
 

@@ -363,6 +363,11 @@ def test_bad_use_is_refused_in_a_sentence(command, stacked, tmp_path):
         ((stacked, "--runtime", "'"), "--runtime must be onnxruntime, openvino, tensorrt or a program that is there; got"),
         ((stacked, "--runtime", "onnxruntime:None"), "--runtime onnxruntime:NAME must name one of its providers"),
         ((tmp_path / "none.onnx", "--runtime", "onnxruntime"), "path_in must be a file that can be read; got"),
+        (
+            (stacked, "--runtime", "onnxruntime", "--original", tmp_path / "none.onnx"),
+            "--original must be a file that can be read; got",
+        ),
+        ((stacked, "--runtime", "onnxruntime", "--original", tmp_path / "one.npy"), "--original must be an ONNX file; got"),
         ((tmp_path / "miss.onnx", "--runtime", "onnxruntime"), "padding_mode is border"),
         (
             (tmp_path / "free.onnx", "--runtime", "onnxruntime"),

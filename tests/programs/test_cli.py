@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_version(mx):
     assert (code, out) == (0, versions + "\n")
 
 
-NUMBER, WHOLE = "must be a number of 0 or more; got", "must be a whole number of 0 or more; got"
+NUMBER, WHOLE = "must be a number of 0 or more; got", "must be a whole number from 0 to 4096; got"
 DTYPES = "must be one of float32, float64, float16, bfloat16; got"
 LONG = "a" * 300
 WRONG = {
@@ -184,6 +185,7 @@ WRONG = {
     "check --dtype float32 --dtype": "--dtype must have a value; got none",
     "check --threads 1.5": f"--threads {WHOLE} '1.5'",
     "bench --threads -1": f"--threads {WHOLE} '-1'",
+    "check --threads 99999999999999999999": f"--threads {WHOLE} '99999999999999999999'",
     "bench --seconds long": f"--seconds {NUMBER} 'long'",
     "bench --seconds nan": f"--seconds {NUMBER} 'nan'",
     "bench --seconds inf": f"--seconds {NUMBER} 'inf'",
@@ -204,6 +206,8 @@ WRONG = {
     "verify a --runtime openvino --precision int8": f"--precision {DTYPES} 'int8'",
     "verify a --runtime": "--runtime must have a value; got none",
     "record": "program must be given; got none",
+    "record ''": "program must be a file; got ''",
+    "record -m ''": "program must be a module that Python finds; got ''",
     "record none.py": "program must be a file; got none.py",
     "record .": "program must be a file; got .",
     "record --nosuch p.py": "an option must be one that --help lists; got --nosuch",
@@ -214,7 +218,7 @@ WRONG = {
     "record --every x p.py": "every must be a whole number of 1 or more; got 'x'",
     "record --every 0 p.py": "every must be a whole number of 1 or more; got 0",
     "record --every nan p.py": "every must be a whole number of 1 or more; got nan",
-    "record --megabytes -1 p.py": "megabytes must be more than 0; got -1.0",
+    "record --megabytes -1 p.py": "megabytes must be more than 0; got -1",
     "record -m nosuch": "program must be a module that Python finds; got nosuch",
     "record -m nosuch.module": "program must be a module that Python finds; got nosuch.module",
     "record -m json": "program must be a module that Python finds; got json",  # a package without a program
@@ -226,7 +230,7 @@ def test_a_wrong_command_line_ends_with_a_sentence(mx, no_work, monkeypatch, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("p.py").write_text("raise AssertionError('the program ran')")
-    assert mx(*line.split() or ["--nosuch"]) == (2, "", f"mx-driving: {WRONG[line]}\n")
+    assert mx(*shlex.split(line) or ["--nosuch"]) == (2, "", f"mx-driving: {WRONG[line]}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["p.py"]
 
 

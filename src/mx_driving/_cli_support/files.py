@@ -48,5 +48,5 @@ def read_arrays(name: str, path: Path) -> dict[str, Any]:
         if isinstance(loaded, numpy.lib.npyio.NpzFile):
             return dict(loaded)
     except (BadZipFile, EOFError, OSError, ValueError) as error:
-        raise Problem(f"{name} must be an .npz file; got {path}: {error}") from None
+        raise Problem(f"{name} must be an .npz file; got {path}: {getattr(error, 'strerror', None) or error}") from None
     raise Problem(f"{name} must be an .npz file, of arrays by name; got {path}, an array")

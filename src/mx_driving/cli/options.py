@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,14 +28,14 @@ def one_of(*words: str) -> Callable[[str], str]:
     return read
 
 
-def _at_least_zero(kind: type, rule: str) -> Callable[[Any], Any]:
-    """Return a parser of finite numbers of 0 or more."""
+def _number(kind: type, rule: str, most: float = sys.float_info.max) -> Callable[[Any], Any]:
+    """Return a parser of numbers from 0 to `most`."""
 
     def read(text: Any) -> Any:
         with suppress(ValueError):
-            if 0 <= (number := kind(text)) < math.inf:
+            if 0 <= (number := kind(text)) <= most:
                 return number
-        raise typer.BadParameter(f"must be {rule} of 0 or more; got {text!r}")
+        raise typer.BadParameter(f"must be {rule}; got {text!r}")
 
     return read
 
@@ -45,12 +45,12 @@ Only = Annotated[list[str] | None, typer.Option("--only", help=_ONLY)]
 OnlyWorkloads = Annotated[list[str] | None, typer.Option("--only", "--workload", help=_ONLY)]
 _DTYPE = f"Dtype of the inputs: {', '.join(DTYPES)}; may be repeated."
 DTypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", parser=one_of(*DTYPES), help=_DTYPE)]
-_THREADS = "Threads; 0: as many as torch uses."
-Threads = Annotated[int, typer.Option("--threads", metavar="N", parser=_at_least_zero(int, "a whole number"), help=_THREADS)]
+_THREADS, _COUNT = "Threads; 0: as many as torch uses.", "a whole number from 0 to 4096"
+Threads = Annotated[int, typer.Option("--threads", metavar="N", parser=_number(int, _COUNT, 4096), help=_THREADS)]
 Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of all inputs of the file by name; else random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-_SECONDS = "Measure each comparison about this long."
-Seconds = Annotated[float, typer.Option("--seconds", metavar="N", parser=_at_least_zero(float, "a number"), help=_SECONDS)]
+_SECONDS, _TIME = "Measure each comparison about this long.", "a number of 0 or more"
+Seconds = Annotated[float, typer.Option("--seconds", metavar="N", parser=_number(float, _TIME), help=_SECONDS)]
 
 
 def use_threads(threads: int) -> None:

@@ -95,13 +95,17 @@ def check(
     """
     path = _file.check_path("path_in", path)
     original = None if original is None else _file.check_path("--original", original)
+    name = "--original" if original else "path_in"
     with silent():
-        model = _file.load(original or path)
+        try:
+            model = _file.load(original or path)
+        except ValueError as error:
+            raise Problem(str(error).replace("path_in", name, 1)) from None
         matches, left = find_matches(model)
     if not matches:
         why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has no weighted samples"
         rule = "must hold deformable attention that is certain, or a node of it"
-        raise Problem(f"{'--original' if original else 'path_in'} {rule}; got {original or path} ({why})")
+        raise Problem(f"{name} {rule}; got {original or path} ({why})")
     if original:
         matches = _find_again(matches, path)
     with tempfile.TemporaryDirectory() as folder:
