@@ -10,6 +10,7 @@ import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 
 import mx_driving
+from mx_driving._operator.description import OPERATORS
 
 # legal inputs, of which a test makes one illegal
 GOOD = {
@@ -76,3 +77,18 @@ def loss_of(function):
 
 def chosen(args, in_dims, k):
     return tuple(a if d is None else a.select(d, k) for a, d in zip(args, in_dims, strict=True))
+
+
+def comparisons_of_int64(program):
+    """Nodes that compare int64 tensors, in a program whose operators are decomposed."""
+    table = torch.export.default_decompositions()
+    for operator in OPERATORS:
+        op = getattr(torch.ops.mx_driving, operator).default
+        table[op] = torch._decomp.decomposition_table[op]
+    graph = program.run_decompositions(table).graph
+    assert not [node for node in graph.nodes if "mx_driving" in str(node.target)]
+    compared = [node for node in graph.nodes if getattr(node.target, "overloadpacket", None) in COMPARISONS]
+    return [str(node) for node in compared if any(t.meta["val"].dtype == torch.int64 for t in node.all_input_nodes)]
+
+
+COMPARISONS = {getattr(torch.ops.aten, name) for name in ("ge", "gt", "le", "lt", "eq", "ne", "logical_not")}

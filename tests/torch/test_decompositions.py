@@ -7,12 +7,11 @@ import logits_cases
 import numpy as np
 import pytest
 import torch
-from small_cases import One
+from small_cases import One, comparisons_of_int64
 from torch.fx.experimental.proxy_tensor import make_fx
 from values import first
 
 import mx_driving
-from mx_driving._operator.description import OPERATORS
 
 # A decomposition has one way for all sizes, without a loop over levels: maps of a million numbers show no more than small ones.
 LARGE = {"BEVFormer spatial", "Sparse4D", "vendor 15 points", "vendor 128 x 8 x 8 x 8", "vendor 147 x 7 x 3 x 21"}
@@ -51,52 +50,12 @@ def test_exporters_write_gathers_and_sums(operator):
     torch.testing.assert_close(graph(*args), getattr(mx_driving, operator)(*args), rtol=3e-7, atol=1e-4)
 
 
-def comparisons_of_int64(program):
-    """Nodes that compare int64 tensors, in a program whose operators are decomposed."""
-    table = torch.export.default_decompositions()
-    for operator in OPERATORS:
-        op = getattr(torch.ops.mx_driving, operator).default
-        table[op] = torch._decomp.decomposition_table[op]
-    graph = program.run_decompositions(table).graph
-    assert not [node for node in graph.nodes if "mx_driving" in str(node.target)]
-    compared = [node for node in graph.nodes if getattr(node.target, "overloadpacket", None) in COMPARISONS]
-    return [str(node) for node in compared if any(t.meta["val"].dtype == torch.int64 for t in node.all_input_nodes)]
-
-
-COMPARISONS = {getattr(torch.ops.aten, name) for name in ("ge", "gt", "le", "lt", "eq", "ne", "logical_not")}
-
-
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_no_graph_of_a_sampling_operator_compares_int64(operator):
     """Compilers are known to compute such comparisons wrongly (Core AI, apple/coreai-torch #11)."""
     args = first(operator)
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
     assert comparisons_of_int64(torch.export.export(One(operator, args), tensors)) == []
-
-
-class Pool(torch.nn.Module):
-    """A name of bev_pool, of sizes that are numbers."""
-
-    def __init__(self, name, *sizes):
-        super().__init__()
-        self.pool, self.sizes = getattr(mx_driving, name), sizes
-
-    def forward(self, *tensors):
-        return self.pool(*tensors[:5], *self.sizes, *tensors[5:])
-
-
-PLACES, RANKS, ONE = torch.zeros(5, 4).long(), torch.zeros(5).long(), torch.zeros(1).long()
-POOLS = {
-    "bev_pool": (Pool("bev_pool", 1, 1, 2, 3), (torch.rand(5, 2), PLACES)),
-    "bev_pool_v2": (Pool("bev_pool_v2", (1, 1, 2, 3, 2)), (torch.rand(4), torch.rand(4, 2), *[RANKS] * 3, ONE, ONE)),
-    "bev_pool_v3": (Pool("bev_pool_v3", (1, 1, 2, 3, 2)), (torch.rand(4), torch.rand(4, 2), *[RANKS] * 3)),
-    "npu_voxel_pooling_train": (Pool("npu_voxel_pooling_train", (3, 2, 1)), (PLACES[None, :, :3], torch.rand(1, 5, 2))),
-}
-
-
-@pytest.mark.parametrize(("pool", "inputs"), POOLS.values(), ids=POOLS)
-def test_no_graph_of_a_pool_compares_int64(pool, inputs):
-    assert comparisons_of_int64(torch.export.export(pool, inputs)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
