@@ -73,7 +73,7 @@ def beside() -> str | None:
 
 def main() -> None:
     """The command `mx-driving`. `record` imports neither the package nor torch: a recorded program does, as it would alone."""
-    if sys.argv[1:2] == ["record"] and sys.argv[2:3] != ["--help"]:
+    if sys.argv[1:2] == ["record"]:
         from .record import main
 
         return main("mx-driving", sys.argv[2:])

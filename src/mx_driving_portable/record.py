@@ -780,15 +780,19 @@ def main(command: str = "record.py", words: list[str] | None = None) -> None:
             self.exit(2, f"{command}: {_explain(message)}\n")
 
     name = "mx-driving record" if words is not None else "record.py"
-    parser = Parser(name, description="Run a program, and record its calls of sampling operators.", allow_abbrev=False)
-    parser.add_argument("--out", default="calls", help="folder to make (default: calls)")
-    parser.add_argument("--every", type=_number, default=EVERY, help=f"record every so many calls (default: {EVERY})")
-    parser.add_argument("--nan", action="store_true", help="also record the first call with a NaN; a device waits at each call")
-    parser.add_argument("--megabytes", type=_number, default=MEGABYTES, help=f"the most to write (default: {MEGABYTES:g})")
-    parser.add_argument("--function", action="append", default=[], help="another function: package.name=operator")
-    parser.add_argument("-m", dest="module", action="store_true", help="program is a module, as in python -m")
-    parser.add_argument("program", help="the program to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    about = "Run a program, and record its calls of sampling operators for `mx-driving replay`."
+    parser = Parser(usage=f"{name} [options] program [arguments]", description=about, allow_abbrev=False)
+    add = parser.add_argument
+    add("--out", default="calls", metavar="FOLDER", help="Folder to make (default: calls).")
+    first = "Record the first call of each function, and then every so many"
+    add("--every", type=_number, default=EVERY, metavar="N", help=f"{first} (default: {EVERY}).")
+    add("--nan", action="store_true", help="Also record the first call with a NaN. A device then waits at each call.")
+    add("--megabytes", type=_number, default=MEGABYTES, metavar="N", help=f"The most to write (default: {MEGABYTES:g}).")
+    named = "Another function, package.name=operator; may be repeated."
+    add("--function", action="append", default=[], metavar="NAME", help=named)
+    add("-m", dest="module", action="store_true", help="The program is a module, as in `python -m`.")
+    add("program", help="The program to run.")
+    add("arguments", nargs=argparse.REMAINDER, help="Its arguments.")
     options = vars(parser.parse_args(words))
     program, arguments, module = (options.pop(name) for name in ("program", "arguments", "module"))
     options["functions"] = dict(name.partition("=")[::2] for name in options.pop("function"))

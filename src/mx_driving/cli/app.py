@@ -15,7 +15,7 @@ from .check import check
 from .fuse import fuse
 from .info import info
 from .moved import ANY_OPTIONS, demo, models
-from .record import record
+from .record import AS_GIVEN, record
 from .replay import replay
 from .verify import verify
 
@@ -60,7 +60,7 @@ def options(
 app.command(cls=Command)(info)
 app.command(cls=Command)(check)
 app.command(cls=Command)(bench)
-app.command(cls=Command)(record)
+app.command(cls=Command, context_settings=AS_GIVEN)(record)
 app.command(cls=Command)(replay)
 app.command(cls=Command)(fuse)
 app.command(cls=Command)(verify)
