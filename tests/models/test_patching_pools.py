@@ -37,10 +37,6 @@ class QuickCumsumCuda(torch.autograd.Function):
     def forward(ctx, depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths):
         return ext.bev_pool_v2_forward(depth)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return ext.bev_pool_v2_backward(grad)
-
 def bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths):
     x = QuickCumsumCuda.apply(
         depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths
@@ -52,10 +48,6 @@ class QuickCumsumCuda(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, geom_feats, ranks, B, D, H, W):
         return ext.bev_pool_forward(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ext.bev_pool_backward(grad)
 
 def bev_pool(feats, coords, B, D, H, W):
     order = (coords @ torch.tensor([W * D * B, D * B, B, 1])).argsort()

@@ -163,21 +163,6 @@ def test_of_many_candidates_few_are_tried(order, tmp_path):
     assert tried.call_count in (range(1, 6) if order == (0, 1) else range(6, 60))
 
 
-class Both(torch.nn.Module):
-    def forward(self, value, locations, weights):
-        return Stacked()(value, locations, weights) + Stacked(padding_mode="border")(value, locations, weights)
-
-
-def test_the_rest_is_untouched_and_reported(tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export(Both(), before, "older")
-    report = mx_driving.onnx.fuse(before, after)
-    assert len(report.replaced) == len(report.left) == 1
-    assert "padding_mode is border" in str(report)
-    assert kinds(after).count("GridSample") == 2
-    np.testing.assert_allclose(run(after, inputs()), Both()(*inputs()).numpy(), atol=1e-5)
-
-
 def test_the_command_compares_and_times(mx, tmp_path):
     before, after, arrays = tmp_path / "before.onnx", tmp_path / "after.onnx", tmp_path / "inputs.npz"
     export(Stacked(), before, "older")

@@ -115,6 +115,7 @@ def test_constants_of_what_stays_are_untouched(tmp_path):
     report = mx_driving.onnx.fuse(before, after)
     assert len(report.replaced) == 1
     assert ["align_corners is 1" in why for why in report.left.values()] == [True]
+    assert "align_corners is 1" in str(report)
     samplers = [node for node in onnx.load(after).graph.node if node.op_type == "GridSample"]
     old, new = ({t.name: t.SerializeToString() for t in onnx.load(path).graph.initializer} for path in (before, after))
     assert len(samplers) == 2

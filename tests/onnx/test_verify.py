@@ -24,7 +24,7 @@ import wrong_runtime  # noqa: E402
 from onnx_stand_ins import run_plugins  # noqa: E402
 from onnxscript import ir  # noqa: E402
 from small_cases import GROWING  # noqa: E402
-from test_onnx_fuse import NEAR_MISSES, Both  # noqa: E402
+from test_onnx_fuse import NEAR_MISSES  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
 from mx_driving._cli_support.problems import Problem  # noqa: E402
@@ -123,6 +123,12 @@ def test_a_size_of_one_that_the_file_broadcasts(tmp_path):
     report = check(path, _runtimes.find_runtime("onnxruntime"), arrays | {"w": arrays["w"][:, :1]})
     assert report.right
     assert [one.inputs for one in report.comparisons] == ["in the file", "across borders"]
+
+
+class Both(torch.nn.Module):
+    def forward(self, value, locations, weights):
+        near_miss, _ = NEAR_MISSES["padding"]
+        return writings.Stacked()(value, locations, weights) + near_miss(value, locations, weights)
 
 
 def test_what_is_no_match_is_named(tmp_path):
