@@ -8,15 +8,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from torch.nn.functional import grid_sample
-
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-from onnx_writings import (  # noqa: E402
+from onnx_writings import (
     GATHERS,
     WRITINGS,
     Calls,
@@ -35,11 +30,12 @@ from onnx_writings import (  # noqa: E402
     run,
     set_size,
 )
-from tolerance import allowed  # noqa: E402
+from tolerance import allowed
+from torch.nn.functional import grid_sample
 
-import mx_driving.onnx  # noqa: E402
-from mx_driving._measure.differences import largest, queries_off  # noqa: E402
-from mx_driving.onnx import _find  # noqa: E402
+import mx_driving.onnx
+from mx_driving._measure.differences import largest, queries_off
+from mx_driving.onnx import _find
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx_writings import Calls, Joined, Stacked, Summed, export, inputs, kinds, run
 
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-from onnx_writings import Calls, Joined, Stacked, Summed, export, inputs, kinds, run  # noqa: E402
-
-import mx_driving.onnx  # noqa: E402
-from mx_driving.onnx import _runtimes  # noqa: E402
-from mx_driving.onnx._check import check  # noqa: E402
+import mx_driving.onnx
+from mx_driving.onnx import _runtimes
+from mx_driving.onnx._check import check
 
 pytestmark = [
     pytest.mark.long,

@@ -5,18 +5,14 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import onnx
+import onnx_ir
 import pytest
 import torch
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
+from onnx_writings import WRITINGS, Projected, Stacked, export, inputs, masked, run
 
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import onnx_ir  # noqa: E402
-from onnx_ir.passes.common import LiftConstantsToInitializersPass  # noqa: E402
-from onnx_writings import WRITINGS, Projected, Stacked, export, inputs, masked, run  # noqa: E402
-
-import mx_driving.onnx  # noqa: E402
+import mx_driving.onnx
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx_nodes
 import pytest
 import torch
+from onnx_stand_ins import beside_the_nodes
+from onnx_writings import WRITINGS, Calls, Joined, Logits, Stacked, export, inputs, kinds, masked, run
 
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-import onnx_nodes  # noqa: E402
-from onnx_stand_ins import beside_the_nodes  # noqa: E402
-from onnx_writings import WRITINGS, Calls, Joined, Logits, Stacked, export, inputs, kinds, masked, run  # noqa: E402
-
-import mx_driving  # noqa: E402
-import mx_driving.onnx  # noqa: E402
-from mx_driving.onnx import FUSED_FORMS  # noqa: E402
+import mx_driving
+import mx_driving.onnx
+from mx_driving.onnx import FUSED_FORMS
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 

@@ -7,17 +7,14 @@ import json
 import logging
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
+from onnx_writings import Stacked, Summed, export, inputs, kinds, run
+from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-from onnx_writings import Stacked, Summed, export, inputs, kinds, run  # noqa: E402
-from onnxruntime.quantization import CalibrationDataReader, quantize_static  # noqa: E402
-
-import mx_driving.onnx  # noqa: E402
+import mx_driving.onnx
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 LINEAR = {"op_types_to_quantize": ["Conv", "MatMul", "Gemm"]}

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import onnx
 import onnx_nodes
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from onnx_stand_ins import run_plugins
 
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
-
-from onnx import TensorProto, helper, numpy_helper  # noqa: E402
-
-import mx_driving.onnx  # noqa: E402
-from mx_driving.onnx import FUSED_FORMS  # noqa: E402
-from mx_driving.onnx._check import check  # noqa: E402
+import mx_driving.onnx
+from mx_driving.onnx import FUSED_FORMS
+from mx_driving.onnx._check import check
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 HEADS, CHANNELS, LEVELS, POINTS, REFERENCES, QUERIES = 4, 8, 2, 4, 2, 7
