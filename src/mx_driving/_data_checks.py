@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,23 +107,6 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
     return run
 
 
-class _Call(NamedTuple):
-    """The inputs of a bare operator that reads maps, and their names."""
-
-    value: Tensor  # [bs, rows, ...]
-    shapes: Tensor
-    starts: Tensor
-    locations: Tensor
-    weights: Tensor
-    names: SamplingInputs
-    has_logits: bool  # of the operator that was called
-
-    @property
-    def are_points(self) -> bool:
-        """Whether cameras come before points in the locations, as in deformable_aggregation."""
-        return self.shapes.dim() == 3
-
-
 Finding = tuple[str, str, str, str]  # its kind, an input's name, the rule, the fact
 
 
@@ -139,9 +122,9 @@ def _look(operator: Operator, args: tuple[Any, ...]) -> None:
         if fraction := _fraction(t.isnan()):
             _warn(operator.name, f"NaN in {name}", name, "have no NaN", _percent(fraction))
     if bare.kind != "pooling":
-        inputs = [_Call(*inputs, names=SamplingInputs(*bare.inputs), has_logits=bool(operator.bare))]
+        inputs = SamplingInputs(*inputs), SamplingInputs(*bare.inputs)
     for look in _LOOKS[bare.name]:
-        for finding in look(*inputs):
+        for finding in look(*inputs) if look is not _softmaxed or not operator.bare else ():
             _warn(operator.name, *finding)
 
 
@@ -173,70 +156,75 @@ def _fraction(where: Tensor) -> float:
     return where.float().mean().item()
 
 
-def _sizes(call: _Call) -> Tensor:
+def _sizes(call: SamplingInputs) -> Tensor:
     return call.shapes.flip(-1)[:, None].double()
 
 
-def _on_map(call: _Call, sizes: Tensor) -> Tensor:
+def _has_cameras(call: SamplingInputs) -> bool:
+    """Return whether cameras come behind points in the locations, as in deformable_aggregation."""
+    return call.shapes.dim() == 3
+
+
+def _on_map(call: SamplingInputs, sizes: Tensor) -> Tensor:
     """Return whether samples are on maps of these sizes. float64 holds every pixel."""
     locations = call.locations.double()
     return geometry.on_map(geometry.pixels(locations, sizes) if call.locations.is_floating_point() else locations, sizes)
 
 
-def _like_pixels(call: _Call) -> Finding | None:
+def _like_pixels(call: SamplingInputs, names: SamplingInputs) -> Finding | None:
     """Return a finding if most samples have no negative coordinate, and a larger one that is as large as those of pixels."""
     largest = call.locations.amax(-1)
     like = (call.locations >= 0).all(-1) & (largest > _PIXELS[0]) & (largest <= _PIXELS[1])
-    if (fraction := _fraction(like.any(-1) if call.are_points else like)) <= _MOST:
+    if (fraction := _fraction(like.any(-1) if _has_cameras(call) else like)) <= _MOST:
         return None
     fact = f"{_percent(fraction)} that look like pixels, up to {largest[like].max().item():.4g}"
-    return "pixels", call.names.locations, "be fractions of the map, 0..1", fact
+    return "pixels", names.locations, "be fractions of the map, 0..1", fact
 
 
-def _normalised(call: _Call) -> Iterator[Finding]:
+def _normalised(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """multi_scale_deformable_attn."""
     if (off := _fraction(~_on_map(call, _sizes(call)))) > _MOST:
         low, high = call.locations.min().item(), call.locations.max().item()
         grid = " and all in -1..1, the range of grid_sample" if -1 <= low < -0.5 and high <= 1 else ""
         fact = f"{_percent(off)} of samples off them{grid}"
-        yield _like_pixels(call) or ("off the map", call.names.locations, "mostly lie on their maps, 0..1", fact)
+        yield _like_pixels(call, names) or ("off the map", names.locations, "mostly lie on their maps, 0..1", fact)
 
 
-def _seen(call: _Call) -> Iterator[Finding]:
+def _seen(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """deformable_aggregation. It counts points, not samples, because one camera sees a point and the others do not."""
     if (unseen := _fraction(~geometry.inside(call.locations).any(-1))) > _MOST:
         rule, fact = "lie in some camera's picture, 0..1, for most points", f"{_percent(unseen)} of points in none"
-        yield _like_pixels(call) or ("off the map", call.names.locations, rule, fact)
+        yield _like_pixels(call, names) or ("off the map", names.locations, rule, fact)
 
 
-def _in_pixels(call: _Call) -> Iterator[Finding]:
+def _in_pixels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """geometric_kernel_attention."""
     locations, sizes = call.locations, _sizes(call)
     if locations.numel() > 2 and call.shapes.max() > 2 and bool(((locations >= 0) & (locations <= 1)).all()):
         height, width = call.shapes[call.shapes.prod(-1).argmax()].tolist()
         fact = f"none beyond 1 on a map of {height} x {width}, as if 0..1 were the map"
-        yield "normalised", call.names.locations, "be pixels of each level", fact
+        yield "normalised", names.locations, "be pixels of each level", fact
         return
     off, swapped = (_fraction(~_on_map(call, sides)) for sides in (sizes, sizes.flip(-1)))
     reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()  # right and down, the smaller of the two
     if off > 0.05 and swapped < 0.1 * off and reach > 0.75:
         fact = f"{_percent(off)} of samples off their maps, and {_percent(swapped)} if the shapes were (W, H)"
-        yield "swapped", call.names.shapes, "be (H, W)", fact
+        yield "swapped", names.shapes, "be (H, W)", fact
     elif off > _MOST:
-        yield "off the map", call.names.locations, "mostly lie on their maps", f"{_percent(off)} of samples off them"
+        yield "off the map", names.locations, "mostly lie on their maps", f"{_percent(off)} of samples off them"
 
 
-def _swapped_levels(call: _Call) -> Iterator[Finding]:
+def _swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """The levels of one pyramid show one picture: one cannot be wide and another one high."""
     for levels in call.shapes.view(-1, *call.shapes.shape[-2:]).tolist():
         aspects = [math.log(width / height) for height, width in levels]
         if min(aspects) < -_OBLONG and max(aspects) > _OBLONG:
             wide, high = (levels[aspects.index(pick(aspects))] for pick in (max, min))
             fact = f"{tuple(wide)} beside {tuple(high)} in one pyramid"
-            yield "swapped", call.names.shapes, "be (H, W) on every level", fact
+            yield "swapped", names.shapes, "be (H, W) on every level", fact
 
 
-def _row_ends(call: _Call) -> Iterator[Finding]:
+def _row_ends(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Compare neighbours in value: they differ more than usual where a row of the picture ends and the next one begins."""
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
     oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and _is_large(call, h, w)]
@@ -247,11 +235,11 @@ def _row_ends(call: _Call) -> Iterator[Finding]:
     end = torch.arange(1, rows, device=steps.device)
     as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # but not ends that (W, H) has too
     if as_given < _NO_STEP and steps[end % height == 0].mean() > _STEP:
-        fact = f"({height}, {width}), while rows of {call.names.value} seem to end every {height}"
-        yield "swapped", call.names.shapes, "be (H, W)", fact
+        fact = f"({height}, {width}), while rows of {names.value} seem to end every {height}"
+        yield "swapped", names.shapes, "be (H, W)", fact
 
 
-def _is_large(call: _Call, height: int, width: int) -> bool:
+def _is_large(call: SamplingInputs, height: int, width: int) -> bool:
     return min(height, width) >= _FEW_ROWS and (height * width) ** 0.5 * call.value[:, 0].numel() >= _FEW_NUMBERS
 
 
@@ -261,7 +249,7 @@ def _steps(value: Tensor, start: int, rows: int) -> Tensor:
     return steps / steps.mean()
 
 
-def _scale_major(call: _Call) -> Iterator[Finding]:
+def _scale_major(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """deformable_aggregation. Read scale by scale, a small map shows rows of a larger one, of which half end elsewhere."""
     camera_major = geometry.starts_of(call.shapes)
     if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
@@ -273,7 +261,7 @@ def _scale_major(call: _Call) -> Iterator[Finding]:
     ends = [_ends_of_rows(call.value, call.shapes[:, 1], starts[:, 1]) for starts in (camera_major, by_scale)]
     if min(ends[0]) < _NO_STEP and sum(ends[1]) / len(ends[1]) > _STEP:
         fact = "maps that seem to lie scale by scale, all cameras of a scale together"
-        yield "scale-major", call.names.value, "hold the maps camera by camera, as the starts say", fact
+        yield "scale-major", names.value, "hold the maps camera by camera, as the starts say", fact
 
 
 def _ends_of_rows(value: Tensor, shapes: Tensor, starts: Tensor) -> list[float]:
@@ -283,7 +271,7 @@ def _ends_of_rows(value: Tensor, shapes: Tensor, starts: Tensor) -> list[float]:
     return [min(ends[::2].mean().item(), ends[1::2].mean().item()) for ends in steps]
 
 
-def _rows_of_maps(call: _Call) -> Iterator[Finding]:
+def _rows_of_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Maps that share rows while other rows are in none: starts are of maps of other sizes. Each alone may be meant."""
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
     begins, ends = maps.unique(dim=0).unbind(1)  # cameras may share a whole map
@@ -291,21 +279,19 @@ def _rows_of_maps(call: _Call) -> Iterator[Finding]:
     covered = (torch.bincount(begins, minlength=rows + 1) - torch.bincount(ends, minlength=rows + 1)).cumsum(0)[:rows]
     unread = int((covered == 0).sum())
     if unread and bool((covered > 1).any()):
-        fact = f"maps that overlap, while {unread} of {rows} rows of {call.names.value} are in none"
-        yield "overlap", call.names.starts, "give each map rows of its own", fact
+        fact = f"maps that overlap, while {unread} of {rows} rows of {names.value} are in none"
+        yield "overlap", names.starts, "give each map rows of its own", fact
 
 
-def _softmaxed(call: _Call) -> Iterator[Finding]:
+def _softmaxed(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Logits before their softmax are negative, and other numbers do not sum to 1."""
-    name, weights = call.names.weights, call.weights.double()
-    if call.has_logits:
-        return
+    name, weights = names.weights, call.weights.double()
     if (fraction := _fraction(weights < 0)) > _SOME:
         yield "no softmax", name, "come from a softmax, 0..1", f"{_percent(fraction)} below 0, as if they were logits"
         return
-    if call.are_points and weights.shape[2] == 1:
+    if _has_cameras(call) and weights.shape[2] == 1:
         return  # of a point alone: where points are summed later, they share the 1
-    sums = weights.sum((2, 3, 4) if call.are_points else (3, 4))
+    sums = weights.sum((2, 3, 4) if _has_cameras(call) else (3, 4))
     median = sums[sums != 0].nanmedian().item() if sums.any() else 1.0
     if not _SUMS[0] <= median <= _SUMS[1]:
         yield "no softmax", name, "sum to about 1 for each query, as after a softmax", f"sums around {median:.3g}"
