@@ -88,18 +88,19 @@ _COMPUTE: dict[str, Callable[..., Array]] = {
     "mov": lambda a: a, "add": np.add, "sub": np.subtract, "neg": np.negative, "rem": np.fmod, "min": np.fmin, "max": np.fmax,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "div": lambda a, b: a / b if a.dtype.kind == "f" else (a - np.fmod(a, b)) // b,
-    "fma": lambda a, b, c: a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64),
+    "ex2": np.exp2, "fma": lambda a, b, c: a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64),
     "hi": lambda a, b: (a.astype(object) * b.astype(object) >> 8 * a.itemsize).astype(a.dtype),
     "shl": lambda a, count: a << count.astype(a.dtype), "shr": lambda a, count: a >> count.astype(a.dtype),
-    "bfe": lambda a, first, length: (a >> first) & ((a.dtype.type(1) << length) - a.dtype.type(1)),
+    "bfe": lambda a, first, length: a << (32 - first - length).astype(a.dtype) >> (32 - length).astype(a.dtype),
     "selp": lambda a, b, condition: np.where(condition, a, b),
 }  # fmt: skip
 _LAST = {"selp": ["pred"], "shl": ["u32"], "shr": ["u32"], "bfe": ["u32", "u32"]}  # types of the last operands
 _KNOWN = re.compile(
-    r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|bfe|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|mul\.f\w+"
+    r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|mul\.f\w+"
     r"|(mul|mad)\.(lo|wide|hi)\.[su]\d+|setp\.(eq|ne|lt|le|gt|ge)u?\.\w+|cvt\.(rn\.|r[nzmp]i\.)?(ftz\.)?([su]\d+|b?f(16|32)(x2)?)\.\w+"
-    r"|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32|atom\.global\.gpu\.relaxed\.add(\.v\d)?\.f32"
-    r"|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+|(ld|st)matrix\.sync\.aligned\.m8n8\.x\d\.shared\.b16"
+    r"|bfe\.[su]32|ex2\.approx\.f32|div\.full\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32"
+    r"|atom\.global\.gpu\.relaxed\.add(\.v\d)?\.f32|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+"
+    r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x\d(\.trans)?\.shared\.b16"
 )
 Opcode = tuple[str, ...]  # its parts between dots
 Instruction = tuple[bool, str, Opcode, list[str]]  # whether the predicate is negated, predicate or "", operands
@@ -305,14 +306,15 @@ class Machine:
         self.write_bits(target, np.repeat(values.sum(1, dtype=np.uint32), WARP), lanes)
 
     def run_ldmatrix(self, opcode: Opcode, target: str, source: str, lanes: Any) -> None:
-        """Also a store: of matrices of 8 rows of 4 words. Lane 8 * m + r has the address of row r of matrix m, and l word l."""
+        """Also a store: of 8 x 8 halves. Lane 8 * m + r has the address of row r of matrix m, and lane l its pair l."""
         address, registers = (source, target) if opcode[0] == "ldmatrix" else (target, source)
-        memory, index = self.access(address, "shared", 4, 4, lanes)
-        words = self.by_warp(index, lanes).reshape(-1, 4, WARP).swapaxes(1, 2).reshape(-1, 4)[:, : len(_names(registers))]
+        memory, index = self.access(address, "shared", 2, 8, lanes)
+        matrices = self.by_warp(index, lanes).reshape(-1, 4, 8, 8).swapaxes(*((2, 3) if "trans" in opcode else (2, 2)))
+        halves = matrices.reshape(-1, 4, WARP, 2).swapaxes(1, 2).reshape(-1, 4, 2)[:, : len(_names(registers))]
         if address == source:
-            self.write_bits(target, memory[words], lanes)
+            self.write_bits(target, memory[halves].copy().view(np.uint32)[..., 0], lanes)
         else:
-            memory[words] = self.read_bits(source, 4, lanes)
+            memory[halves] = self.read_bits(source, 4, lanes)[..., None].copy().view(np.uint16)
 
     run_stmatrix = run_ldmatrix
 

@@ -39,13 +39,17 @@ def _steps(
     of_row = s % POINTS % REFERENCES if BY_POINT else level % REFERENCES
     at = reference + (row // HEADS * REFERENCES + of_row) * (4 if BOX else 2)
     if BOX:
-        w = tl.load(at + 2, mask=here, other=0.0).to(tl.float32)
-        h = tl.load(at + 3, mask=here, other=0.0).to(tl.float32)
-        return at, w, h, tl.full((1, 1), 2.0 * POINTS, tl.float32), tl.full((1, 1), 2.0 * POINTS, tl.float32)
-    inside = s < LEVELS * POINTS
-    width = tl.load(shapes + 2 * level + 1, mask=inside, other=1).to(tl.float32)
-    height = tl.load(shapes + 2 * level, mask=inside, other=1).to(tl.float32)
-    return at, tl.full((1, 1), 1.0, tl.float32), tl.full((1, 1), 1.0, tl.float32), width, height
+        by_x = tl.load(at + 2, mask=here, other=0.0).to(tl.float32)
+        by_y = tl.load(at + 3, mask=here, other=0.0).to(tl.float32)
+        over_x = tl.full((1, 1), 2.0 * POINTS, tl.float32)
+        over_y = over_x
+    else:
+        by_x = tl.full((1, 1), 1.0, tl.float32)
+        by_y = by_x
+        inside = s < LEVELS * POINTS
+        over_x = tl.load(shapes + 2 * level + 1, mask=inside, other=1).to(tl.float32)
+        over_y = tl.load(shapes + 2 * level, mask=inside, other=1).to(tl.float32)
+    return at, by_x, by_y, over_x, over_y
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -117,14 +121,15 @@ class _Samples(composition.MultiScale):
         return self._grad_reference(grad_locations) if mask[1] else None, grad_offsets, grad_logits
 
     def _run(self, kernel: Any, *tensors: Tensor, **flags: int) -> None:
-        rows = self.offsets.numel() // max(self.levels * self.points * 2, 1)
-        columns = triton.next_power_of_2(self.levels * self.points)
+        if not self.offsets.numel():
+            return
+        samples, columns = self.levels * self.points, triton.next_power_of_2(self.levels * self.points)
         options = {"HEADS": self.offsets.shape[2], "LEVELS": self.levels, "POINTS": self.points}
         options |= {"REFERENCES": self.reference.shape[2], "BY_POINT": self.by_point, "BOX": self.reference.shape[3] == 4}
         options |= {"ROWS": max(1, _ELEMENTS // columns), "COLUMNS": columns}
-        if self.offsets.numel():
-            programs = -(-rows // options["ROWS"])
-            launch.run(kernel, programs, [t.contiguous() for t in tensors], (rows,), options, **flags)
+        rows = self.offsets.numel() // (2 * samples)
+        programs = -(-rows // options["ROWS"])
+        launch.run(kernel, programs, [t.contiguous() for t in tensors], (rows,), options, **flags)
 
 
 def make_samples(shapes: Tensor, reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Any:
