@@ -12,6 +12,7 @@ BENCH = "xeon-207-2-cores.csv"  # bench.py --peers
 MODULES_BY_MODE = "xeon-207-2-cores-modules-by-mode.csv"  # bench.py --only 'Module:*' --dtype float32 --dtype bfloat16
 BY_MODE = "xeon-207-2-cores-models-by-mode.csv"  # time_models.py --mode float32 --mode autocast --mode bfloat16
 MODELS = "epyc-zen4-2-cores-models.csv"
+GPU = "nvidia-h100-80gb-hbm3.csv"  # gpu.py
 # Of each processor: the file of bare operators, and that of operators with logits
 PROCESSORS = {
     "Zen 4": ("epyc-zen4-2-cores.csv", "epyc-zen4-2-cores.csv"),
@@ -243,6 +244,33 @@ def attention_modules() -> str:
         "modules gain": "gain",
     }
     return renamed(read(MODELS), columns)
+
+
+def microseconds(by: dict[str, Row], name: str = "mx_driving, kernel") -> str:
+    return f"{1e3 * float(by[name]['milliseconds']):,.0f}"
+
+
+def gpu() -> str:
+    """Our kernels on a GPU in each dtype, and a whole call from Python in float32."""
+    rows = []
+    for direction in ("forward", "backward"):
+        narrow = [by_implementation(direction, GPU, dtype) for dtype in ("bfloat16", "float16")]
+        for name, by in by_implementation(direction, GPU).items():
+            kernels = [microseconds(of[name]) for of in narrow]
+            rows.append([f"{name}; {direction}", microseconds(by), *kernels, microseconds(by, "mx_driving, call")])
+    return f"{markdown(['microseconds', 'float32', 'bfloat16', 'float16', 'float32, a call'], rows)}\n{made(read(GPU))}\n"
+
+
+def gpu_rivals() -> str:
+    """How many times longer others take on a GPU than we, a call beside a call, in float32."""
+    rivals = {"plain": "plain torch", "deformops-triton": "deformops 3.0.1", "classic": "torch-ms-deform-attn 0.1.1"}
+    rows = []
+    for direction in ("forward", "backward"):
+        for name, by in by_implementation(direction, GPU).items():
+            ours = float(by["mx_driving, call"]["milliseconds"])
+            cells = [f"{float(by[other]['milliseconds']) / ours:.1f}" if other in by else "" for other in rivals]
+            rows.append([f"{name}; {direction}", *cells])
+    return markdown(["over", *rivals.values()], rows)
 
 
 def plain(file: str, last: str = "machine") -> str:

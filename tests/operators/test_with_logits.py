@@ -12,6 +12,8 @@ from values import compare, run, skip_unless_every_kernel
 
 import mx_driving
 
+pytestmark = pytest.mark.usefixtures("same_bits")
+
 NAN, INF = float("nan"), float("inf")
 
 
