@@ -107,13 +107,13 @@ def bench(
 
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
     """
-    wanted = matching("--only", only, [w.name for w in (*WORKLOADS, *MODULES)])
+    chosen_names = matching("--only", only, [w.name for w in (*WORKLOADS, *MODULES)])
     if names:
-        print("\n".join(wanted))
+        print("\n".join(chosen_names))
         return
     dtypes = dtype or ["float32"]
-    chosen = [w for w in WORKLOADS if w.name in wanted]
-    modules = [w for w in MODULES if w.name in wanted]
+    chosen = [w for w in WORKLOADS if w.name in chosen_names]
+    modules = [w for w in MODULES if w.name in chosen_names]
     calls = [(w, d) for d in dtypes for w in chosen]
     work = [*calls, *((w, d) for w in modules for d in dtypes if d in ("float32", "bfloat16"))]
     use_threads(threads)
@@ -146,9 +146,9 @@ def bench(
             show(console, figures.traits_table(one.name, traits(one, seconds)))
         say(console, of_the_package())
     if before is not None:
-        found = figures.slower(rows, before, tolerance)
-        say(console, escape("\n".join(found) or f"no row is more than {tolerance:.0%} slower than in {compare}"))
-        raise typer.Exit(1 if found else 0)
+        sentences = figures.slower(rows, before, tolerance)
+        say(console, escape("\n".join(sentences) or f"no row is more than {tolerance:.0%} slower than in {compare}"))
+        raise typer.Exit(1 if sentences else 0)
 
 
 app = typer.Typer(add_completion=False)

@@ -75,10 +75,10 @@ def main(
         loaded = {f"{b} {c}": load(builds[b], Path(folder), b * copies + c) for b in range(len(builds)) for c in range(copies)}
         for one in track(chosen, console=Console(stderr=True), transient=True):
             for what, call in calls(one).items():
-                times = interleaved(dict.fromkeys(loaded, call), seconds, lambda key: using(loaded[key]))
-                best = {key: min(found) * 1e3 for key, found in times.items()}
-                of_build = [[best[f"{b} {c}"] for c in range(copies)] for b in range(len(builds))]
-                table.add_row(one.name, what, *(f"{min(found):.3f} to {max(found):.3f}" for found in of_build))
+                times_of_copies = interleaved(dict.fromkeys(loaded, call), seconds, lambda key: using(loaded[key]))
+                milliseconds = {key: min(times) * 1e3 for key, times in times_of_copies.items()}
+                of_build = [[milliseconds[f"{b} {c}"] for c in range(copies)] for b in range(len(builds))]
+                table.add_row(one.name, what, *(f"{min(best):.3f} to {max(best):.3f}" for best in of_build))
     console = Console()
     console.print(table, width=max(console.width, 120))
 

@@ -70,11 +70,11 @@ class Calls(torch.nn.Module):
     def __init__(self, operator: str, args: tuple):
         super().__init__()
         self.operator, self.args = operator, [None if isinstance(a, torch.Tensor) else a for a in args]
-        self.given = [isinstance(a, torch.Tensor) for a in args]
+        self.is_tensor = [isinstance(a, torch.Tensor) for a in args]
 
     def forward(self, *tensors):
         rest = iter(tensors)
-        args = (next(rest) if given else a for given, a in zip(self.given, self.args, strict=True))
+        args = (next(rest) if is_tensor else a for is_tensor, a in zip(self.is_tensor, self.args, strict=True))
         return getattr(mx_driving, self.operator)(*args)
 
 
@@ -204,11 +204,11 @@ RUNTIMES = (
     Runtime("torch.export", "torch", program_of, in_torch),
     Runtime("AOTInductor", "torch", to_inductor, in_inductor),
     *(
-        Runtime(f"onnxruntime, {form}", "onnxruntime", onnx_form(form), loaded, lambda found: torch.from_numpy(found.numpy()))
+        Runtime(f"onnxruntime, {form}", "onnxruntime", onnx_form(form), loaded, lambda output: torch.from_numpy(output.numpy()))
         for form in ("onnxruntime", "gather", "grid_sample")
     ),
     *(
-        Runtime(f"OpenVINO, {name}", "openvino", export, in_openvino, lambda found: torch.from_numpy(found[0]))
+        Runtime(f"OpenVINO, {name}", "openvino", export, in_openvino, lambda output: torch.from_numpy(output[0]))
         for name, export in {
             "gather": openvino_of_onnx("gather"),
             "grid_sample": openvino_of_onnx("grid_sample"),
@@ -278,8 +278,8 @@ def measured(workload: Workload, runtimes: list[Runtime], seconds: float) -> Ite
         row |= {"version": by_name[name].version if name in by_name else "", "exports": attempt.exports, "runs": attempt.runs}
         row |= dict.fromkeys(FIGURES, "") | {"message": attempt.message}
         if attempt.call:
-            found = by_name[name].read(attempt.call()) if name in by_name else attempt.call()
-            row["difference"] = f"{(found - truth).abs().max() / truth.abs().max():.1e}"
+            output = by_name[name].read(attempt.call()) if name in by_name else attempt.call()
+            row["difference"] = f"{(output - truth).abs().max() / truth.abs().max():.1e}"
             row["milliseconds"] = round(medians[name] * 1e3, 3)
             row["times ours"] = round(medians[name] / medians[OURS], 2)
             row["times gathers"] = round(medians[name] / medians[GATHERS], 2)
@@ -294,14 +294,14 @@ def main(
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
 ) -> None:
     workloads = matching("--only", only, [w.name for w in ROWS])
-    wanted = matching("--runtime", runtime, [r.name for r in RUNTIMES])
+    names = matching("--runtime", runtime, [r.name for r in RUNTIMES])
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     console = Console()
-    for sentence in (r.missing for r in RUNTIMES if r.name in wanted and r.missing):
+    for sentence in (r.missing for r in RUNTIMES if r.name in names and r.missing):
         console.print(sentence)
-    there = [r for r in RUNTIMES if r.name in wanted and not r.missing]
+    there = [r for r in RUNTIMES if r.name in names and not r.missing]
     rows = []
     for workload in (w for w in ROWS if w.name in workloads):
         table = grid(workload.name, {"runtime": 24, "exports": 7, "runs": 8}, dict.fromkeys(FIGURES, 10))

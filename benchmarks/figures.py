@@ -64,9 +64,9 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def in_common(before: Iterable[Row], wanted: set[tuple[str, str, str]]) -> None:
+def in_common(before: Iterable[Row], measured: set[tuple[str, str, str]]) -> None:
     """Some row of the earlier file has a workload, dtype and implementation that will be measured."""
-    if not any((r["workload"], r["dtype"], r["implementation"]) in wanted for r in before):
+    if not any((r["workload"], r["dtype"], r["implementation"]) in measured for r in before):
         raise Problem(f"the two measurements must have rows of {OURS} in common; got none")
 
 
@@ -87,10 +87,10 @@ def plot(rows: list[Row], path: Path) -> None:
         for i, group in enumerate(groups):
             bars = [r for r in rows if (r["workload"], r["dtype"]) == group and r["direction"] == direction]
             for j, bar in enumerate(bars):
-                place = i + (j - (len(bars) - 1) / 2) * 0.8 / len(names)
+                y = i + (j - (len(bars) - 1) / 2) * 0.8 / len(names)
                 name = bar["implementation"]
-                panel.barh(place, bar["times ours"], 0.8 / len(names), color=colours[name])
-                panel.annotate(f" {bar['milliseconds']:.3g} ms", (bar["times ours"], place), va="center", fontsize=7)
+                panel.barh(y, bar["times ours"], 0.8 / len(names), color=colours[name])
+                panel.annotate(f" {bar['milliseconds']:.3g} ms", (bar["times ours"], y), va="center", fontsize=7)
         panel.set(title=direction, xscale="log", xlabel="time / time of mx_driving")
         panel.margins(x=0.15)
         panel.axvline(1, color="black", linewidth=0.8)

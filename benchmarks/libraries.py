@@ -72,9 +72,9 @@ def _ultralytics(configuration: str) -> Build:
     return build
 
 
-def _of_last_layer(found: Any) -> dict[str, Tensor]:
+def _of_last_layer(outputs: Any) -> dict[str, Tensor]:
     """ultralytics' boxes and logits, before the best are chosen."""
-    _, (boxes, logits, *_) = found
+    _, (boxes, logits, *_) = outputs
     return {"boxes": boxes[-1], "logits": logits[-1]}
 
 
@@ -91,8 +91,8 @@ def _rfdetr(name: str) -> Build:
     return build
 
 
-def _logits_and_boxes(found: Any) -> dict[str, Tensor]:
-    return {name: found[name] for name in ("pred_logits", "pred_boxes")}
+def _logits_and_boxes(outputs: Any) -> dict[str, Tensor]:
+    return {name: outputs[name] for name in ("pred_logits", "pred_boxes")}
 
 
 class _Words(torch.nn.Module):
@@ -102,8 +102,8 @@ class _Words(torch.nn.Module):
         super().__init__()
         self.bert, self.config = bert_model, bert_model.config
 
-    def forward(self, attention_mask: Tensor, **given: Tensor) -> Any:
-        return self.bert(attention_mask=attention_mask[:, None], **given)
+    def forward(self, attention_mask: Tensor, **inputs: Tensor) -> Any:
+        return self.bert(attention_mask=attention_mask[:, None], **inputs)
 
 
 VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] . ? a temple tree person"
@@ -181,8 +181,8 @@ def difference(subject: Subject, gradients: bool) -> tuple[float, int]:
     torch.set_default_dtype(torch.float64)  # some models make positions of the default dtype
     try:
         truth = in_float64(subject)
-        found, off = models.output_difference(truth)
-        return (max(found, models.compare(truth)[1]) if gradients else found), off
+        largest, off = models.output_difference(truth)
+        return (max(largest, models.compare(truth)[1]) if gradients else largest), off
     finally:
         torch.set_default_dtype(before)
 
@@ -200,7 +200,7 @@ class _Tensors(torch.nn.Module):
         super().__init__()
         self.model, self.read = subject.model, subject.read
         self.picture, *_ = [name for name, t in subject.inputs.items() if isinstance(t, Tensor) and t.dim() == 4]
-        self.others = {name: given for name, given in subject.inputs.items() if name != self.picture}
+        self.others = {name: tensor for name, tensor in subject.inputs.items() if name != self.picture}
 
     def forward(self, picture: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.read(self.model(**{self.picture: picture}, **self.others)).values())
@@ -240,7 +240,7 @@ def _queries_off(whole: torch.nn.Module, picture: Tensor) -> tuple[int, int]:
     """How many queries differ between onnxruntime and torch, and how many there are."""
     with silent():
         ours = _in_onnxruntime(whole, picture)
-    named = [{str(place): out for place, out in enumerate(outputs)} for outputs in (ours, whole(picture))]
+    named = [{str(index): out for index, out in enumerate(outputs)} for outputs in (ours, whole(picture))]
     off = models.queries_off(*named)
     return int(off.sum()), len(off)
 
@@ -252,7 +252,7 @@ def _in_onnxruntime(whole: torch.nn.Module, picture: Tensor) -> list[Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         program.save(f"{folder}/model.onnx")
         session = onnx_files.session(Path(folder, "model.onnx"))
-    return [torch.from_numpy(found) for found in session.run(None, {session.get_inputs()[0].name: picture.numpy()})]
+    return [torch.from_numpy(output) for output in session.run(None, {session.get_inputs()[0].name: picture.numpy()})]
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -265,13 +265,13 @@ def _in_one_line(error: BaseException) -> str:
 def row(library: Library, name: str, subject: Subject, seconds: float, gradients: bool, onnx: bool) -> dict[str, Any]:
     """What the table on the models page has of one model."""
     changed = replaced(subject)
-    found, off = difference(subject, gradients)
+    largest, off = difference(subject, gradients)
     before, after, rounds = models.before_and_after(subject, seconds)
     return {
         "library": library.version,
         "model": name,
         "replaced": " ".join(changed),
-        "difference": f"{found:.0e}",
+        "difference": f"{largest:.0e}",
         "off": off,
         "before ms": round(1e3 * before, 1),
         "after ms": round(1e3 * after, 1),

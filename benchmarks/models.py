@@ -98,9 +98,9 @@ RECIPES = {
 }
 
 
-def of_transformers(found: Any) -> dict[str, Tensor]:
+def of_transformers(outputs: Any) -> dict[str, Tensor]:
     """What a model of transformers returns, as tensors by name."""
-    return {name: found[name] for name in OUTPUTS if name in found and found[name] is not None}
+    return {name: outputs[name] for name in OUTPUTS if name in outputs and outputs[name] is not None}
 
 
 @dataclass
@@ -120,9 +120,9 @@ class Subject:
         forget(self.model)
         outputs = self.forward()
         mixtures = [_mixture(out) for out in outputs.values()]
-        wanted = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(list(outputs.values()), list(wanted.values()), mixtures, allow_unused=True)
-        return outputs, {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(list(outputs.values()), list(parameters.values()), mixtures, allow_unused=True)
+        return outputs, {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
 def forget(model: torch.nn.Module) -> None:

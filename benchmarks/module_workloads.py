@@ -77,15 +77,15 @@ def _plain_attention(module: Any) -> Forward:
 
 def _other_attentions(module: nn.Module, levels: int) -> dict[str, tuple[nn.Module, Forward]]:
     """transformers' module and mmcv's, those that are installed, with the same parameters."""
-    found = {}
+    modules = {}
     for name, make in (("transformers", _of_transformers), ("mmcv", _of_mmcv)):
         try:
             other, run = make(levels)
         except ImportError:
             continue
         other.load_state_dict(module.state_dict())
-        found[name] = (other, run)
-    return found
+        modules[name] = (other, run)
+    return modules
 
 
 def _of_transformers(levels: int) -> tuple[nn.Module, Forward]:
@@ -164,8 +164,8 @@ def _plain_temporal(module: Any) -> Forward:
         weights = logits.softmax(-1).unflatten(3, sizes[2:])
         locations = reference.flatten(0, 1)[:, :, None, :, None] + offsets / shapes.flip(-1)[:, None]
         rows = module.value_proj(maps).flatten(0, 1).unflatten(2, (module.num_heads, -1))
-        found = plain.multi_scale_deformable_attn(rows, shapes, starts, locations, weights)
-        return module.output_proj(found.unflatten(0, (-1, 2)).mean(1)) + query
+        output = plain.multi_scale_deformable_attn(rows, shapes, starts, locations, weights)
+        return module.output_proj(output.unflatten(0, (-1, 2)).mean(1)) + query
 
     return run
 
@@ -215,9 +215,9 @@ def _plain_spatial(module: Any) -> Forward:
         weights = inner.attention_weights(positioned).unflatten(2, (sizes[0], -1)).softmax(-1).unflatten(3, sizes[1:])
         rows = inner.value_proj(value[0]).unflatten(2, (sizes[0], -1))
         locations = points + offsets / shapes.flip(-1)[:, None]
-        found = plain.multi_scale_deformable_attn(rows, shapes, starts, locations, weights)
+        outputs = plain.multi_scale_deformable_attn(rows, shapes, starts, locations, weights)
         sums = torch.zeros_like(query[0])
-        for of_camera, q in zip(found, visible, strict=True):
+        for of_camera, q in zip(outputs, visible, strict=True):
             sums = sums.index_add(0, q, of_camera[: len(q)])
         mean = sums / seen.sum(0).clamp(min=1)[:, None]
         return module.output_proj(mean)[None] + query
@@ -261,10 +261,10 @@ def _aggregation(generator: torch.Generator, anchors: int, sizes: list[tuple[int
     maps = [torch.randn(1, 6, 256, *size, generator=generator) for size in sizes]
     projection, image_size = (t[None] for t in ring_of_cameras())
     feature, embed = torch.randn(2, 1, anchors, 256, generator=generator)
-    place = torch.rand(1, anchors, 2, generator=generator) * 80 - 40
+    centre = torch.rand(1, anchors, 2, generator=generator) * 80 - 40
     projected = torch.randn(1, anchors, 2, generator=generator)
     height, size = torch.full((1, anchors, 1), 0.8), torch.tensor([1.9, 4.6, 1.7]).log().expand(1, anchors, 3)
-    anchor = torch.cat([place, height, size, F.normalize(projected, dim=-1)], -1)
+    anchor = torch.cat([centre, height, size, F.normalize(projected, dim=-1)], -1)
     layers = (
         (module.kps_generator.learnable_fc, feature),
         (module.camera_encoder, projection[:, :, :3].flatten(2)),

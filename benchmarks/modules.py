@@ -99,10 +99,10 @@ def _mixture(output: Tensor) -> Tensor:
     return torch.linspace(-1, 1, output.shape[-1]).expand_as(output).contiguous()
 
 
-def _need_the_same(workload: str, found: Calls) -> None:
+def _need_the_same(workload: str, calls_of: Calls) -> None:
     """Every implementation gives our output and our gradients."""
-    ours = found[OURS]["forward + backward"]()
-    for name, calls in found.items():
+    ours = calls_of[OURS]["forward + backward"]()
+    for name, calls in calls_of.items():
         output, *gradients = calls["forward + backward"]()
         differences = {
             "output": max(_largest(out, ours[0]) / CLOSE for out in (output, *calls["forward"]())),
@@ -129,10 +129,10 @@ def _parts(subject: Subject) -> Calls:
     calls = _operators_of(subject)
     layers = _layers_of(subject)
     operators = _in_turn(_operator(name, args) for name, args in calls)
-    found = {PARTS: _in_turn([layers, operators])}
+    calls_of_parts = {PARTS: _in_turn([layers, operators])}
     if floor.why_not() is None:
-        found[LAYERS_AND_FLOOR] = _in_turn([layers, *(_floor(name, args) for name, args in calls)])
-    return found
+        calls_of_parts[LAYERS_AND_FLOOR] = _in_turn([layers, *(_floor(name, args) for name, args in calls)])
+    return calls_of_parts
 
 
 def _parts_under_autocast(subject: Subject) -> Calls:

@@ -60,8 +60,8 @@ def of_transformers(name: str, free: bool = False) -> Export:
     def export(folder: Path, side: int) -> Path:
         exporter = importlib.import_module("transformers.exporters.exporter_onnx")
         subject = models.build(name, side, side)
-        found = exporter.OnnxExporter().export(subject.model, dict(subject.inputs), config=exporter.OnnxConfig(dynamic=free))
-        program = found.model if isinstance(found, torch.onnx.ONNXProgram) else found.program  # before 5.23 it gave torch's own
+        exported = exporter.OnnxExporter().export(subject.model, dict(subject.inputs), config=exporter.OnnxConfig(dynamic=free))
+        program = exported.model if isinstance(exported, torch.onnx.ONNXProgram) else exported.program  # before 5.23
         onnx_ir.save(program, folder / "model.onnx")
         return folder / "model.onnx"
 
@@ -157,14 +157,14 @@ def compare(before: Path, after: Path, seconds: float) -> onnx_files.Compared:
 
 def row_of(exporter: Exporter, side: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        before, found = fused(exporter, Path(folder), side)
-        compared = compare(before, found.path, seconds)
+        before, report = fused(exporter, Path(folder), side)
+        compared = compare(before, report.path, seconds)
     return {
         "library": f"{exporter.distribution} {importlib.metadata.version(exporter.distribution)}",
         "model": exporter.model,
         "writing": exporter.writing,
-        "replaced": len(found.replaced),
-        "left": len(found.left),
+        "replaced": len(report.replaced),
+        "left": len(report.left),
         "difference": f"{compared.difference:.0e}",
         "off": compared.off,
         "before ms": round(compared.before, 1),
@@ -179,15 +179,15 @@ def rows_of_forms(exporter: Exporter, side: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         before, _ = fused(exporter, Path(folder), side)
         for form in mx_driving.onnx.FUSED_FORMS:
-            found = mx_driving.onnx.fuse(before, Path(folder, f"{form}.onnx"), form)
-            nodes = [f"{node.domain}::{node.op_type}" for node in onnx_ir.load(found.path).graph if node.domain in NODES]
-            compared = compare(before, with_ours(found.path) if nodes else found.path, 0)
+            report = mx_driving.onnx.fuse(before, Path(folder, f"{form}.onnx"), form)
+            nodes = [f"{node.domain}::{node.op_type}" for node in onnx_ir.load(report.path).graph if node.domain in NODES]
+            compared = compare(before, with_ours(report.path) if nodes else report.path, 0)
             yield {
                 "library": f"{exporter.distribution} {importlib.metadata.version(exporter.distribution)}",
                 "model": exporter.model,
                 "form": form,
-                "replaced": len(found.replaced),
-                "left": len(found.left),
+                "replaced": len(report.replaced),
+                "left": len(report.left),
                 "written": f"{len(nodes)} of {nodes[0]}" if nodes else "standard operators",
                 "difference": f"{compared.difference:.0e}",
                 "off": compared.off,

@@ -16,17 +16,17 @@ from mx_driving._operator.description import OPERATORS
 def compile_form(form: Callable[..., Tensor], operator: str, args: Args) -> Callable[..., Tensor]:
     """What belongs to the whole model, such as its index tables, never changes: people let the compiler see constants."""
     shared = OPERATORS[operator].shared
-    given = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in shared]
+    indices = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in shared]
 
     def of_given(*tensors: Tensor) -> Tensor:
         whole: list[Any] = list(args)
-        for i, t in zip(given, tensors, strict=True):
+        for i, t in zip(indices, tensors, strict=True):
             whole[i] = t
         return form(*whole)
 
     torch.compiler.reset()
     core = torch.compile(of_given)
-    return lambda *args: core(*(args[i] for i in given))
+    return lambda *args: core(*(args[i] for i in indices))
 
 
 def peers(workload: Workload, args: Args) -> dict[str, Rival]:

@@ -53,17 +53,17 @@ def traits(workload: Workload, seconds: float) -> dict[str, tuple[str, ...]]:
     """Figure -> (forward, backward), of memory also forward + backward."""
     threads = torch.get_num_threads()
     own = _calls(workload, workload.inputs("float32"))
-    found = {}
+    rows = {}
     for dtype in ("bfloat16", "float16"):
         shorter = _calls(workload, workload.inputs(dtype))
-        found[f"{dtype} / float32, time"] = _figures(_ratio({"16": shorter[way], "32": own[way]}, seconds) for way in TIMED)
+        rows[f"{dtype} / float32, time"] = _figures(_ratio({"16": shorter[way], "32": own[way]}, seconds) for way in TIMED)
     both = [{"1": _with_threads(1, own[way]), "2": _with_threads(2, own[way])} for way in TIMED]
-    found["1 thread / 2 threads, time"] = _figures(_ratio(calls, seconds) for calls in both)
+    rows["1 thread / 2 threads, time"] = _figures(_ratio(calls, seconds) for calls in both)
     torch.set_num_threads(threads)
     dtypes = ("float32", "bfloat16")
     for dtype, shares in zip(dtypes, extra_memory(workload, dtypes), strict=True):
-        found[f"{dtype}, scratch memory / value"] = _figures(shares.values(), ".1%")
-    return found
+        rows[f"{dtype}, scratch memory / value"] = _figures(shares.values(), ".1%")
+    return rows
 
 
 def _figures(numbers: Iterable[float], form: str = ".2f") -> tuple[str, ...]:

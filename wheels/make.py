@@ -35,8 +35,8 @@ class Platform(NamedTuple):
     @property
     def wheel(self) -> pathlib.Path:
         """The file in dist; there is one, because a build empties dist first."""
-        (found,) = DIST.glob(f"*-py3-none-{self.tag}.whl")
-        return found
+        (wheel,) = DIST.glob(f"*-py3-none-{self.tag}.whl")
+        return wheel
 
 
 # Those for which torch 2.6 and later has wheels: none for musl, for Macs with Intel processors, for Windows on ARM
@@ -102,10 +102,10 @@ def build_all(names: list[str]) -> None:
 
 
 def the_sdist() -> pathlib.Path:
-    found = list(DIST.glob("*.tar.gz"))
-    if len(found) != 1:
-        raise SystemExit(f"make.py: {DIST} must hold one sdist, of a build before; got {len(found)}")
-    return found[0]
+    sdists = list(DIST.glob("*.tar.gz"))
+    if len(sdists) != 1:
+        raise SystemExit(f"make.py: {DIST} must hold one sdist, of a build before; got {len(sdists)}")
+    return sdists[0]
 
 
 def build_again(names: list[str]) -> None:

@@ -39,9 +39,9 @@ def runtimes_of(wheel: str) -> list[Component]:
     """What Zig links into a library: macOS brings the unwinder itself, Windows has mingw-w64's startup code."""
     llvm, version = "Apache-2.0 WITH LLVM-exception", runtime_version()
     names = ["compiler-rt", "libc++", "libc++abi"] + ([] if "macosx" in wheel else ["libunwind"])
-    found = [component(name, version, ComponentType.LIBRARY, llvm, scope=ComponentScope.REQUIRED) for name in names]
+    components = [component(name, version, ComponentType.LIBRARY, llvm, scope=ComponentScope.REQUIRED) for name in names]
     mingw = [component("mingw-w64", None, ComponentType.LIBRARY, "ZPL-2.1", scope=ComponentScope.REQUIRED)]
-    return found + (mingw if "win_" in wheel else [])
+    return components + (mingw if "win_" in wheel else [])
 
 
 def component(name: str, version: str | None, kind: ComponentType, license_: str, **more: object) -> Component:
@@ -69,7 +69,7 @@ def place_of(wheel: pathlib.Path) -> tuple[str, str]:
 
 def add_bill(wheel: pathlib.Path, epoch: int) -> None:
     """Writes the wheel again with its bill, and with a RECORD that names it. Times are `epoch`."""
-    place, text = place_of(wheel)
+    path, text = place_of(wheel)
     metadata = email.message_from_string(text)
     os.environ["SOURCE_DATE_EPOCH"] = str(epoch)  # WheelFile's own files, such as RECORD
     bill = bill_of(wheel.name, metadata["Name"], metadata["Version"], metadata["License-Expression"], epoch)
@@ -79,7 +79,7 @@ def add_bill(wheel: pathlib.Path, epoch: int) -> None:
         for item in old.infolist():
             if not item.filename.endswith("/RECORD"):
                 new.writestr(item, old.read(item))
-        bill_item = zipfile.ZipInfo(place, old.infolist()[0].date_time)
+        bill_item = zipfile.ZipInfo(path, old.infolist()[0].date_time)
         bill_item.external_attr, bill_item.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
         new.writestr(bill_item, bill)
     (folder / wheel.name).replace(wheel)
@@ -88,14 +88,14 @@ def add_bill(wheel: pathlib.Path, epoch: int) -> None:
 
 def check_bill(wheel: pathlib.Path) -> str:
     """What the wheel's bill lists."""
-    place, _ = place_of(wheel)
+    path, _ = place_of(wheel)
     with zipfile.ZipFile(wheel) as archive:
-        if place not in archive.namelist():
-            raise SystemExit(f"sbom.py: {wheel.name} must hold {place}; it does not")
-        bill = archive.read(place).decode()
-        record = archive.read(place.split("/")[0] + "/RECORD").decode()
-    if place not in record:
-        raise SystemExit(f"sbom.py: RECORD must name {place}")
+        if path not in archive.namelist():
+            raise SystemExit(f"sbom.py: {wheel.name} must hold {path}; it does not")
+        bill = archive.read(path).decode()
+        record = archive.read(path.split("/")[0] + "/RECORD").decode()
+    if path not in record:
+        raise SystemExit(f"sbom.py: RECORD must name {path}")
     if errors := JsonStrictValidator(SCHEMA).validate_str(bill):
-        raise SystemExit(f"sbom.py: {place} must be CycloneDX {SCHEMA.to_version()}; {errors}")
+        raise SystemExit(f"sbom.py: {path} must be CycloneDX {SCHEMA.to_version()}; {errors}")
     return "SBOM: " + ", ".join(part["name"] for part in json.loads(bill)["components"])

@@ -70,8 +70,8 @@ def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) 
 def _rows(value: Tensor, row: Tensor, inside: Tensor) -> Tensor:
     """value [n, num_keys, c], row and inside [n, ...] -> [n, ..., c], zero where not inside."""
     flat = row.flatten(1)
-    found = value.gather(1, flat[..., None].expand(-1, -1, value.shape[-1]))
-    return torch.where(inside[..., None], found.unflatten(1, row.shape[1:]), 0)
+    rows = value.gather(1, flat[..., None].expand(-1, -1, value.shape[-1]))
+    return torch.where(inside[..., None], rows.unflatten(1, row.shape[1:]), 0)
 
 
 def _add_rows(value: Tensor, row: Tensor, inside: Tensor, terms: Tensor) -> Tensor:
@@ -162,10 +162,10 @@ def _unhead(t: Tensor, bs: int) -> Tensor:
 
 
 def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> tuple[Tensor, ...]:
-    """Each gradient in its input's shape and dtype, contiguous; an empty tensor if it is not wanted."""
+    """Each gradient in its input's shape and dtype, contiguous; an empty tensor if it is not needed."""
     return tuple(
-        g.reshape(t.shape).to(t.dtype).contiguous() if wanted else t.new_empty(0)
-        for g, t, wanted in zip(gradients, inputs, output_mask, strict=True)
+        g.reshape(t.shape).to(t.dtype).contiguous() if needed else t.new_empty(0)
+        for g, t, needed in zip(gradients, inputs, output_mask, strict=True)
     )
 
 
@@ -335,7 +335,7 @@ def bev_pool_v3_backward(
     """Gradients of feat and depth."""
     dtype, cells = _compute_dtype(feat, depth), bs * d * h * w
     grad_feat, grad_depth = (
-        t.new_zeros(t.shape if wanted else 0, dtype=dtype) for t, wanted in zip((feat, depth), output_mask, strict=True)
+        t.new_zeros(t.shape if needed else 0, dtype=dtype) for t, needed in zip((feat, depth), output_mask, strict=True)
     )
     if feat.shape[0] and depth.shape[0] and cells:
         (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (feat.shape[0], depth.shape[0], cells))

@@ -38,7 +38,9 @@ def _explain(error: Any) -> str:
     if kind == "MissingParameter":
         return f"{name} must be given; got none"
     if kind == "NoSuchOption":
-        return f"an option must be one of {', '.join(_options(error.ctx))}; got {name}"
+        params = error.ctx.command.get_params(error.ctx)
+        options = [option for param in params for option in param.opts if option.startswith("-")]
+        return f"an option must be one of {', '.join(options)}; got {name}"
     if kind == "BadOptionUsage":
         return f"{name} must have a value; got none" if "requires" in message else f"{name} must have no value; got one"
     if unknown := re.fullmatch(r"No such command '(.*)'\.", message):
@@ -47,8 +49,3 @@ def _explain(error: Any) -> str:
         arguments = [param.name for param in error.ctx.command.params if param.param_type_name == "argument"]
         return f"the command must have no arguments{' but ' if arguments else ''}{', '.join(arguments)}; got {extra[1]}, too"
     return f"the command line must be as --help says; got: {' '.join(message.split())}"
-
-
-def _options(context: Any) -> list[str]:
-    params = context.command.get_params(context)
-    return [name for param in params for name in param.opts if name.startswith("-")]
