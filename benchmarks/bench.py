@@ -30,7 +30,7 @@ from mx_driving._measure.report import OURS, Row
 from mx_driving._measure.timing import Call
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 from mx_driving._operator.description import OPERATORS
-from mx_driving.cli.options import DTypes, OnlyWorkloads, Seconds, Threads, use_threads
+from mx_driving.cli.options import Csv, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
 
 
 def calls_of_floor(operator: str, args: Args, dtype: str, head_major: bool) -> dict[str, Call]:
@@ -74,7 +74,7 @@ def bench(
         bool, typer.Option("--peers", help="Also plain torch under torch.compile, and other packages where installed.")
     ] = False,
     seconds: Seconds = 3.0,
-    out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
+    out: Csv = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows to this file.")] = None,
     compare: Annotated[
         Path | None,

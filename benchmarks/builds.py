@@ -12,7 +12,6 @@ import ctypes
 import shutil
 import tempfile
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
 
@@ -24,10 +23,12 @@ from rich.table import Table
 
 import mx_driving  # noqa: F401  registers the operators
 from mx_driving import _backends, config
+from mx_driving._cli_support.problems import matching
 from mx_driving._cli_support.start import start
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import WORKLOADS, Workload
 from mx_driving._operator.description import OPERATORS
+from mx_driving.cli.options import OnlyWorkloads, Seconds, Threads, use_threads
 
 
 def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:
@@ -61,15 +62,15 @@ def calls(workload: Workload):
 
 def main(
     libraries: Annotated[list[Path] | None, typer.Argument(help="libmx_driving.so of each build.", exists=True)] = None,
-    workload: Annotated[str, typer.Option(help="Only rows whose name matches.")] = "*",
+    only: OnlyWorkloads = None,
     copies: Annotated[int, typer.Option(help="How often each library is loaded.")] = 4,
-    threads: Annotated[int, typer.Option(help="Threads; 0: as many as torch uses.")] = 1,
-    seconds: Annotated[float, typer.Option(help="Measure each row about this long.")] = 3.0,
+    threads: Threads = 1,
+    seconds: Seconds = 3.0,
 ) -> None:
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     builds = libraries or [config.library_path()]
-    chosen = [w for w in WORKLOADS if fnmatch(w.name.lower(), workload.lower())]
+    names = matching("--only", only, [w.name for w in WORKLOADS])
+    chosen = [w for w in WORKLOADS if w.name in names]
     table = Table("workload", "call", *(f"{build.parent.name}/{build.name}" for build in builds))
     with tempfile.TemporaryDirectory() as folder:
         loaded = {f"{b} {c}": load(builds[b], Path(folder), b * copies + c) for b in range(len(builds)) for c in range(copies)}

@@ -35,6 +35,7 @@ from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
 from mx_driving._operator.description import OPERATORS
 from mx_driving._operator.rules import first_line
+from mx_driving.cli.options import Csv, Only, Seconds, Threads, use_threads
 
 Tensors = tuple[torch.Tensor, ...]
 SIZES = ("Deformable-DETR decoder, 300 queries", "Sparse4D v3", "MapTR nano")
@@ -287,15 +288,15 @@ def measured(workload: Workload, runtimes: list[Runtime], seconds: float) -> Ite
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only rows whose workload matches; may be repeated.")] = None,
+    only: Only = None,
     runtime: Annotated[list[str] | None, typer.Option(help="Only runtimes whose name matches; may be repeated.")] = None,
-    seconds: Annotated[float, typer.Option(help="Measure each workload about this long.")] = 12.0,
-    threads: Annotated[int, typer.Option(help="Where there are few, idle threads of one library slow the other.")] = 1,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    seconds: Seconds = 12.0,
+    threads: Threads = 1,  # idle threads of one library slow the others
+    csv: Csv = None,
 ) -> None:
     workloads = matching("--only", only, [w.name for w in ROWS])
     names = matching("--runtime", runtime, [r.name for r in RUNTIMES])
-    torch.set_num_threads(threads)
+    use_threads(threads)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     console = Console()

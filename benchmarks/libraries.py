@@ -29,7 +29,7 @@ import models
 import torch
 import torchvision_names
 import typer
-from models import Subject, make_sensitive, photograph
+from models import Gradients, Height, Subject, Width, make_sensitive, photograph
 from torch import Tensor
 
 import mx_driving.onnx
@@ -37,6 +37,7 @@ from mx_driving._cli_support.problems import matching, need
 from mx_driving._cli_support.start import start
 from mx_driving._measure import onnx_files
 from mx_driving._operator.rules import first_line
+from mx_driving.cli.options import Csv, Only, Seconds
 
 Build = Callable[[int, int], Subject]  # from the height and width of the photograph
 
@@ -283,13 +284,13 @@ def row(library: Library, name: str, subject: Subject, seconds: float, gradients
 
 def main(
     library: Annotated[list[str], typer.Argument(help=f"Libraries: {', '.join(LIBRARIES)}.")],
-    only: Annotated[list[str] | None, typer.Option(help="Only models whose name matches; may be repeated.")] = None,
-    height: Annotated[int, typer.Option(min=1, help="Height of the photograph in pixels.")] = 480,
-    width: Annotated[int, typer.Option(min=1, help="Width of the photograph in pixels.")] = 640,
-    seconds: Annotated[float, typer.Option(min=0, help="Time each model about this long.")] = 4.0,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too, which takes longer than the times.")] = False,
+    only: Only = None,
+    height: Height = 480,
+    width: Width = 640,
+    seconds: Seconds = 4.0,
+    gradients: Gradients = False,
     onnx: Annotated[bool, typer.Option(help="Export each patched model and run it in onnxruntime.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file, anew after each model.")] = None,
+    csv: Csv = None,
 ) -> None:
     if importlib.util.find_spec("torchvision"):
         torchvision_names.declare()

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
 import mx_driving
@@ -217,6 +218,9 @@ def compare(subject: Subject) -> tuple[float, float]:
 
 
 Run = Callable[[], Any]
+Height = Annotated[int, typer.Option(min=1, help="Height of the photograph in pixels.")]
+Width = Annotated[int, typer.Option(min=1, help="Width of the photograph in pixels.")]
+Gradients = Annotated[bool, typer.Option("--gradients", help="Compare gradients too, which takes longer than the times.")]
 
 
 @torch.no_grad()

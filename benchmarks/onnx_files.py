@@ -32,6 +32,7 @@ import mx_driving.onnx
 from mx_driving._cli_support.problems import matching
 from mx_driving._cli_support.start import start
 from mx_driving._measure import onnx_files
+from mx_driving.cli.options import Csv, Only, Seconds, Threads, use_threads
 from mx_driving.onnx._forms import NODES
 from mx_driving.onnx._save import with_ours
 
@@ -195,14 +196,14 @@ def rows_of_forms(exporter: Exporter, side: int) -> Iterator[dict[str, Any]]:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only models whose name matches; may be repeated.")] = None,
+    only: Only = None,
     side: Annotated[int, typer.Option(help="Height and width of the picture.")] = 640,
-    seconds: Annotated[float, typer.Option(help="Time each pair of files about this long.")] = 30.0,
-    threads: Annotated[int, typer.Option(help="Threads of onnxruntime.")] = 1,
+    seconds: Seconds = 30.0,
+    threads: Threads = 1,
     forms: Annotated[bool, typer.Option("--forms", help="Compare what each form writes; measure no times.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file, anew after each model.")] = None,
+    csv: Csv = None,
 ) -> None:
-    torch.set_num_threads(threads)
+    use_threads(threads)
     torchvision_names.declare()
     names = matching("--only", only, [exporter.model for exporter in EXPORTERS])
     chosen = [exporter for exporter in EXPORTERS if exporter.model in names]

@@ -9,60 +9,49 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
+import models
 import torch
 import typer
-from models import (
-    Subject,
-    before_and_after,
-    build,
-    carriers,
-    compare,
-    need_transformers,
-    output_difference,
-    print_rows,
-    time_parts,
-)
 
 from mx_driving._cli_support.files import writable
 from mx_driving._cli_support.problems import matching
 from mx_driving._cli_support.start import start
 from mx_driving._measure.report import Row, machine
-from mx_driving.cli.options import Only, Seconds, Threads, one_of, use_threads
+from mx_driving.cli.options import Csv, Only, Seconds, Threads, one_of, use_threads
 
 MODES = ("float32", "autocast", "bfloat16")
 
 
-def cast(subject: Subject) -> None:
+def cast(subject: models.Subject) -> None:
     subject.model.bfloat16()
     subject.inputs = {n: t.bfloat16() if t.is_floating_point() else t for n, t in subject.inputs.items()}
 
 
-def rows_of_modes(subject: Subject, modes: list[str], seconds: float) -> Iterator[Row]:
+def rows_of_modes(subject: models.Subject, modes: list[str], seconds: float) -> Iterator[Row]:
     """Yield the medians of a whole model before and after, in each mode. The model stays in bfloat16, the last mode."""
     for mode in sorted(modes, key=lambda mode: mode == "bfloat16"):
         if mode == "bfloat16":
             cast(subject)
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-            before, after, _ = before_and_after(subject, seconds)
+            before, after, _ = models.before_and_after(subject, seconds)
         times = {"before s": f"{before:.3f}", "after s": f"{after:.3f}", "speed-up": f"{before / after:.2f}"}
         yield {"model": subject.name, "mode": mode, **times}
 
 
-def models(
+def main(
     only: Only = None,
-    height: Annotated[int, typer.Option(min=1, help="Height of the photograph in pixels.")] = 480,
-    width: Annotated[int, typer.Option(min=1, help="Width of the photograph in pixels.")] = 640,
+    height: models.Height = 480,
+    width: models.Width = 640,
     threads: Threads = 0,
     seconds: Seconds = 4.0,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too, which takes longer than the times.")] = False,
+    gradients: models.Gradients = False,
     mode: Annotated[
         list[str] | None,
         typer.Option(parser=one_of(*MODES), help="Time whole models alone, float32, autocast or bfloat16. May be repeated."),
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file, anew after each model.")] = None,
+    csv: Csv = None,
 ) -> None:
     """Compare and time every deformable model of the installed transformers, before and after `mx_driving.patch`.
 
@@ -71,11 +60,11 @@ def models(
     replaced alone, "modules" whole attention modules; "gain" is the one over the other. Attention modules and cores are timed
     alone, too, on the inputs that the model gives them. With --mode, times are medians in seconds of the whole model.
     """
-    need_transformers("time_models.py")
+    models.need_transformers("time_models.py")
     import transformers
 
     warnings.filterwarnings("ignore", module="transformers")
-    names = matching("--only", only, carriers())
+    names = matching("--only", only, models.carriers())
     use_threads(threads)
     if csv:
         writable("--csv", csv)
@@ -83,17 +72,17 @@ def models(
 
     def rows() -> Iterator[Row]:
         for name in names:
-            subject = build(name, height, width)
+            subject = models.build(name, height, width)
             if mode:
                 yield from rows_of_modes(subject, mode, seconds)
                 continue
-            difference, off = output_difference(subject)
+            difference, off = models.output_difference(subject)
             if gradients:
-                difference = max(difference, compare(subject)[1])
-            yield {"model": name, "difference": f"{difference:.0e}", "off": off, **time_parts(subject, seconds)}
+                difference = max(difference, models.compare(subject)[1])
+            yield {"model": name, "difference": f"{difference:.0e}", "off": off, **models.time_parts(subject, seconds)}
 
-    print_rows(rows(), csv, f"transformers {transformers.__version__}", f"{height} x {width}", "random weights")
+    models.print_rows(rows(), csv, f"transformers {transformers.__version__}", f"{height} x {width}", "random weights")
 
 
 if __name__ == "__main__":
-    start("time_models.py", models)
+    start("time_models.py", main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ from .._measure import report
 from .._measure.report import Row
 from .._measure.speed import measure
 from .._measure.workloads import WORKLOADS
-from .options import DTypes, OnlyWorkloads, Seconds, Threads, use_threads
+from .options import Csv, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
 
 
 def bench(
@@ -22,7 +21,7 @@ def bench(
     dtype: DTypes = None,
     threads: Threads = 0,
     seconds: Seconds = 3.0,
-    out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
+    out: Csv = None,
     names: Annotated[bool, typer.Option("--list", help="Print the workloads' names and stop.")] = False,
 ) -> None:
     """Measure the operators on the workloads of known models, beside plain torch.

@@ -49,6 +49,7 @@ _THREADS, _COUNT = "Threads; 0: as many as torch uses.", "a whole number from 0 
 Threads = Annotated[int, typer.Option("--threads", metavar="N", parser=_number(int, _COUNT, 4096), help=_THREADS)]
 Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of all inputs of the file by name; else random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")]
 _SECONDS, _TIME = "Measure each comparison about this long.", "a number of 0 or more"
 Seconds = Annotated[float, typer.Option("--seconds", metavar="N", parser=_number(float, _TIME), help=_SECONDS)]
 

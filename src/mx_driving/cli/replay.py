@@ -11,7 +11,7 @@ from rich.markup import escape
 from .._cli_support.files import writable
 from .._cli_support.problems import Problem, matching, ruled
 from .._cli_support.show import open_console, print_json, say, show
-from .options import Json, Threads, use_threads
+from .options import Csv, Json, Threads, use_threads
 
 
 def replay(
@@ -20,7 +20,7 @@ def replay(
         list[str] | None, typer.Option("--call", help="Only calls whose name matches, e.g. `'*000012'`; may be repeated.")
     ] = None,
     threads: Threads = 0,
-    out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
+    out: Csv = None,
     as_json: Json = False,
 ) -> None:
     """Check recorded calls of the operators against float64.
