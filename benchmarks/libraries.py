@@ -36,6 +36,7 @@ import mx_driving.onnx
 from mx_driving._cli_support.problems import matching, need
 from mx_driving._cli_support.start import start
 from mx_driving._measure import onnx_files
+from mx_driving._measure.differences import queries_off
 from mx_driving._operator.rules import first_line
 from mx_driving.cli.options import Csv, Only, Seconds
 
@@ -242,7 +243,7 @@ def _queries_off(whole: torch.nn.Module, picture: Tensor) -> tuple[int, int]:
     with silent():
         ours = _in_onnxruntime(whole, picture)
     named = [{str(index): out for index, out in enumerate(outputs)} for outputs in (ours, whole(picture))]
-    off = models.queries_off(*named)
+    off = queries_off(*named)
     return int(off.sum()), len(off)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 import mx_driving
 from mx_driving._cli_support.problems import Problem, need
 from mx_driving._measure import plain, report
-from mx_driving._measure.differences import largest, queries_off
+from mx_driving._measure.differences import difference_beside_ties, largest
 from mx_driving._measure.report import Row
 from mx_driving._measure.timing import interleaved
 
@@ -308,6 +308,4 @@ def output_difference(subject: Subject) -> tuple[float, int]:
     theirs = subject.forward()
     with mx_driving.patched(subject.model):
         ours = subject.forward()
-    off = queries_off(ours, theirs)
-    kept = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
-    return (largest(*kept) if not off.all() else float("inf")), int(off.sum())
+    return difference_beside_ties(ours, theirs)

@@ -33,3 +33,10 @@ def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
         scale = float(out[out.isfinite()].abs().max())
         off |= ((ours[name] - out)[0].reshape(len(off), -1) / scale).nan_to_num().abs().amax(1) > 1e-3
     return off
+
+
+def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, int]:
+    """Return the largest difference in queries that are not off, and how many queries are off."""
+    off = queries_off(ours, theirs)
+    kept = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
+    return (largest(*kept) if not off.all() else math.inf), int(off.sum())

@@ -14,7 +14,7 @@ import torch
 import mx_driving.onnx
 
 from .._cli_support.problems import Problem
-from .differences import largest, queries_off
+from .differences import difference_beside_ties, largest
 from .timing import interleaved
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -121,9 +121,7 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     if len({out.shape[:2] for out in theirs.values()}) > 1 or all(out.dim() < 3 for out in theirs.values()):
         return largest(ours, theirs), 0
     theirs, ours = ({name: out.reshape(*out.shape[:2], -1) for name, out in outs.items()} for outs in (theirs, ours))
-    off = queries_off(ours, theirs)
-    kept = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
-    return (largest(*kept) if not off.all() else float("inf")), int(off.sum())
+    return difference_beside_ties(ours, theirs)
 
 
 def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = None) -> Compared:

@@ -99,12 +99,10 @@ def shapes(sizes: dict[str, int], **inputs: tuple[Tensor, str]) -> dict[str, int
 
 
 def _fits(axis: str, size: int, sizes: dict[str, int]) -> bool:
-    if axis in sizes:
-        return size == sizes[axis]
-    least, _, more = axis.partition(" or ")
-    if more == "more":
-        return size >= int(least)
-    return not least.isdigit() or size == int(least) or (more.isdigit() and size == int(more))
+    if not axis[0].isdigit():
+        return size == sizes.get(axis, size)
+    numbers = axis.split(" or ")
+    return size >= int(numbers[0]) if numbers[-1] == "more" else any(size == int(number) for number in numbers)
 
 
 def mask(name: str, t: Tensor) -> None:
