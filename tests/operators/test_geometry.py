@@ -86,22 +86,6 @@ def test_ranks_lift_as_a_loop_does():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_locations_are_those_of_the_operator_with_logits(cameras):
-    """One camera, one point, one scale: the softmax of one logit is 1, so both operators give the same row."""
-    projection = geometry.projection_matrix(*cameras).float()
-    points = torch.randn(1, 6, 1, 3, generator=torch.Generator().manual_seed(3)) * 4
-    maps, shapes = torch.randn(1, 4 * 12, 8), torch.tensor([[[3, 4]]] * 4)
-    starts = torch.arange(4)[:, None] * 12
-    size = torch.tensor([80.0, 60.0])
-    locations, _ = geometry.image_locations(points, projection, size)
-    bare = mx_driving.deformable_aggregation(maps, shapes, starts, locations, torch.full((1, 6, 1, 4, 1, 1), 0.25))
-    logits = torch.zeros(1, 6, 4, 1, 1, 1)
-    sizes = size.expand(1, 4, 2).contiguous()
-    whole = mx_driving.deformable_aggregation_with_logits(maps, shapes, starts, points, projection[None], logits, sizes)
-    assert bare.abs().max() > 0
-    torch.testing.assert_close(bare, whole, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -155,12 +155,6 @@ def test_releases_have_limits_of_their_own(make, refusing, sentence, release):
     assert limits.current() == "26.2"
 
 
-def test_limits_are_rows_of_known_releases_and_documents():
-    for limit in limits.LIMITS:
-        assert limits.RELEASES.index(limit.first) <= limits.RELEASES.index(limit.last)
-        assert re.fullmatch(rf"docs/(zh/)?api/context/{limit.operator}\.md", limit.document)
-
-
 @pytest.mark.parametrize("release", ["7.4", "", 26.2, None])
 def test_a_release_that_is_not_known_is_refused(release):
     with pytest.raises(ValueError) as refused, mx_driving.atlas_limits(release):
