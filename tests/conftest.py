@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -120,6 +121,24 @@ def mx(monkeypatch, capsys):
             sys.exit(main())
         said = capsys.readouterr()
         return stop.value.code or 0, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys, tmp_path):
+    """Run an example that refuses its options: it says a sentence on standard error, ends with status 1 and writes nothing."""
+
+    def run(program, *options):
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, options)])
+        with pytest.raises(SystemExit) as stop:
+            program.main()
+        said = capsys.readouterr().err
+        assert stop.value.code == 1
+        assert re.fullmatch(f"{program.__name__}.py: .*\n", said), said
+        assert sorted(tmp_path.rglob("*")) == before
+        return said
 
     return run
 

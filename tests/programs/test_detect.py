@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 
@@ -21,20 +22,8 @@ def detect():
 
 
 @pytest.fixture
-def refused(detect, monkeypatch, capsys, tmp_path):
-    """What the example says on standard error: a sentence, with status 1, and no picture."""
-
-    def run(*options: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["detect.py", "--out", str(tmp_path / "seen.png"), *options])
-        with pytest.raises(SystemExit) as stop:
-            detect.main()
-        said = capsys.readouterr().err
-        assert stop.value.code == 1
-        assert re.fullmatch("detect.py: .*\n", said), said
-        assert not (tmp_path / "seen.png").exists()
-        return said
-
-    return run
+def refused(refusal, detect, tmp_path):
+    return functools.partial(refusal, detect, "--out", tmp_path / "seen.png")
 
 
 @pytest.fixture

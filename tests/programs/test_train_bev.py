@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import os
 import pathlib
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -97,30 +97,14 @@ def test_two_processes_follow_the_curve_of_one(folder):
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys, tmp_path):
-    """What the example says on standard error: a sentence, with status 1. It renders and makes nothing."""
-
-    def run(*options, out: str = "runs/bev") -> str:
-        def render(*args):
-            raise AssertionError("the work was begun")
-
-        monkeypatch.setattr(train_bev, "render", render)
-        before = sorted(tmp_path.rglob("*"))
-        monkeypatch.setattr(sys, "argv", ["train_bev.py", "--out", str(tmp_path / out), *map(str, options)])
-        with pytest.raises(SystemExit) as stop:
-            train_bev.main()
-        said = capsys.readouterr().err
-        assert stop.value.code == 1
-        assert re.fullmatch("train_bev.py: .*\n", said), said
-        assert sorted(tmp_path.rglob("*")) == before
-        return said
-
-    return run
+def refused(refusal, monkeypatch, tmp_path):
+    monkeypatch.setattr(train_bev, "render", lambda *args: pytest.fail("the work was begun"))
+    return functools.partial(refusal, train_bev, "--out", tmp_path / "runs/bev")
 
 
 def test_a_wrong_folder_or_count_is_refused_first(refused, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "--out must be a folder; got" in refused(out="file")
+    assert "--out must be a folder; got" in refused("--out", tmp_path / "file")
     assert "the folder of --page must exist; got none" in refused("--page", "none/looks.html")
     assert "--scenes must be at least --batch=4; got 2" in refused("--scenes", 2)
     page = ("--page", tmp_path / "looks.html", "--transform", "lift")
