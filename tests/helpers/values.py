@@ -54,7 +54,7 @@ def run(
 
 
 def covering(
-    name: str, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of: Callable[[Any], str] = str, start: str = ""
+    name: str, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of: Callable[[Any], str] = str, start: Any = ""
 ) -> Any:
     """Marks a test of (implementation, item, dtype): each item with each dtype on the best native implementation and on a GPU,
     and with one dtype in turn on every other one. test_plan.py and `make compare` compare instruction sets with each other. The

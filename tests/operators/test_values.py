@@ -104,10 +104,11 @@ def test_strides(implementation, operator, dtype, how):
     compare(implementation, operator, changed, strided(cases.grad_for(operator, args).to(dtype), how))
 
 
-@covering("operator", EVERY, [torch.float32, torch.bfloat16])  # read in place, and copied to be computed with
+# read in place, and copied to be computed with
+@covering("operator", EVERY, [torch.float32, torch.bfloat16], start=("native", "triton"))
 @pytest.mark.usefixtures("same_bits")
 def test_one_element_stands_for_many(implementation, operator, dtype):
-    """Along each axis of each input but value: the same bits as of a copy."""
+    """Along each axis of each input but value: the same bits as of a copy. The reference is torch's own operations."""
     args = first(operator, implementation, dtype)
     grad = cases.grad_for(operator, args).to(dtype)
     for place, a in [(i, a) for i, a in enumerate(args) if i and cases.is_floating(a)]:
