@@ -755,14 +755,15 @@ def _number(text: str) -> float | str:
 
 def _explain(message: str) -> str:
     """Return a sentence for an error of argparse."""
-    option, _, fact = message.removeprefix("argument ").partition(": ")
+    option, _, fact = message.partition(": ")
+    option = option.split()[-1]
     if "expected one argument" in fact:
         return f"{option} must have a value; got none"
     if "ignored explicit argument" in fact:
         return f"{option} must have no value; got one"
-    if option == "unrecognized arguments":
+    if option == "arguments":
         return f"an option must be one that --help lists; got {fact}"
-    return "program must be given; got none" if option == "the following arguments are required" else message
+    return "program must be given; got none" if option == "required" else message
 
 
 def main(command: str = "record.py", words: list[str] | None = None) -> None:
