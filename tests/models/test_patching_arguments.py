@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 
 import attention_modules as libraries
 import pytest
@@ -222,22 +223,41 @@ def test_classes_that_share_a_forward_are_both_served():
     assert [operators(module, **inputs) for module in modules] == [[], []]
 
 
-class WithOptions(libraries.Paper):
-    """A factor and a switch that the trial leaves at their defaults."""
+class Factor(torch.nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
 
-    temperature, doubled = 1.0, False
+    def forward(self, x):
+        return x * self.factor
+
+
+def cool(module, logits):
+    return logits / module.cooling
+
+
+class WithOptions(libraries.Paper):
+    """Factors and a switch that the trial leaves at their defaults: its own, a layer's and a configuration's."""
+
+    temperature, cooling, doubled = 1.0, 1.0, False
     forward = make_forward(PAPER + ", input_level_start_index")
 
+    def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4):
+        super().__init__(d_model, n_levels, n_heads, n_points)
+        self.factor, self.config = Factor(), types.SimpleNamespace(scale=1.0)
+
     def logits(self, query):
-        return self.attention_weights(query) / self.temperature
+        return cool(self, self.factor(self.attention_weights(query)) / self.temperature * self.config.scale)
 
     def attend(self, **named):
         return super().attend(**named) * (lambda: 2 if self.doubled else 1)()
 
 
-@pytest.mark.parametrize(
-    ("options", "called"), [({}, WITH_LOGITS), ({"temperature": 2.0}, BARE), ({"doubled": True}, BARE)], ids=str
-)
+OPTIONS = [{"temperature": 2.0}, {"doubled": True}, {"cooling": 2.0}, {"factor": Factor(2.0)}]
+OPTIONS += [{"config": types.SimpleNamespace(scale=2.0)}]
+
+
+@pytest.mark.parametrize(("options", "called"), [({}, WITH_LOGITS), *((options, BARE) for options in OPTIONS)], ids=str)
 def test_a_module_with_other_options_than_the_tried_one_keeps_its_code(options, called):
     module = build(WithOptions)
     for name, value in options.items():

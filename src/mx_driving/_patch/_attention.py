@@ -35,14 +35,16 @@ from ._forms import (
     read_tables,
     repeat_levels,
 )
-from ._parameters import find_source, overrides
+from ._parameters import collect_attributes, find_source, overrides
 
 LEVELS = 0  # in a shape: as many as there are levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
 # attributes that forms read themselves, or that change nothing but the way
-_READ_BY_FORMS = {"batch_first", "method", "decoder_method", "offset_scale", "output_proj", "value_proj", "training"}
-_READ_BY_FORMS |= {"_fused_offset_weight", "_export", "fp16_enabled", "disable_custom_kernels"}
+_READ_BY_FORMS = {"batch_first", "method", "decoder_method", "offset_scale", "output_proj", "value_proj", "training", "dropout"}
+_READ_BY_FORMS |= {*LINEAR_LAYERS, "_fused_offset_weight", "_export", "fp16_enabled", "disable_custom_kernels"}
 _UNREADABLE = object()
+_OPTIONS = (bool, float, str, type(None))  # whole numbers are sizes
+Options = tuple[tuple[tuple[str, ...], Any], ...]  # attributes by their paths from a module, and their values
 Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, channels], logits, last sides of the weights
 
 
@@ -53,12 +55,12 @@ def has_layers(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Tried:
-    """A class whose trial agreed: the names in the code of its forward, its switches and factors by name, and of each example
-    the numbers of a reference and whether there was memory."""
+    """A class whose trial agreed: the names in the code of its forward, its switches and factors, and of each example the
+    numbers of a reference and whether there was memory."""
 
     kind: type
     names: frozenset[str]
-    options: tuple[tuple[str, Any], ...]
+    options: Options
     examples: frozenset[tuple[int, bool]]
 
 
@@ -95,7 +97,7 @@ class Attention(Form):
             return False
         reference = arguments.get("reference", arguments.get("trajectories"))
         example = isinstance(reference, Tensor) and (reference.shape[-1], arguments.get("value") is not None)
-        if example not in tried.examples or any(getattr(module, name, None) != value for name, value in tried.options):
+        if example not in tried.examples or not _has_options(module, tried.options):
             return False
         return self.usual(module, arguments)
 
@@ -131,10 +133,31 @@ class Attention(Form):
         return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
 
 
-def collect_options(module: Any, names: frozenset[str]) -> tuple[tuple[str, Any], ...]:
-    """Return the attributes that a forward's code names and that change its arithmetic in a way that no form knows."""
-    values = {name: getattr(module, name, _UNREADABLE) for name in sorted(names - _READ_BY_FORMS)}
-    return tuple((name, value) for name, value in values.items() if isinstance(value, (bool, float, str, type(None))))
+def collect_options(module: Any, names: frozenset[str]) -> Options:
+    """Return the attributes that a forward's code names and that change its arithmetic in a way that no form knows, of the
+    module and of its further layers and configurations."""
+    options: list[tuple[tuple[str, ...], Any]] = []
+    for name in sorted(names - _READ_BY_FORMS):
+        part = getattr(module, name, _UNREADABLE)
+        if isinstance(part, _OPTIONS):
+            options.append(((name,), part))
+        elif isinstance(part, torch.nn.Module):
+            words = collect_attributes(type(part), type(part).forward)
+            options += [((name, *path), value) for path, value in collect_options(part, words)]
+        elif hasattr(part, "__dict__") and not callable(part):
+            values = ((word, vars(part)[word]) for word in sorted(names & vars(part).keys()))
+            options += [((name, word), value) for word, value in values if isinstance(value, _OPTIONS)]
+    return tuple(options)
+
+
+def _has_options(module: Any, options: Options) -> bool:
+    for path, value in options:  # torch.compile reads this loop
+        part = module
+        for name in path:
+            part = getattr(part, name, None)
+        if part != value:
+            return False
+    return True
 
 
 def _get_attribute(module: Any, *names: str) -> int:

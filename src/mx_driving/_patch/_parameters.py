@@ -113,13 +113,15 @@ def list_attributes(kind: type, name: str) -> list[Any]:
 
 
 def collect_attributes(kind: type, method: Any) -> frozenset[str]:
-    """Return the names in the code of a class's method, and in that of the methods that it names."""
+    """Return the names in the code of a class's method, and in that of the methods and global functions that it names."""
     names: set[str] = set()
     waiting = [method]
     while waiting:
-        more = collect_words(waiting.pop()) - names
+        function = waiting.pop()
+        more, own = collect_words(function) - names, getattr(find_source(function), "__globals__", {})
         names |= more
         waiting += [attribute for name in more for attribute in list_attributes(kind, name)]
+        waiting += [own[name] for name in more if isinstance(own.get(name), types.FunctionType)]
     return frozenset(names)
 
 
