@@ -83,6 +83,7 @@ def arguments_of(module):
     return {"key": None, **arguments_for(module), "level_start_index": torch.tensor([0, 20])}
 
 
+CORE = core_arguments((2, 4), torch.clone, libraries.SIZES)
 DEPTH = torch.linspace(0.1, 3, libraries.KEYS, dtype=torch.float64)[:, None]
 
 
@@ -265,6 +266,39 @@ def test_a_module_with_other_options_than_the_tried_one_keeps_its_code(options, 
     answers(WithOptions, module, arguments_for(module, masked=False), called)
 
 
+class Sampler(torch.nn.Module):
+    """A core that is a layer, as that of transformers, with a switch and a method that may be another one."""
+
+    def __init__(self, scaled=False):
+        super().__init__()
+        self.scaled = scaled
+
+    def forward(
+        self, value, value_spatial_shapes, value_spatial_shapes_list, level_start_index, sampling_locations, attention_weights,
+        im2col_step,
+    ):  # fmt: skip
+        return self.finish(plain_core(value, value_spatial_shapes_list, sampling_locations, attention_weights))
+
+    def finish(self, out):
+        return 2 * out if self.scaled else out
+
+
+class Finishing(Sampler):
+    def finish(self, out):
+        return -out
+
+
+@pytest.mark.parametrize(("layer", "is_served"), [(Sampler(), True), (Sampler(True), False), (Finishing(), False)], ids=str)
+def test_a_layer_with_other_options_than_the_tried_one_keeps_its_code(layer, is_served):
+    table, (value, sizes, *rest) = torch.tensor(libraries.SIZES), CORE
+    arguments = value, table, sizes, torch.tensor([0, 20]), *rest, 64
+    expected = layer(*arguments)
+    with mx_driving.patched(library(Sampler)) as done:
+        assert done.replaced == (f"{__name__}.Sampler",)
+        assert operators(layer, *arguments) == ([BARE] if is_served else [])
+        close(layer(*arguments), expected)
+
+
 class BoxesRefused(libraries.Paper):
     """A copy that knows points alone."""
 
@@ -322,9 +356,6 @@ def test_a_module_that_reads_its_table_by_int_takes_any_numbers(dtype, called):
     arguments = arguments_for(module)
     arguments["spatial_shapes"] = arguments["spatial_shapes"].to(dtype)
     answers(ReadsByInt, module, arguments, called, (int_core,))
-
-
-CORE = core_arguments((2, 4), torch.clone, libraries.SIZES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16, torch.uint8])

@@ -35,33 +35,19 @@ from ._forms import (
     read_tables,
     repeat_levels,
 )
-from ._parameters import collect_attributes, find_source, overrides
+from ._parameters import Tried, find_source
 
 LEVELS = 0  # in a shape: as many as there are levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
 # attributes that forms read themselves, or that change nothing but the way
-_READ_BY_FORMS = {"batch_first", "method", "decoder_method", "offset_scale", "output_proj", "value_proj", "training", "dropout"}
-_READ_BY_FORMS |= {*LINEAR_LAYERS, "_fused_offset_weight", "_export", "fp16_enabled", "disable_custom_kernels"}
-_UNREADABLE = object()
-_OPTIONS = (bool, float, str, type(None))  # whole numbers are sizes
-Options = tuple[tuple[tuple[str, ...], Any], ...]  # attributes by their paths from a module, and their values
+READ_BY_FORMS = {"batch_first", "method", "decoder_method", "offset_scale", "output_proj", "value_proj", "dropout"}
+READ_BY_FORMS |= {*LINEAR_LAYERS, "_fused_offset_weight", "_export", "fp16_enabled", "disable_custom_kernels"}
 Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, channels], logits, last sides of the weights
 
 
 def has_layers(kind: type) -> bool:
     """Return whether the forward of a class calls the linear layers of deformable attention."""
     return set(find_source(vars(kind)["forward"]).__code__.co_names) >= LINEAR_LAYERS
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A class whose trial agreed: the names in the code of its forward, its switches and factors, and of each example the
-    numbers of a reference and whether there was memory."""
-
-    kind: type
-    names: frozenset[str]
-    options: Options
-    examples: frozenset[tuple[int, bool]]
 
 
 @dataclass(frozen=True)
@@ -80,6 +66,7 @@ class Attention(Form):
     layout: ValueLayout = ROWS  # of memory, which has its heads already where this is another one
     needs: frozenset[str] = frozenset(("query", "reference"))  # roles of forward's parameters
     tried: Tried | None = None
+    examples: frozenset[tuple[int, bool]] = frozenset()  # of each, the numbers of a reference and whether there was memory
     kind: str = MODULE
     reads_all = False
     roles = frozenset(
@@ -87,9 +74,7 @@ class Attention(Form):
     )
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        tried, mask = self.tried, arguments.get("mask")
-        if tried is None or (type(module) is not tried.kind and overrides(type(module), tried.kind, tried.names)):
-            return False
+        mask = arguments.get("mask")
         # some libraries multiply values by their mask, which may have other numbers, or use the fractions of their tables
         masks = mask is None or (self.masked and isinstance(mask, Tensor) and mask.dtype == torch.bool)
         shapes_and_starts = arguments.get("shapes"), arguments.get("starts")
@@ -97,7 +82,7 @@ class Attention(Form):
             return False
         reference = arguments.get("reference", arguments.get("trajectories"))
         example = isinstance(reference, Tensor) and (reference.shape[-1], arguments.get("value") is not None)
-        if example not in tried.examples or not _has_options(module, tried.options):
+        if self.tried is None or example not in self.examples or not self.tried.covers(module):
             return False
         return self.usual(module, arguments)
 
@@ -131,33 +116,6 @@ class Attention(Form):
     def reads_points_of(self, module: Any) -> bool:
         """Return whether the module keeps its number of points as the form reads it: for each level, or one for all."""
         return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
-
-
-def collect_options(module: Any, names: frozenset[str]) -> Options:
-    """Return the attributes that a forward's code names and that change its arithmetic in a way that no form knows, of the
-    module and of its further layers and configurations."""
-    options: list[tuple[tuple[str, ...], Any]] = []
-    for name in sorted(names - _READ_BY_FORMS):
-        part = getattr(module, name, _UNREADABLE)
-        if isinstance(part, _OPTIONS):
-            options.append(((name,), part))
-        elif isinstance(part, torch.nn.Module):
-            words = collect_attributes(type(part), type(part).forward)
-            options += [((name, *path), value) for path, value in collect_options(part, words)]
-        elif hasattr(part, "__dict__") and not callable(part):
-            values = ((word, vars(part)[word]) for word in sorted(names & vars(part).keys()))
-            options += [((name, word), value) for word, value in values if isinstance(value, _OPTIONS)]
-    return tuple(options)
-
-
-def _has_options(module: Any, options: Options) -> bool:
-    for path, value in options:  # torch.compile reads this loop
-        part = module
-        for name in path:
-            part = getattr(part, name, None)
-        if part != value:
-            return False
-    return True
 
 
 def _get_attribute(module: Any, *names: str) -> int:

@@ -23,7 +23,7 @@ from ..ops._other_shapes import aggregation_inputs, attention_inputs
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ..ops.npu_deformable_aggregation import deformable_aggregation
-from ._parameters import Parameters
+from ._parameters import Parameters, Tried
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 Arguments = Mapping[str, Any]  # by role where the name has one, else by name
@@ -239,6 +239,7 @@ class Core(Form):
     needs: frozenset[str] = _NEEDED
     pixels: bool = False  # locations are whole pixels, as MapTR's
     kind: str = FUNCTION
+    tried: Tried | None = None  # of a layer
 
     @property
     def reads_all(self) -> bool:  # type: ignore[override]
@@ -259,7 +260,7 @@ class Core(Form):
         tried = arguments.get("value_shape", "default") == "default" and arguments.get("method", "default") in self.methods
         tried = tried and (starts is None or is_table(starts) or self.kind == MODULE)
         whole = not self.pixels or not locations.is_floating_point()  # MapTR rounds fractions, its compiled kernel cuts them
-        return tried and whole and locations.dim() in self.axes
+        return tried and whole and locations.dim() in self.axes and (self.tried is None or self.tried.covers(module))
 
     def answer(self, module: Any, arguments: Arguments) -> Tensor:
         locations = arguments["locations"]

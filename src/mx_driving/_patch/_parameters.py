@@ -11,11 +11,17 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 STAND_IN = "mx_driving.patch"  # the file name of code that calls an operator in place of a function's own
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that reach arguments without naming them in the bytecode
+_UNREADABLE = object()
+_OPTIONS = (bool, float, str, type(None))  # whole numbers are sizes
+Options = tuple[tuple[tuple[str, ...], Any], ...]
 Binder = Callable[[tuple[Any, ...], Mapping[str, Any]], "dict[str, Any] | None"]
 
 
@@ -131,3 +137,47 @@ def overrides(derived: type, kind: type, names: frozenset[str]) -> bool:
         return True
     nearer_bases = derived.__mro__[: derived.__mro__.index(kind)]
     return any(name in vars(base) for base in nearer_bases for name in names if name[:2] != "__")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A layer whose trial agreed: its class, the names in the code of its forward, and its switches and factors there.
+
+    Attributes:
+        options: of the layer, of further layers and of configurations, each by its path from the layer.
+    """
+
+    kind: type
+    names: frozenset[str]
+    options: Options
+
+    def covers(self, layer: Any) -> bool:
+        """Return whether a layer has the code and the options that were tried."""
+        if type(layer) is not self.kind and overrides(type(layer), self.kind, self.names):
+            return False
+        for path, value in self.options:  # torch.compile reads this loop
+            part = layer
+            for name in path:
+                part = getattr(part, name, None)
+            if part != value:
+                return False
+        return True
+
+
+def describe_tried(layer: Any, forward: Any, but: frozenset[str] | set[str] = frozenset()) -> Tried:
+    """Return what was tried of a layer, without the options that a form reads itself."""
+    names = collect_attributes(type(layer), forward)
+    return Tried(type(layer), names, tuple(_list_options(layer, names - but)))
+
+
+def _list_options(layer: Any, names: frozenset[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name in sorted(names - {"training"}):
+        part = getattr(layer, name, _UNREADABLE)
+        if isinstance(part, _OPTIONS):
+            yield (name,), part
+        elif isinstance(part, torch.nn.Module):
+            words = collect_attributes(type(part), type(part).forward)
+            yield from (((name, *path), value) for path, value in _list_options(part, words))
+        elif hasattr(part, "__dict__") and not callable(part):
+            values = ((word, vars(part)[word]) for word in sorted(names & vars(part).keys()))
+            yield from (((name, word), value) for word, value in values if isinstance(value, _OPTIONS))

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import LEVELS, Attention, Tried, collect_options, get_heads, get_levels
+from ._attention import LEVELS, READ_BY_FORMS, Attention, get_heads, get_levels
 from ._forms import AUTOGRAD, FUNCTION, ROLES, ROWS, SPLIT, Arguments, Form, find_role, make_tables, map_to_roles
-from ._parameters import Parameters, collect_attributes, unwrap
+from ._parameters import Parameters, describe_tried, unwrap
 from ._pools import Pool, calls_compiled
 
 _Run = Callable[[Arguments], Any]  # of arguments by role, value in our layout
@@ -132,7 +132,7 @@ def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int
     return theirs, ours
 
 
-def _try_core(form: Form, thing: Any) -> Form:
+def _try_core(form: Any, thing: Any) -> Form:
     """Return the form if a core or a pool gives our outputs and gradients; raise where it does not."""
     function, module = (unwrap(vars(thing)["forward"]), thing()) if isinstance(thing, type) else (thing, None)
     theirs, ours = _make_runs(form, function, module, _SIZES)
@@ -146,7 +146,7 @@ def _try_core(form: Form, thing: Any) -> Form:
                 refusals.append(error)
         else:
             raise refusals[0]
-    return form
+    return form if module is None else dataclasses.replace(form, tried=describe_tried(module, function))
 
 
 def _make_core_examples(form: Any) -> Iterator[list[Arguments]]:
@@ -200,8 +200,7 @@ def _try_module(form: Attention, kind: type, built: dict[str, Any]) -> Attention
             refusals.append(error)
     if not any(has_memory for _, has_memory in examples):
         raise refusals[0]
-    names = collect_attributes(kind, function)
-    return dataclasses.replace(form, tried=Tried(kind, names, collect_options(module, names), frozenset(examples)))
+    return dataclasses.replace(form, tried=describe_tried(module, function, READ_BY_FORMS), examples=frozenset(examples))
 
 
 def _build(kind: type, constructor: Mapping[str, Any]) -> Any:
