@@ -105,7 +105,7 @@ int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num
     if (num_threads < 0) call.num_threads = threads_that_pay(call, -std::max(num_threads, -INT_MAX));
     Prepared prepared;
     PlanLists lists;
-    status = prepare(call, prepared, false);
+    status = prepare(call, prepared, nullptr);
     if (status != MXD_OK) return refuse(status, sentence_of(status, *function, call));
     text = describe(call, make_plan(call, lists));
     return MXD_OK;

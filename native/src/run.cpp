@@ -9,26 +9,57 @@
 #include "call/tables.h"
 #include "kernels/kernels.h"
 #ifdef MXD_HAVE_AVX2
-#include "processor.h"
+#include <cpuid.h>
 #endif
 
 namespace mxd {
 namespace {
 
+#ifdef MXD_HAVE_AVX2
+
+// Which instruction sets the processor and the system have: a system that does not save wide registers cannot run their
+// instructions. Not __builtin_cpu_supports: Clang 14 does not know F16C there, and Zig's runtime says no to all. `saved` has
+// bits of XCR0, the others have CPUID's.
+struct Processor {
+    uint32_t saved = 0, leaf1_c = 0, leaf7_b = 0;
+
+    Processor() {
+        uint32_t a, b, c, d;
+        if (__get_cpuid(1, &a, &b, &c, &d)) leaf1_c = c;
+        if (leaf1_c & bit_OSXSAVE) __asm__("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) leaf7_b = b;
+    }
+
+    bool avx2() const {
+        constexpr uint32_t XMM_YMM = 0x6, LEAF1 = bit_AVX | bit_FMA | bit_F16C;
+        return has(saved, XMM_YMM) && has(leaf1_c, LEAF1) && has(leaf7_b, bit_AVX2);
+    }
+    bool avx512() const {
+        constexpr uint32_t MASKS_ZMM = 0xe0, LEAF7 = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+        return avx2() && has(saved, MASKS_ZMM) && has(leaf7_b, LEAF7);
+    }
+
+  private:
+    static bool has(uint32_t bits, uint32_t all) { return (bits & all) == all; }
+};
+
+#endif
+
 struct Isa {
     const char *name;
     bool (*supported)();
     const Kernels *kernels; // by Operator
+    CopyElements *copy_elements;
 };
 
 // Best last.
 const Isa ISAS[] = {
-    {"baseline", [] { return true; }, baseline::kernels},
+    {"baseline", [] { return true; }, baseline::kernels, baseline::copy_elements},
 #ifdef MXD_HAVE_AVX2
-    {"avx2", [] { return Processor().avx2(); }, avx2::kernels},
+    {"avx2", [] { return Processor().avx2(); }, avx2::kernels, avx2::copy_elements},
 #endif
 #ifdef MXD_HAVE_AVX512
-    {"avx512", [] { return Processor().avx512(); }, avx512::kernels},
+    {"avx512", [] { return Processor().avx512(); }, avx512::kernels, avx512::copy_elements},
 #endif
 };
 
@@ -47,10 +78,11 @@ std::atomic<const Isa *> &chosen_isa() {
 int prepared_run(Call &call) {
     Prepared prepared;
     PlanLists lists;
-    const int status = prepare(call, prepared, true);
+    const Isa &isa = *chosen_isa();
+    const int status = prepare(call, prepared, isa.copy_elements);
     if (status != MXD_OK || nothing_to_do(call)) return status;
     const Plan plan = make_plan(call, lists);
-    const Kernels &kernels = chosen_isa().load()->kernels[call.op];
+    const Kernels &kernels = isa.kernels[call.op];
     return (call.backward ? kernels.backward : kernels.forward)(call, plan) ? MXD_OK : MXD_OUT_OF_MEMORY;
 }
 

@@ -19,11 +19,14 @@ bool dtype_fits(Elements elements, int64_t dtype, int64_t of_value) {
 
 bool is_present(const TensorInfo &t) { return t.shape; }
 
-bool too_many_elements(const TensorInfo &t) {
+// An axis of 0 is counted as `empty`.
+bool too_many_elements(const int64_t *begin, const int64_t *end, int64_t empty = 1) {
     double elements = 1;
-    for (int a = 0; a < t.axes; ++a) elements *= double(t.shape[a]);
+    for (const int64_t *size = begin; size < end; ++size) elements *= double(std::max(*size, empty));
     return elements >= double(TOO_MANY);
 }
+
+bool too_many_elements(const TensorInfo &t) { return too_many_elements(t.shape, t.shape + t.axes, 0); }
 
 // Learns sizes that are not known yet.
 bool shape_fits(const Argument &argument, const TensorInfo &t, AxisSizes &sizes) {
@@ -56,13 +59,6 @@ constexpr int64_t MOST_ROWS = INT32_MAX; // a bound is a row more
 
 bool rows_fit(const AxisSizes &sizes) { return std::max(sizes.of[sizes::num_keys], sizes.of[sizes::num_feat]) < MOST_ROWS; }
 
-// Whether a tensor of all axes at once would not be too large.
-bool all_are_small(const AxisSizes &sizes) {
-    double elements = 1;
-    for (int64_t size : sizes.of) elements *= double(std::max<int64_t>(size, 1));
-    return elements < double(TOO_MANY);
-}
-
 } // namespace
 
 bool fits(const Function &function, TensorInfo *tensors, int count, int64_t option, AxisSizes &sizes) {
@@ -93,7 +89,9 @@ bool fits(const Function &function, TensorInfo *tensors, int count, int64_t opti
         if (is_present(tensors[i]) && tensors[i].axes != function.arguments[i].split.count &&
             !shape_fits(function.arguments[i], tensors[i], sizes))
             return false;
-    if (!all_are_small(sizes) && std::any_of(tensors, tensors + count, too_many_elements)) return false;
+    const bool may_be_too_many = too_many_elements(sizes.of, sizes.of + sizes::COUNT); // in a tensor of all axes at once
+    for (int i = 0; may_be_too_many && i < count; ++i)
+        if (too_many_elements(tensors[i])) return false;
     return rows_fit(sizes) && groups_fit(sizes) && references_fit(option, sizes);
 }
 
@@ -229,9 +227,7 @@ List<int64_t, MOST_AXES> output_shape(const Function &function, const AxisSizes 
 }
 
 std::string fault_of_output(const List<int64_t, MOST_AXES> &shape) {
-    double elements = 1;
-    for (int64_t size : shape) elements *= double(std::max<int64_t>(size, 1));
-    if (elements < double(TOO_MANY)) return "";
+    if (!too_many_elements(shape.begin(), shape.end())) return "";
     const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
     return sentence("output", std::string("have fewer than 2**48 elements") + (empty ? ", an axis of 0 counted as 1" : ""),
                     text_of(shape.begin(), size_t(shape.count)));

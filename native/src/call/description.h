@@ -27,7 +27,7 @@ template <class T, int MOST> struct List {
     constexpr const T &operator[](int index) const { return all[index]; }
 };
 
-// Names of sizes, and where a call keeps them. A tensor's axes are laid out in this order: axes.h.
+// Names of sizes, and where a call keeps them. A tensor's axes are laid out in this order: see Axis.
 #define MXD_SIZES(SIZE)                                                                                                        \
     SIZE(bs, &Sizes::batch)                                                                                                    \
     SIZE(num_keys, &Sizes::keys)                                                                                               \
@@ -92,7 +92,7 @@ struct Argument {
     Tensor Call::*tensor = nullptr;
     List<NamedAxis, MOST_AXES> axes;  // as they are described
     List<NamedAxis, MOST_AXES> split; // as the C interface has them: both factors of a product
-    List<int, MOST_AXES> layout;      // the axes of `tensor`, which axes.h names, among `split`; -1: one element
+    List<int, MOST_AXES> layout;      // the axes of `tensor`, which Axis names, among `split`; -1: one element
 
     // `axes` or `split`, whichever has so many; null: neither.
     const List<NamedAxis, MOST_AXES> *axes_of(int number) const {

@@ -1,8 +1,6 @@
 // Makes a call from tensors, and what kernels read of it readable.
 #include "call/prepare.h"
 
-#include <cmath>
-#include <cstring>
 #include <new>
 
 #include "call/tables.h"
@@ -90,47 +88,6 @@ void forget_queries_without_samples(Call &call) {
     call.sizes.queries = call.sizes.points = 0;
 }
 
-template <class T> T loaded(const char *from) {
-    T element;
-    std::memcpy(&element, from, sizeof element);
-    return element;
-}
-
-double half_as_double(uint16_t bits) {
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const double sign = bits & 0x8000 ? -1 : 1;
-    if (exponent == 31) return fraction ? std::nan("") : sign * HUGE_VAL;
-    return sign * std::ldexp(exponent ? 1024 + fraction : fraction, (exponent ? exponent : 1) - 25);
-}
-
-double as_double(const char *from, int64_t dtype) {
-    switch (dtype) {
-    case MXD_FLOAT64: return loaded<double>(from);
-    case MXD_FLOAT16: return half_as_double(loaded<uint16_t>(from));
-    case MXD_BFLOAT16: {
-        const uint32_t bits = uint32_t(loaded<uint16_t>(from)) << 16;
-        return loaded<float>(reinterpret_cast<const char *>(&bits));
-    }
-    default: return loaded<float>(from);
-    }
-}
-
-// Copy value's elements side by side, as doubles or as they are.
-void copy_elements(const Tensor &t, bool as_doubles, char *to) {
-    const int64_t *shape = t.shape, *strides = t.strides, size = floating_size(t.dtype);
-    for (int64_t b = 0; b < shape[BATCH]; ++b)
-        for (int64_t i = 0; i < shape[KEY]; ++i)
-            for (int64_t h = 0; h < shape[HEAD]; ++h) {
-                const int64_t row = b * strides[BATCH] + i * strides[KEY] + h * strides[HEAD];
-                const char *from = static_cast<const char *>(t.data) + row * size;
-                for (int64_t c = 0; c < shape[CHANNEL]; ++c, from += strides[CHANNEL] * size, to += as_doubles ? 8 : size) {
-                    const double element = as_doubles ? as_double(from, t.dtype) : 0;
-                    std::memcpy(to, as_doubles ? reinterpret_cast<const char *>(&element) : from,
-                                size_t(as_doubles ? 8 : size));
-                }
-            }
-}
-
 // Requests huge pages for a large result that is about to be written. With small pages every 4 KB costs a page fault,
 // and each head misses the TLB again on the same pages. The request is a hint, and covers only whole huge pages inside
 // the tensor.
@@ -151,9 +108,9 @@ void prefer_huge_pages(const Tensor &t) {
 
 int read_levels(Call &call, Prepared &prepared) {
     const Sizes &n = call.sizes;
-    if (n.levels > prepared.FEW) prepared.more_levels.resize(size_t(n.levels));
-    Level *next = n.levels > prepared.FEW ? prepared.more_levels.data() : prepared.few_levels;
-    call.levels = next;
+    prepared.levels.resize(size_t(n.levels));
+    call.levels = prepared.levels.data();
+    Level *next = prepared.levels.data();
     for (int64_t camera = 0; camera < n.cameras; ++camera)
         for (int64_t scale = 0; scale < n.scales; ++scale) {
             *next = read_level(call, camera, scale);
@@ -163,7 +120,7 @@ int read_levels(Call &call, Prepared &prepared) {
 }
 
 // Copy value where kernels cannot read it as it lies.
-int make_readable(Call &call, Prepared &prepared, bool reads_value) {
+int make_readable(Call &call, Prepared &prepared, CopyElements *copy_elements) {
     Tensor &value = call.value;
     const Tensor before = value;
     bool widens = false;
@@ -174,7 +131,7 @@ int make_readable(Call &call, Prepared &prepared, bool reads_value) {
     int64_t elements = 1;
     for (int a = value.axes; a-- > 0; elements *= value.shape[a]) value.strides[a] = elements;
     if (widens) value.dtype = MXD_FLOAT64;
-    if (!reads_value) return MXD_OK;
+    if (!copy_elements) return MXD_OK;
     prepared.value.reset(new (std::nothrow) char[size_t(elements * floating_size(value.dtype))]);
     if (!prepared.value) return MXD_OUT_OF_MEMORY;
     value.data = prepared.value.get();
@@ -209,18 +166,18 @@ bool nothing_to_do(const Call &call) {
     return true;
 }
 
-int prepare(Call &call, Prepared &prepared, bool reads_value) {
+int prepare(Call &call, Prepared &prepared, CopyElements *copy_elements) {
     forget_queries_without_samples(call);
     if (query_is_too_large(call)) return MXD_OUT_OF_MEMORY;
     const int status = read_levels(call, prepared);
     if (status != MXD_OK) return status;
-    if (reads_value) {
+    if (copy_elements) {
         if (nothing_to_do(call)) return MXD_OK;
         if (!ranks_fit(call)) return MXD_BAD_RANK;
         for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights})
             prefer_huge_pages(*t);
     }
-    return make_readable(call, prepared, reads_value);
+    return make_readable(call, prepared, copy_elements);
 }
 
 } // namespace mxd

@@ -1,7 +1,6 @@
 // Phase one: handles, formats, dtypes, shapes, limits, memory.
-#include "cann/tensor.h"
-
 #include "cann/runtime.h"
+#include "cann/tensor.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -62,8 +61,18 @@ std::string text_of(const int64_t *numbers, const aclTensor &t) { return mxd::te
 void copy_tensors(Arguments &a, const std::vector<const aclTensor *> &handles) {
     for (size_t i = 0; i < handles.size(); ++i) require(handles[i], ACLNN_ERR_PARAM_NULLPTR, a.names[i], "be a tensor", "NULL");
     for (size_t i = 0; i < handles.size(); ++i)
-        if (!copy_tensor(handles[i], a.tensors[i]))
+        if (!registry<aclTensor>().copy(handles[i], a.tensors[i]))
             refuse(a, int(i), "come from aclCreateTensor and not be destroyed", "a pointer that is no tensor");
+}
+
+std::string dtype_name(aclDataType dtype) {
+    static const std::pair<aclDataType, const char *> NAMES[] = {
+        {ACL_FLOAT, "ACL_FLOAT"}, {ACL_FLOAT16, "ACL_FLOAT16"}, {ACL_BF16, "ACL_BF16"}, {ACL_INT32, "ACL_INT32"},
+        {ACL_INT64, "ACL_INT64"}, {ACL_DOUBLE, "ACL_DOUBLE"},   {ACL_INT8, "ACL_INT8"}, {ACL_INT16, "ACL_INT16"},
+        {ACL_UINT8, "ACL_UINT8"}, {ACL_BOOL, "ACL_BOOL"}};
+    for (const auto &[number, name] : NAMES)
+        if (number == dtype) return name;
+    return "aclDataType " + std::to_string(int(dtype));
 }
 
 // All floating tensors have one dtype.
@@ -104,6 +113,20 @@ void check_limits(const Arguments &a) {
     if (a.backward) refuse(a, 0, "not be given on 310P, which has no gradient", "a tensor");
     if (a.tensors.front().dtype == ACL_BF16) refuse(a, VALUE, "have dtype ACL_FLOAT or ACL_FLOAT16 on 310P", "ACL_BF16");
     for (const Limit &limit : LIMITS_OF_310P) check(limit);
+}
+
+// First and last element of a view that is not empty, counted from data. False: memory has no such addresses.
+bool find_elements(const aclTensor &t, int64_t &first, int64_t &last) {
+    first = last = t.offset;
+    int64_t elements = 1;
+    for (int a = 0; a < t.axes; ++a) {
+        int64_t reach;
+        int64_t &end = t.strides[a] < 0 ? first : last;
+        if (__builtin_mul_overflow(elements, t.shape[a], &elements) || elements > MOST_ELEMENTS) return false;
+        if (__builtin_mul_overflow(t.shape[a] - 1, t.strides[a], &reach)) return false;
+        if (__builtin_add_overflow(end, reach, &end)) return false;
+    }
+    return first >= -MOST_ELEMENTS && last < MOST_ELEMENTS;
 }
 
 // A tensor with elements has aligned memory, and its view stays inside its storage.

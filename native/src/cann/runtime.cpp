@@ -1,7 +1,9 @@
-// The runtime of the CANN-style interface: devices, memory, streams and error messages. Every device is the host, and all
-// memory is the host's.
+// The runtime of the CANN-style interface: devices, memory, streams, descriptions of tensors and error messages. Every
+// device is the host, and all memory is the host's.
 #include "cann/runtime.h"
+#include "cann/tensor.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -44,6 +46,23 @@ Shared default_stream() {
 
 void check_stream(bool is_alive) {
     check(is_alive, "stream", "come from aclrtCreateStream and not be destroyed", "a pointer that is no stream");
+}
+
+void read_axes(const char *name, const int64_t *numbers, uint64_t count, int64_t *to) {
+    require(count <= ACL_MOST_AXES, ACL_ERROR_INVALID_PARAM, name, "be at most 8", std::to_string(count));
+    require(numbers || !count, ACL_ERROR_INVALID_PARAM, name, "be 0 without numbers", std::to_string(count));
+    std::copy_n(numbers, count, to);
+}
+
+// Returns the elements of a contiguous tensor, at most MOST_ELEMENTS; 0 where a size is 0 or negative.
+int64_t set_strides(const int64_t *shape, int axes, int64_t *strides) {
+    int64_t count = 1;
+    for (int a = axes; a-- > 0;) {
+        strides[a] = count;
+        if (__builtin_mul_overflow(count, std::max<int64_t>(1, shape[a]), &count)) count = MOST_ELEMENTS;
+        count = std::min(count, MOST_ELEMENTS);
+    }
+    return std::all_of(shape, shape + axes, [](int64_t size) { return size > 0; }) ? count : 0;
 }
 
 } // namespace
@@ -151,6 +170,39 @@ aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, a
         acl::check(kind >= ACL_MEMCPY_HOST_TO_HOST && kind <= ACL_MEMCPY_DEFAULT, "kind", "be an aclrtMemcpyKind",
                    std::to_string(int(kind)));
         std::memmove(dst, src, count);
+    });
+}
+
+aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDataType dataType, const int64_t *stride,
+                           int64_t offset, aclFormat format, const int64_t *storageDims, uint64_t storageDimsNum,
+                           void *tensorData) {
+    aclTensor *made = nullptr;
+    acl::guarded([&] {
+        auto tensor = std::make_unique<aclTensor>();
+        acl::read_axes("viewDimsNum", viewDims, viewDimsNum, tensor->shape);
+        tensor->axes = int(viewDimsNum);
+        acl::set_strides(tensor->shape, tensor->axes, tensor->strides);
+        if (stride) std::copy_n(stride, viewDimsNum, tensor->strides);
+        tensor->storage = acl::UNKNOWN_STORAGE;
+        if (storageDims && storageDimsNum) {
+            int64_t storage[ACL_MOST_AXES], strides[ACL_MOST_AXES];
+            acl::read_axes("storageDimsNum", storageDims, storageDimsNum, storage);
+            tensor->storage = acl::set_strides(storage, int(storageDimsNum), strides);
+        }
+        tensor->offset = offset;
+        tensor->dtype = dataType;
+        tensor->format = format;
+        tensor->data = tensorData;
+        made = acl::registry<aclTensor>().add(std::move(tensor));
+    });
+    return made;
+}
+
+aclnnStatus aclDestroyTensor(const aclTensor *tensor) {
+    return acl::guarded([&] {
+        acl::require(tensor, ACLNN_ERR_PARAM_NULLPTR, "tensor", "be a tensor", "NULL");
+        acl::require(bool(acl::registry<aclTensor>().remove(tensor)), ACLNN_ERR_PARAM_INVALID, "tensor",
+                     "come from aclCreateTensor and be destroyed once", "a pointer that is no tensor");
     });
 }
 }

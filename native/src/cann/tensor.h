@@ -4,6 +4,7 @@
 #include "acl/acl.h"
 #include "call/check.h"
 
+#include <algorithm>
 #include <vector>
 
 constexpr int ACL_MOST_AXES = 8;
@@ -24,14 +25,7 @@ namespace acl {
 // More elements than any memory holds, yet few enough that sums of such numbers, in bytes, do not overflow.
 constexpr int64_t MOST_ELEMENTS = int64_t(1) << 47, UNKNOWN_STORAGE = MOST_ELEMENTS + 1;
 
-// Copies a live tensor. False: the handle is no live tensor.
-bool copy_tensor(const aclTensor *handle, aclTensor &to);
-
-std::string dtype_name(aclDataType dtype);
-
-bool is_empty(const aclTensor &t);
-// First and last element of a view that is not empty, counted from data. False: memory has no such addresses.
-bool find_elements(const aclTensor &t, int64_t &first, int64_t &last);
+inline bool is_empty(const aclTensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }
 
 // In the order of mxd_multi_scale_deformable_attn's arguments or of its backward's.
 struct Arguments {

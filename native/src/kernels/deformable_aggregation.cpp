@@ -9,7 +9,7 @@ namespace {
 
 // ---- forward: each anchor's rows, summed with a coefficient for each group
 
-// Items: AnchorBlocks.
+// Items: anchor_blocks.
 template <class V, class T> class Forward : AnchorWorker<V, T> {
     typedef AnchorWorker<V, T> Base;
 
@@ -19,7 +19,7 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
         : Base(job, arena), coefficients(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)) {}
 
     void operator()(int64_t item) {
-        const int64_t b = this->blocks.batch(item);
+        const int64_t b = this->blocks.range(item);
         this->each(
             b, this->blocks.begin(item), this->blocks.end(item), [](int64_t, int64_t) {},
             [&](const Bundle<T> &bundle) { serve(b, bundle); });
@@ -105,7 +105,7 @@ template <class T> class AnchorGradients {
     }
 };
 
-// Items: AnchorBlocks.
+// Items: anchor_blocks.
 template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     typedef AnchorWorker<V, T> Base;
 
@@ -116,7 +116,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
           pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, {SCALE, GROUP}), of_anchor(job, arena) {}
 
     void operator()(int64_t item) {
-        const int64_t b = this->blocks.batch(item);
+        const int64_t b = this->blocks.range(item);
         of_anchor.open(item);
         this->each(
             b, this->blocks.begin(item), this->blocks.end(item),
@@ -302,7 +302,7 @@ bool deformable_aggregation_backward(const Call &call, const Plan &plan) {
         typedef __typeof__(*t) T;
         if (!call.with_logits) return all_gradients<V, T>({call, plan});
         const Tensor &grad = call.grad_projection;
-        const int64_t totals = SoftmaxTotals<T>::bytes(call), blocks = AnchorBlocks(call).blocks;
+        const int64_t totals = SoftmaxTotals<T>::bytes(call), blocks = anchor_blocks(call).per_range;
         const Memory memory(totals + PartialSums<T>(grad, nullptr).bytes(call.sizes.batch * blocks) + 1); // never nothing
         char *const begin = memory.begin(), *const sums = grad.data ? begin + totals : nullptr;
         if (!begin || !all_gradients<V, T>({call, plan, nullptr, sums, begin})) return false;

@@ -1,7 +1,6 @@
 // Chooses whose threads a loop runs on: the runtime's, where the process has one, else our pool's.
 #include "threads/threads.h"
 
-#include "threads/event.h"
 #include "threads/openmp.h"
 #include "threads/pool.h"
 

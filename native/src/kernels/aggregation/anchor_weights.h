@@ -2,7 +2,8 @@
 // anchor, times the pair's scale.
 #pragma once
 
-#include "kernels/aggregation/blocks.h"
+#include "kernels/shared/job.h"
+#include "kernels/shared/sampling.h"
 #include "kernels/shared/softmax.h"
 
 namespace mxd::MXD_ISA {
@@ -122,6 +123,16 @@ template <class T> class GroupedSoftmax {
         });
     }
 };
+
+// With logits: while the rows of one anchor are used, those of the next are found, and the one after it is computed.
+constexpr int64_t KNOWN_ANCHORS = 3;
+
+// Of anchors; a range is a batch.
+inline Blocks anchor_blocks(const Call &call) {
+    // sums over a block must not depend on threads
+    const int64_t items = call.grad_projection.data ? 64 : 8 * (call.num_threads > 1 ? call.num_threads : 1);
+    return {call.sizes.queries, between(1, call.sizes.batch * call.sizes.queries / items, 16)};
+}
 
 // The offset of a pair in weights, logits or pair_scale; on the first scale.
 inline int64_t offset_of_pair(const Call &call, const Tensor &t, int64_t b, int64_t anchor, int64_t pair) {
@@ -288,19 +299,18 @@ template <class T> class SampleWeights {
 };
 
 // Where only the gradient of feature_maps is wanted: SoftmaxTotals, which the gradients of samples else write. Items:
-// AnchorBlocks.
+// anchor_blocks.
 template <class T> class Totals {
   public:
-    static int64_t items(const Job &job) { return job.call.sizes.batch * AnchorBlocks(job.call).blocks; }
-    Totals(const Job &job, Arena &arena) : n(job.call.sizes), blocks(job.call), weights(job, arena) {}
+    static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }
+    Totals(const Job &job, Arena &arena) : blocks(anchor_blocks(job.call)), weights(job, arena) {}
 
     void operator()(int64_t item) {
-        for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.compute(blocks.batch(item), a);
+        for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.compute(blocks.range(item), a);
     }
 
   private:
-    Sizes n;
-    AnchorBlocks blocks;
+    Blocks blocks;
     AnchorWeights<T> weights;
 };
 

@@ -11,6 +11,9 @@
 namespace mxd::MXD_ISA {
 namespace {
 
+// Samples of a bundle: all scales of a pair (point, camera) stay together.
+inline int64_t bundle_room(const Sizes &n) { return round_up(n.scales > 64 ? n.scales : 64, LANES); }
+
 constexpr int64_t WEIGHTS_AHEAD = 16;
 
 // The locations of an anchor's pairs (point, camera), as T, and the pairs that are seen, which lie strictly inside the
@@ -178,7 +181,7 @@ template <class T> struct Bundle {
 template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;
-    AnchorBlocks blocks;
+    Blocks blocks;
     AnchorReader<T> locations;
     AnchorWeights<T> weights;
     Bundle<T> bundles[2];
@@ -186,9 +189,9 @@ template <class V, class T> struct AnchorWorker {
     T *row;
     RowAddresses rows;
 
-    static int64_t items(const Job &job) { return job.call.sizes.batch * AnchorBlocks(job.call).blocks; }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }
     AnchorWorker(const Job &job, Arena &arena)
-        : call(job.call), n(call.sizes), blocks(call), locations(call, arena), weights(job, arena),
+        : call(job.call), n(call.sizes), blocks(anchor_blocks(call)), locations(call, arena), weights(job, arena),
           bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.zeros<V>(n.channels)), row(arena.take<T>(n.channels)),
           rows(arena, bundle_room(n), zeros) {}
 

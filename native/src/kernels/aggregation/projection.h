@@ -3,10 +3,14 @@
 //   location = (u, v) / max(d, 1e-5) / image_size
 #pragma once
 
-#include "kernels/aggregation/blocks.h"
+#include "kernels/shared/job.h"
+#include "kernels/shared/sampling.h"
 
 namespace mxd::MXD_ISA {
 namespace {
+
+// A pair (point, camera) is numbered point * cameras + camera.
+inline int64_t pairs_of(const Sizes &n) { return n.points * n.cameras; }
 
 template <class T> constexpr T NEAREST = T(1e-5); // what is nearer to a camera, or behind it, is taken to be this far
 

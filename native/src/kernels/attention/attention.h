@@ -12,7 +12,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Items: QueryBlocks. V: the type of value. Near: of the rows of near levels: V, or T where those are packed as computed.
+// Items: query_blocks. V: the type of value. Near: of the rows of near levels: V, or T where those are packed as computed.
 // Without SOME_FAR all levels are near.
 template <class V, class T, template <class> class Rule, bool SOME_FAR, class Near = V>
 class Forward : QueryWorker<Near, T, Rule> {
@@ -21,14 +21,14 @@ class Forward : QueryWorker<Near, T, Rule> {
   public:
     typedef Near Row;
     Forward(const Job &j, Arena &arena)
-        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
+        : Base(j, arena), job(j), blocks(query_blocks(j.call, j.packed_value != nullptr)),
           far(j.packed_value && (same_type<V, Near> || j.plan.near_as_computed)
                   ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value)
                   : FarRows{}),
           sum(arena.take<T>(this->n.channels)) {}
 
     void operator()(int64_t item) {
-        const int64_t b = blocks.batch(item), h = blocks.head(item);
+        const int64_t b = blocks.range(item) / this->n.heads, h = blocks.range(item) % this->n.heads;
         const Tensor &output = this->call.output;
         const bool side_by_side = output.strides[CHANNEL] == 1;
         // Value may have been widened to double, and the output of 16-bit value may be float32.
@@ -51,7 +51,7 @@ class Forward : QueryWorker<Near, T, Rule> {
 
   private:
     const Job job;
-    QueryBlocks blocks;
+    Blocks blocks; // a range is a head
     FarRows far;
     T *sum; // of a query, where output has another dtype or stride
 };

@@ -238,11 +238,7 @@ template <class V, class T> class WindowForward {
     int64_t step_of_rows() const {
         return (same_type<V, T> ? call.value.strides[KEY] : n.heads * n.channels) * int64_t(sizeof(T));
     }
-    static int64_t blocks(const Call &call) {
-        const Sizes &n = call.sizes;
-        const int64_t wanted = n.queries / 64;
-        return wanted < 1 ? 1 : wanted;
-    }
+    static int64_t blocks(const Call &call) { return call.sizes.queries < 64 ? 1 : call.sizes.queries / 64; }
 
     MXD_INLINE void sum_rows(const PreparedHeads<T> &prepared, char *to) {
         const Tensor &output = call.output;

@@ -276,7 +276,7 @@ template <class T> class Logits {
     }
     // Four pairs are added to one.
     static MXD_INLINE void add_pair(Vec<T, 8> pairs, T *to) {
-        const Vec<T, 2> sum = fold<T, 4>(fold<T, 8>(pairs));
+        const Vec<T, 2> sum = folded_lanes<T, 8, 2>(pairs, Total());
         to[0] += sum[0];
         to[1] += sum[1];
     }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/attention/queries.h"
-#include "kernels/shared/job.h"
 
 namespace mxd::MXD_ISA {
 namespace {
@@ -104,7 +103,7 @@ inline void unpack_as(const Call &call, const PackedLevels &levels, const char *
     });
 }
 
-// Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, near levels as
+// Runs a worker over query_blocks. Where levels are packed, a head is a stage: all threads pack its levels, near levels as
 // rows of Worker::Row, then work on its items. V: the type of value.
 template <class V, class Worker> inline bool over_queries(const Job &given) {
     typedef typename Worker::Row Row;
@@ -115,7 +114,7 @@ template <class V, class Worker> inline bool over_queries(const Job &given) {
     const Memory memory(levels.bytes);
     char *packed = memory.begin();
     const Job job{call, plan, packed, given.partial_sums};
-    const int64_t items = QueryBlocks(call, packed != nullptr).count();
+    const int64_t items = n.batch * n.heads * query_blocks(call, packed != nullptr).per_range;
     if (!packed) return parallel<Worker>(call.num_threads, items, job);
     return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {
         pack<V, Row>(call, levels, {call.value, head / n.heads, head % n.heads}, packed, chunk, STAGE_CHUNKS);

@@ -4,6 +4,7 @@
 
 #include "kernels/attention/logits.h"
 #include "kernels/attention/window.h"
+#include "kernels/shared/job.h"
 
 namespace mxd::MXD_ISA {
 namespace {
@@ -23,28 +24,14 @@ template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int6
     }
 }
 
-// Items: (batch, head, block of queries). Consecutive items read the same head's rows, which stay in the cache. Long
-// blocks prefetch best, but each thread should get several items of a stage. A stage is one head if levels are packed,
-// else all heads.
-struct QueryBlocks {
-    Sizes n;
-    int64_t size, per_head;
-
-    QueryBlocks(const Call &call, bool head_by_head) : n(call.sizes) {
-        const int64_t together = (head_by_head ? 1 : n.batch * n.heads) * n.queries;
-        const int64_t wanted = together / (8 * (call.num_threads > 1 ? call.num_threads : 1));
-        size = round_up(wanted < SHORTEST ? SHORTEST : wanted > LONGEST ? LONGEST : wanted, COMPUTED_TOGETHER);
-        per_head = (n.queries + size - 1) / size;
-    }
-    int64_t count() const { return n.batch * n.heads * per_head; }
-    int64_t batch(int64_t item) const { return item / per_head / n.heads; }
-    int64_t head(int64_t item) const { return item / per_head % n.heads; }
-    int64_t begin(int64_t item) const { return item % per_head * size; }
-    int64_t end(int64_t item) const { return begin(item) + size < n.queries ? begin(item) + size : n.queries; }
-
-  private:
-    static constexpr int64_t SHORTEST = 32, LONGEST = 1024;
-};
+// Consecutive items read the same head's rows, which stay in the cache. Long blocks prefetch best, but each thread should get
+// several items of a stage. A stage is one head if levels are packed, else all heads.
+inline Blocks query_blocks(const Call &call, bool head_by_head) {
+    const Sizes &n = call.sizes;
+    const int64_t together = (head_by_head ? 1 : n.batch * n.heads) * n.queries;
+    const int64_t size = together / (8 * (call.num_threads > 1 ? call.num_threads : 1));
+    return {n.queries, round_up(between(32, size, 1024), COMPUTED_TOGETHER)};
+}
 
 // Locations and weights of one query and head as T, padded to a multiple of LANES samples on empty maps. They are read
 // in place where dtype and strides allow it. The padding is then whatever follows in memory, which does no harm: an
@@ -69,17 +56,14 @@ template <class T> class Query {
         return raw_load<T, 16>(weights + sample);
     }
     MXD_INLINE void sixteen_locations(int64_t sample, Vec<T, 16> &x, Vec<T, 16> &y) const {
-        if (stored == MXD_BFLOAT16) {
-            const auto words = raw_load<uint32_t, 16>(static_cast<const uint32_t *>(xy) + sample);
-            x = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words << 16));
-            y = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words & 0xffff0000u));
-        } else if (stored == MXD_FLOAT16) {
-            const Half *pairs = static_cast<const Half *>(xy) + 2 * sample;
-            separate<T, 16>(load<T, 16>(pairs), load<T, 16>(pairs + 16), x, y);
-        } else {
-            const T *pairs = static_cast<const T *>(xy) + 2 * sample;
-            separate<T, 16>(raw_load<T, 16>(pairs), raw_load<T, 16>(pairs + 16), x, y);
-        }
+        const auto read_pairs = [&](auto *pairs) __attribute__((always_inline)) {
+            separate<T, 16>(load<T, 16>(pairs + 2 * sample), load<T, 16>(pairs + 2 * sample + 16), x, y);
+        };
+        if (stored == MXD_FLOAT16) return read_pairs(static_cast<const Half *>(xy));
+        if (stored != MXD_BFLOAT16) return read_pairs(static_cast<const T *>(xy));
+        const auto words = raw_load<uint32_t, 16>(static_cast<const uint32_t *>(xy) + sample);
+        x = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words << 16));
+        y = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words & 0xffff0000u));
     }
     // Integer locations stay integers, because T cannot represent all of them: whole_location() reads them.
     bool in_whole_numbers() const { return whole; }

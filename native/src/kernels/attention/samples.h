@@ -115,17 +115,17 @@ template <class T, template <class> class Rule> class SampleOutputs {
     }
 };
 
-// The gradients of samples alone. Items: QueryBlocks.
+// The gradients of samples alone. Items: query_blocks.
 template <class V, class T, template <class> class Rule> class SampleGradients : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 
   public:
     typedef V Row;
     SampleGradients(const Job &j, Arena &arena)
-        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j, arena) {}
+        : Base(j, arena), job(j), blocks(query_blocks(j.call, j.packed_value != nullptr)), samples(j, arena) {}
 
     void operator()(int64_t item) {
-        const int64_t b = blocks.batch(item), h = blocks.head(item);
+        const int64_t b = blocks.range(item) / this->n.heads, h = blocks.range(item) % this->n.heads;
         const OutputGradient<T> grad_output(this->call, b, h, this->row);
         this->find_value(job, b, h);
         this->reader.open(b, h);
@@ -141,7 +141,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
 
   private:
     const Job job;
-    QueryBlocks blocks;
+    Blocks blocks; // a range is a head
     SampleOutputs<T, Rule> samples;
 };
 

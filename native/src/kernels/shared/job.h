@@ -18,6 +18,17 @@ struct Job {
     char *softmax_totals = nullptr; // of deformable_aggregation with logits, backward
 };
 
+// Queries or anchors in blocks of consecutive ones. Items: (range, block); a range is a batch, or a head of one.
+struct Blocks {
+    int64_t length, size, per_range; // of a range; of a block, at most
+
+    Blocks(int64_t of_range, int64_t of_block) : length(of_range), size(of_block), per_range((length + size - 1) / size) {}
+    int64_t range(int64_t item) const { return item / per_range; }
+    int64_t begin(int64_t item) const { return item % per_range * size; }
+    int64_t end(int64_t item) const { return begin(item) + size < length ? begin(item) + size : length; }
+};
+inline int64_t between(int64_t least, int64_t n, int64_t most) { return n < least ? least : n > most ? most : n; }
+
 // Runs a worker over its items.
 template <class Worker> inline bool over_items(const Job &job) {
     return parallel<Worker>(job.call.num_threads, Worker::items(job), job);

@@ -171,25 +171,16 @@ template <class T, int N> MXD_INLINE void transpose(Vec<T, N> (&rows)[N]) {
     }
 }
 
-// The lower and the upper half added, lane by lane.
-template <class T, int N> MXD_INLINE Vec<T, N / 2> fold(Vec<T, N> x) {
-    struct Halves {
-        Vec<T, N / 2> low, high;
-    };
-    const Halves halves = bits_as<Halves>(x);
-    return halves.low + halves.high;
-}
-
-// All lanes folded into one number by fold(a, b).
-template <class T, int N, class Fold> MXD_INLINE T folded_lanes(Vec<T, N> x, Fold &&fold) {
-    if constexpr (N == 1) {
+// All lanes folded into one number, or into TO numbers, by fold(a, b): the lower half with the upper, lane by lane.
+template <class T, int N, int TO = 1, class Fold> MXD_INLINE Vec<T, TO> folded_lanes(Vec<T, N> x, Fold &&fold) {
+    if constexpr (N == TO) {
         return x;
     } else {
         struct Halves {
             Vec<T, N / 2> low, high;
         };
         const Halves halves = bits_as<Halves>(x);
-        return folded_lanes<T, N / 2>(fold(halves.low, halves.high), fold);
+        return folded_lanes<T, N / 2, TO>(fold(halves.low, halves.high), fold);
     }
 }
 

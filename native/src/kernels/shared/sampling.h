@@ -264,10 +264,7 @@ template <class Real> struct CornerSlopes {
 template <class T> MXD_INLINE CornerSlopes<RealLanes<T>> slopes_at(const Corners<T> &c, const T *dot, int64_t i) {
     RealLanes<T> d[4];
     MXD_UNROLL
-    for (int k = 0; k < 4; ++k) {
-        d[k] = get_entries<4>(dot, i, k);
-        d[k] = or_zero(c.inside[k], d[k]);
-    }
+    for (int k = 0; k < 4; ++k) d[k] = or_zero(c.inside[k], get_entries<4>(dot, i, k));
     return {d, c.right, c.below};
 }
 
