@@ -137,29 +137,18 @@ def test_a_gradient_that_is_not_wanted_may_be_of_any_size_and_dtype(name):
             assert call.status(**{argument: good._replace(pointer=0, dtype=5, shape=(-3,) * len(good.shape))}) == OK
 
 
+SIZES_BEYOND = [(0, 3), (3, 0), (-1, 3), (3, -1), (2, 12), (22, 1), (1, 22)]
+SIZES_BEYOND += [(2**31, 2**31), (2**62, 4), (1, 2**63 - 1), (-(2**63), 1)]  # products beyond 64 bits
+BEYOND = [*((size, 0) for size in SIZES_BEYOND), *(((1, 1), start) for start in (21, 22, -1, 2**62))]
+
+
 @pytest.mark.parametrize("name", ["samples", "window"])
-@pytest.mark.parametrize(
-    "size",
-    [
-        *((0, 3), (3, 0), (-1, 3), (3, -1), (2, 12), (22, 1), (1, 22)),
-        *((2**31, 2**31), (2**62, 4), (1, 2**63 - 1), (-(2**63), 1)),  # products beyond 64 bits
-    ],
-)
-def test_levels_have_rows_and_lie_in_value(name, size):
+@pytest.mark.parametrize(("size", "start", "status"), [((1, 1), 20, OK), *((*level, BAD_LEVEL) for level in BEYOND)])
+def test_a_level_has_rows_and_lies_in_value(name, size, start, status):
     """Of 21 rows."""
     call = call_of(name, False)
-    shapes, starts = torch.tensor([size, (1, 1)]), torch.tensor([0, 0])
-    tables = OPERATORS[call.function].inputs[1:3]
-    given = dict(zip(tables, map(described, (shapes, starts)), strict=True))
-    assert call.status(**given) == BAD_LEVEL
-
-
-@pytest.mark.parametrize(("start", "status"), [(20, OK), (21, BAD_LEVEL), (22, BAD_LEVEL), (-1, BAD_LEVEL), (2**62, BAD_LEVEL)])
-def test_a_level_begins_in_value(start, status):
-    call = call_of("samples", False)
-    shapes, starts = torch.tensor([(1, 1), (1, 1)]), torch.tensor([0, start])
-    given = {"value_spatial_shapes": described(shapes), "value_level_start_index": described(starts)}
-    assert call.status(**given) == status
+    tables = map(described, levels := (torch.tensor([size, (1, 1)]), torch.tensor([start, 0])))
+    assert call.status(**dict(zip(OPERATORS[call.function].inputs[1:3], tables, strict=True))) == status, levels
 
 
 def sized(call: Call, **sizes: tuple[int, ...]) -> dict[str, Argument]:

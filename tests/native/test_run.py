@@ -9,8 +9,8 @@ import re
 import cases
 import pytest
 import torch
-from cases import MULTI_SCALE_LOGITS
 from test_memory_of_calls import is_written
+from test_memory_of_calls import run as run_function
 from test_refusals import BAD_DTYPE, BAD_LEVEL, BAD_SHAPE, CALLS, EVERY, OK, call_of, described
 
 import mx_driving
@@ -52,22 +52,18 @@ def test_the_results_are_those_of_the_function(name, backward):
     first = [t.clone() for t in written]
     for t in written:
         t.fill_(7)
-    options = [0] * call.function.startswith(MULTI_SCALE_LOGITS)
-    function = getattr(_backends.native.loaded(), "mxd_" + call.function)
-    assert function(*(a.packed() for a in call.arguments.values()), *options, 1) == OK
+    assert run_function(call) == OK
     assert all(torch.equal(a, b) for a, b in zip(first, written, strict=True))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_gradient_that_is_not_wanted_is_not_given(name):
+def test_an_argument_that_is_not_given(name):
+    """As the function itself, without the argument."""
     call = filled(call_of(name, True))
-    packed = {n: a.packed() for n, a in call.arguments.items()}
-    for argument in packed:
-        status = run(call.function, [None if n == argument else t for n, t in packed.items()])
-        optional = is_written(argument) or argument in ("image_size", "pair_scale")
-        assert status == (OK if optional else BAD_MEMORY)
-        if not optional:
-            assert last_error() == f"{argument} must be given; got no tensor"
+    for argument in call.arguments:
+        status = run(call.function, [None if n == argument else a.packed() for n, a in call.arguments.items()])
+        assert status == run_function(call, **{argument: None})
+        assert status == OK or last_error() == f"{argument} must be given; got no tensor"
 
 
 def test_an_option():

@@ -123,7 +123,9 @@ class BoxedCall {
         check_option();
         if (!fits(function, infos, function.first_written, option, sizes))
             refuse(refusal_of(function, infos, function.first_written, option));
-        if (device == Device::CPU) check_inputs_memory();
+        // Of the inputs: results do not exist yet, and will be fresh memory.
+        const Refusal memory = device == Device::CPU ? check_memory(function, infos) : Refusal{};
+        if (memory.status != MXD_OK) refuse(memory);
         take_sizes();
         if (function.backward)
             make_gradients();
@@ -241,12 +243,6 @@ class BoxedCall {
                                       : made(name, tensors[input], dtype, &nothing, 1);
             if (mask[i]) infos[result] = info_of(tensors[result]);
         }
-    }
-
-    // Results do not exist yet: they will be fresh memory.
-    void check_inputs_memory() const {
-        const Refusal memory = check_memory(function, infos);
-        if (memory.status != MXD_OK) refuse(memory);
     }
 
     void compute() {
