@@ -12,8 +12,7 @@ import logits_cases
 import numpy as np
 import pytest
 import torch
-from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, wanted_implementations
-from small_cases import GROWING
+from cases import GEOMETRIC_LOGITS, wanted_implementations
 from torch import Tensor
 from values import compare
 
@@ -101,14 +100,3 @@ def test_windows_around_ties(dtype, shapes, window, queries, heads):
     references[0, :3, 0, 0] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=torch.float64)
     args = cases.cast((value, shapes, starts, references, points, logits), dtype)
     compare("native", GEOMETRIC_LOGITS, args, cases.grad_for(GEOMETRIC_LOGITS, args).to(dtype))
-
-
-@pytest.mark.parametrize(
-    ("operator", "place", "axis"), [(AGGREGATION, 4, 5), (AGGREGATION_LOGITS, 5, 5), (MULTI_SCALE_LOGITS, 3, 2)]
-)
-def test_nothing_is_divided_by_no_groups_or_references(operator, place, axis):
-    """The library itself refuses them: a caller in C has no other check."""
-    args = list(cases.cast(GROWING[operator](2, 3), torch.float32))
-    args[place] = args[place].narrow(axis, 0, 0)
-    with pytest.raises(RuntimeError, match=r"must have (a group count that divides|shape)"):
-        _backends.native.describe_plan(operator, args)

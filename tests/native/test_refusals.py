@@ -100,9 +100,9 @@ def test_each_size_is_held_to_the_others(name, backward):
     value = OPERATORS[call.function.removesuffix("_backward")].inputs[0]
     for argument, good in call.arguments.items():
         for axis, size in enumerate(good.shape):
-            for other in (size - 1, size + 1, -size, -1):
+            for other in (size - 1, size + 1, -size, -1, 0):  # 0: nothing is divided by no groups or reference points
                 expected = BAD_SHAPE
-                if argument == value and axis == 1 and not backward and other > 0:
+                if argument == value and axis == 1 and not backward and other >= 0:
                     expected = OK if other > size else BAD_LEVEL  # rows
                 if argument == "reference_points" and axis == 2 and other == 1 and name != "window" and not backward:
                     expected = OK  # one for all levels
