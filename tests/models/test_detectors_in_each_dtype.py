@@ -10,12 +10,12 @@ import torch.nn.functional as F
 transformers = pytest.importorskip("transformers")
 
 import models  # noqa: E402
+from detectors import STAGES, small_deformable_detr  # noqa: E402
 
 import mx_driving  # noqa: E402
 
 HEIGHT, WIDTH = 192, 256  # the rows of the largest level, 24 x 32 x 64 channels, do not fit in 16 bits
 ANCHORS = 24 * 32 + 12 * 16 + 6 * 8
-STAGES = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4}
 WIDTHS = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_layers": 2, "num_labels": 3}
 HYBRID = {
     **{"encoder_hidden_dim": 64, "encoder_in_channels": [16, 16, 32], "decoder_in_channels": [64] * 3},
@@ -25,13 +25,6 @@ BLOCKS = {
     **{"stem_channels": [3, 8, 8], "stage_in_channels": [8, 8, 16, 16], "stage_mid_channels": [8] * 4},
     **{"stage_out_channels": [8, 16, 16, 32], "stage_num_blocks": [1] * 4, "stage_numb_of_layers": [1] * 4},
 }
-
-
-def deformable_detr():
-    backbone = transformers.ResNetConfig(embedding_size=8, layer_type="basic", **STAGES)
-    sizes = {**WIDTHS, "num_queries": 30, "encoder_layers": 1}
-    config = transformers.DeformableDetrConfig(backbone_config=backbone, use_timm_backbone=False, **sizes)
-    return transformers.DeformableDetrForObjectDetection(config)
 
 
 def d_fine():
@@ -60,7 +53,7 @@ def distance(found, expected):
     [(torch.float32, torch.float64), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
     ids=str,
 )
-@pytest.mark.parametrize("build", [deformable_detr, d_fine])
+@pytest.mark.parametrize("build", [small_deformable_detr, d_fine])
 def test_a_patched_detector_is_near_the_wider_one(build, dtype, wide, monkeypatch):
     """No farther than twice the distance of its own code with the sampling in float32: two draws of the same roundings."""
     torch.manual_seed(0)
@@ -71,7 +64,7 @@ def test_a_patched_detector_is_near_the_wider_one(build, dtype, wide, monkeypatc
     model.to(dtype)
     with mx_driving.patched(model) as done:
         found = scores(model, picture.to(dtype))
-    assert len(done.layers) == (3 if build is deformable_detr else 2)
+    assert len(done.layers) == (3 if build is small_deformable_detr else 2)
     assert found.isfinite().all()
     monkeypatch.setattr(F, "grid_sample", sampled_in_float32)
     theirs = distance(scores(model, picture.to(dtype)), expected)
