@@ -243,19 +243,19 @@ class WithOptions(libraries.Paper):
     temperature, cooling, doubled = 1.0, 1.0, False
     forward = make_forward(PAPER + ", input_level_start_index")
 
-    def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4):
+    def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4, times=1):
         super().__init__(d_model, n_levels, n_heads, n_points)
-        self.factor, self.config = Factor(), types.SimpleNamespace(scale=1.0)
+        self.factor, self.config, self.times = Factor(), types.SimpleNamespace(scale=1.0), times
 
     def logits(self, query):
-        return cool(self, self.factor(self.attention_weights(query)) / self.temperature * self.config.scale)
+        return cool(self, self.factor(self.attention_weights(query)) / self.temperature * self.config.scale) * self.times
 
     def attend(self, **named):
         return super().attend(**named) * (lambda: 2 if self.doubled else 1)()
 
 
 OPTIONS = [{"temperature": 2.0}, {"doubled": True}, {"cooling": 2.0}, {"factor": Factor(2.0)}]
-OPTIONS += [{"config": types.SimpleNamespace(scale=2.0)}]
+OPTIONS += [{"config": types.SimpleNamespace(scale=2.0)}, {"times": 2}]
 
 
 @pytest.mark.parametrize(("options", "called"), [({}, WITH_LOGITS), *((options, BARE) for options in OPTIONS)], ids=str)

@@ -42,6 +42,7 @@ LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers t
 # attributes that forms read themselves, or that change nothing but the way
 READ_BY_FORMS = {"batch_first", "method", "decoder_method", "offset_scale", "output_proj", "value_proj", "dropout"}
 READ_BY_FORMS |= {*LINEAR_LAYERS, "_fused_offset_weight", "_export", "fp16_enabled", "disable_custom_kernels"}
+READ_BY_FORMS |= {"im2col_step", "num_bev_queue", "sample_index"}
 Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, channels], logits, last sides of the weights
 
 

@@ -20,7 +20,7 @@ STAND_IN = "mx_driving.patch"  # the file name of code that calls an operator in
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that reach arguments without naming them in the bytecode
 _UNREADABLE = object()
-_OPTIONS = (bool, float, str, type(None))  # whole numbers are sizes
+_OPTIONS = (bool, float, str, type(None))  # whole numbers may be sizes
 Options = tuple[tuple[tuple[str, ...], Any], ...]
 Binder = Callable[[tuple[Any, ...], Mapping[str, Any]], "dict[str, Any] | None"]
 
@@ -165,9 +165,11 @@ class Tried:
 
 
 def describe_tried(layer: Any, forward: Any, but: frozenset[str] | set[str] = frozenset()) -> Tried:
-    """Return what was tried of a layer, without the options that a form reads itself."""
+    """Return what was tried of a layer, without the options and sizes that a form reads itself."""
     names = collect_attributes(type(layer), forward)
-    return Tried(type(layer), names, tuple(_list_options(layer, names - but)))
+    defaults = {p.name for p in inspect.signature(type(layer)).parameters.values() if type(p.default) is int} & names - but
+    whole = [((name,), vars(layer)[name]) for name in sorted(defaults & vars(layer).keys())]
+    return Tried(type(layer), names, (*_list_options(layer, names - but), *whole))
 
 
 def _list_options(layer: Any, names: frozenset[str]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -200,7 +200,9 @@ def _try_module(form: Attention, kind: type, built: dict[str, Any]) -> Attention
             refusals.append(error)
     if not any(has_memory for _, has_memory in examples):
         raise refusals[0]
-    return dataclasses.replace(form, tried=describe_tried(module, function, READ_BY_FORMS), examples=frozenset(examples))
+    return dataclasses.replace(
+        form, tried=describe_tried(module, function, READ_BY_FORMS | _ARGUMENTS.keys()), examples=frozenset(examples)
+    )
 
 
 def _build(kind: type, constructor: Mapping[str, Any]) -> Any:
