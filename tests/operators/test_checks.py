@@ -1,4 +1,4 @@
-"""The checks alone: a legal call asks no rule that makes sentences; a size, dtype or device off the rules is refused.
+"""The checks alone: legal dtypes pass; a size or dtype off the rules is refused.
 
 test_errors.py has the sentences.
 """
@@ -51,30 +51,6 @@ def places(args):
 
 def replaced(args, place, by):
     return (*args[:place], by, *args[place + 1 :])
-
-
-def grad_for(operator, args):
-    return cases.grad_for(operator, args), [True] * len(OPERATORS[operator].differentiable)
-
-
-@pytest.fixture
-def without_rules(monkeypatch):
-    """A rule that is asked fails the test."""
-    for name in ("_majority", "_need_shape", "fail", "tensors", "need_dtype", "need_one_device"):
-        monkeypatch.setattr(checks, name, lambda *given: pytest.fail("a rule was asked"))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_legal_call_asks_no_rule(without_rules, name):
-    """Every call is checked, and one through a door twice."""
-    operator, make = CALLS[name]
-    for dtype in FLOATING:
-        for index in INDEX:
-            args = cases.cast(make(), dtype)
-            args = (args[0], args[1].to(index), args[2].to(index), *args[3:])
-            grad, mask = grad_for(operator, args)
-            checks.check_inputs(OPERATORS[operator], *args)
-            checks.backward(operator, grad.to(dtype), *args, mask)
 
 
 @pytest.mark.parametrize("name", CALLS)
