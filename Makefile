@@ -91,8 +91,7 @@ $(VENV)/page: $(STAMP)
 .PHONY: test-page
 test-page: $(VENV)/page
 	@test -x "$(BROWSER)" || { echo "$(NO_BROWSER)"; exit 1; }
-	MX_DRIVING_TEST_BROWSER="$(BROWSER)" \
-		$(BIN)/python -m pytest tests/programs/test_page_in_a_browser.py
+	MX_DRIVING_TEST_BROWSER="$(BROWSER)" $(BIN)/python -m pytest tests/programs/test_page_in_a_browser.py
 
 # torch's wheels for the CPU are not where pip looks by itself, and its CUDA build does not import without NVIDIA's libraries.
 TORCH := 2.6.0
