@@ -75,6 +75,7 @@ def test_compiled_autograd_of_an_eager_forward(operator):
         with torch._dynamo.config.patch(compiled_autograd=True):
             torch.compile(lambda loss: loss.backward(), backend="eager")(losses[1])
         for i in wanted:
+            assert eager[i].grad.any()
             torch.testing.assert_close(compiled[i].grad, eager[i].grad)
 
 
