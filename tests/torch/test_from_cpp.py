@@ -125,6 +125,21 @@ def test_by_ctypes_numbers_and_faults_are_the_same(tmp_path):
         assert line.startswith(begin)
 
 
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_integer_locations_that_kernels_do_not_read_are_converted(operator):
+    args = cases.cast(GROWING[operator](2, 3), torch.float32)
+    op = getattr(torch.ops.mx_driving, operator).default
+    for dtype in (torch.int8, torch.uint8, torch.int16):
+        whole = args[3].abs().to(dtype)
+        with torch.inference_mode():  # no Python before C++
+            if operator == cases.GEOMETRIC:
+                assert torch.equal(op(*args[:3], whole, args[4]), op(*args[:3], whole.long(), args[4]))
+            else:
+                sentence = f"must have dtype float32, float64, float16 or bfloat16; got {str(dtype)[6:]}"
+                with pytest.raises((RuntimeError, TypeError), match=sentence):  # Python's own, where data were looked at before
+                    op(*args[:3], whole, args[4])
+
+
 ASK = """
 import ctypes, sys
 {}
