@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import mx_driving
 from mx_driving import _backends
+from mx_driving._cli_support import problems
 from mx_driving._measure.workloads import CHECKED, EXAMPLES, WORKLOADS
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
@@ -84,6 +85,21 @@ def test_help_names_every_option_and_cuts_no_word_in_80_columns(monkeypatch, com
         return set(re.findall(r"[\w*-]+(?:\.[\w-]+)*", text))
 
     assert words(" ".join(texts)) <= words(shown)
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_threads_are_torchs_but_when_asked_for(mx, monkeypatch, command):
+    """A command sets the threads before its title names them."""
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+
+    def stop(title):
+        raise problems.Problem(f"title must be last; got {asked}")
+
+    for module in (check_module, bench_module):
+        monkeypatch.setattr(module, "open_console", stop)
+    assert mx(command)[2] == "mx-driving: title must be last; got []\n"
+    assert mx(command, "--threads", "3")[2] == "mx-driving: title must be last; got [3]\n"
 
 
 def test_check_takes_the_rows_asked_for(mx, monkeypatch):
