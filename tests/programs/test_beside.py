@@ -133,6 +133,13 @@ def test_an_editable_installation_loses_nothing(tmp_path):
     assert look(tmp_path) == [None, []]
 
 
+def test_somebodys_own_change_is_not_the_vendors(tmp_path):
+    made(tmp_path, "theirs, ours")
+    with (tmp_path / "mx_driving/reference.py").open("a") as file:
+        file.write("# looked at\n")
+    assert look(tmp_path) == [BESIDE, []]
+
+
 COMMAND = "import mx_driving_portable\nmx_driving_portable.main()\n"
 
 

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import json
 import os
+import pathlib
 import sys
 import types
 
@@ -377,13 +378,17 @@ def test_a_killed_recorder_leaves_nothing_that_replay_does_not_mention(attention
     assert json.loads((tmp_path / "calls/manifest.json").read_text())["finished"] == ""
 
 
+@pytest.mark.parametrize(("owner", "name"), [(pathlib.Path, "write_bytes"), (os, "replace")])
 def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(
-    attention, recording, calls, tmp_path, capsys, monkeypatch
+    attention, recording, calls, tmp_path, capsys, monkeypatch, owner, name
 ):
+    def fail(path, _):
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with recording() as recorder:
         attention.attend(*inputs())
-        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(owner, name, fail)
         for _ in range(19):
             attention.attend(*inputs()).sum().backward()
     assert recorder.failed
