@@ -49,17 +49,16 @@ struct Isa {
     const char *name;
     bool (*supported)();
     const Kernels *kernels; // by Operator
-    CopyElements *copy_elements;
 };
 
 // Best last.
 const Isa ISAS[] = {
-    {"baseline", [] { return true; }, baseline::kernels, baseline::copy_elements},
+    {"baseline", [] { return true; }, baseline::kernels},
 #ifdef MXD_HAVE_AVX2
-    {"avx2", [] { return Processor().avx2(); }, avx2::kernels, avx2::copy_elements},
+    {"avx2", [] { return Processor().avx2(); }, avx2::kernels},
 #endif
 #ifdef MXD_HAVE_AVX512
-    {"avx512", [] { return Processor().avx512(); }, avx512::kernels, avx512::copy_elements},
+    {"avx512", [] { return Processor().avx512(); }, avx512::kernels},
 #endif
 };
 
@@ -78,11 +77,10 @@ std::atomic<const Isa *> &chosen_isa() {
 int prepared_run(Call &call) {
     Prepared prepared;
     PlanLists lists;
-    const Isa &isa = *chosen_isa();
-    const int status = prepare(call, prepared, isa.copy_elements);
+    const int status = prepare(call, prepared, baseline::copy_elements);
     if (status != MXD_OK || nothing_to_do(call)) return status;
     const Plan plan = make_plan(call, lists);
-    const Kernels &kernels = isa.kernels[call.op];
+    const Kernels &kernels = chosen_isa().load()->kernels[call.op];
     return (call.backward ? kernels.backward : kernels.forward)(call, plan) ? MXD_OK : MXD_OUT_OF_MEMORY;
 }
 

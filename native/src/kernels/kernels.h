@@ -12,15 +12,16 @@ struct Kernels {
     Kernel *forward, *backward;
 };
 
-// `kernels` by Operator, and prepare()'s copy_elements. A library has those that it is built with.
-#define MXD_DECLARE(isa)                                                                                                       \
-    namespace isa {                                                                                                            \
-    extern const Kernels kernels[];                                                                                            \
-    void copy_elements(const Tensor &t, bool as_doubles, char *to);                                                            \
-    }
-MXD_DECLARE(baseline)
-MXD_DECLARE(avx2)
-MXD_DECLARE(avx512)
-#undef MXD_DECLARE
+// By Operator. A library has those that it is built with.
+namespace baseline {
+extern const Kernels kernels[];
+void copy_elements(const Tensor &t, bool as_doubles, char *to); // prepare()'s
+} // namespace baseline
+namespace avx2 {
+extern const Kernels kernels[];
+}
+namespace avx512 {
+extern const Kernels kernels[];
+}
 
 } // namespace mxd
