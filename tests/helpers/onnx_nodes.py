@@ -1,12 +1,9 @@
-"""Our nodes for onnxruntime in graphs of one node, and random inputs for them. Imports no torch."""
+"""Our nodes for onnxruntime in graphs of one node, and random inputs for them."""
 
 from __future__ import annotations
 
-import ast
 import functools
-import pathlib
 import random
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,31 +13,20 @@ import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
 from onnx import TensorProto, helper
 
+from mx_driving._operator.description import OPERATORS
+
 FLOATS = ("float32", "float16", "bfloat16", "double")
 INTEGERS = ("int64", "int32")
-DESCRIPTIONS = pathlib.Path(__file__).parents[2] / "src" / "mx_driving" / "_operator" / "description.py"
 OTHER_NAMES = {"R": "num_levels", "2 or 4": "box", "num_feat": "num_keys"}
 
 
-def described() -> dict[str, list[tuple[str, list[str]]]]:
-    """What the elements of each input are, and its axes. A number is a size. Operators of which sizes are attributes are left
-    out: tests/operators/test_bev_pool_v3.py has their node."""
-    found: dict[str, list[tuple[str, list[str]]]] = {}
-    assignments = (node for node in ast.parse(DESCRIPTIONS.read_text()).body if isinstance(node, ast.Assign))
-    text = next(ast.literal_eval(node.value) for node in assignments if ast.unparse(node.targets[0]) == "TEXT")
-    for line in text.splitlines():
-        words = re.split(r" {2,}", line.strip())
-        if line and line[0] != " ":
-            name = line
-            found[name] = inputs = []
-        elif words[0] == "sizes":
-            del found[name]
-        elif len(words) > 2 and words[1] in ("floating", "index", "number"):
-            inputs.append((words[1], [OTHER_NAMES.get(axis, axis) for axis in re.split(r", | \* ", words[2])]))
-    return found
-
-
-INPUTS = described()
+# What the elements of each input are, and its axes; a number is a size. Operators of which sizes are attributes are left out:
+# tests/operators/test_bev_pool_v3.py has their node.
+INPUTS = {
+    name: [(t.elements, [OTHER_NAMES.get(axis, axis) for axis in t.factors]) for t in row.tensors]
+    for name, row in OPERATORS.items()
+    if not row.sizes
+}
 
 
 class Graph(NamedTuple):
