@@ -14,7 +14,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("typer")
 
 
 import models  # noqa: E402

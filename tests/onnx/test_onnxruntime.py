@@ -196,7 +196,7 @@ def in_torch(graph, arrays):
 
 
 def test_anything_gives_the_bits_or_the_sentence_of_torch():
-    """Random shapes, dtypes and tables; `make fuzz-native` does the same under a sanitizer, without torch."""
+    """Random shapes, dtypes and tables; `make fuzz-native` does the same under a sanitizer."""
     library, ran, refused = mx_driving.onnx.library(), collections.Counter(), collections.Counter()
 
     @fuzz(60)
