@@ -157,7 +157,7 @@ def run_in_onnxruntime(inputs, form="gather"):
     return [torch.from_numpy(output) for output in session.run(None, dict(zip(names, tensors, strict=True)))]
 
 
-@pytest.mark.parametrize("form", ["gather", "onnxruntime"])
+@pytest.mark.parametrize("form", ["gather", pytest.param("onnxruntime", marks=pytest.mark.needs("An ONNX file of opset 20"))])
 def test_onnx(form):
     """Our node has its sizes, which are attributes otherwise, as an input where the batch is free."""
     for inputs in (inputs_of(2, 30), inputs_of(3, 19)):

@@ -142,6 +142,7 @@ def test_a_point_nearer_than_can_be_has_no_gradient_along_its_depth(implementati
     assert not of_projection[0, 0, 2:].any()
 
 
+@pytest.mark.needs("Sampling by Triton")
 @pytest.mark.skipif(cases.ON_GPU, reason="test_cases runs on a GPU")
 @pytest.mark.parametrize(
     ("operator", "dtype"),
