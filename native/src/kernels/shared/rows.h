@@ -30,6 +30,7 @@ struct FarRows {
 
 template <int N> struct Count {
     static constexpr int value = N;
+    constexpr operator int64_t() const { return N; }
 };
 
 // op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
@@ -236,10 +237,12 @@ template <class V, class T, int N, int K> MXD_INLINE Vec<T, N> multiply_row(cons
 }
 
 // One piece of dots for G groups of channels, K vectors each: dot[i * groups + group] for row i. Sums come four at a time.
-template <class V, class T, int N, int K, int G = 1>
-inline void dots_piece(const int64_t *address, const int64_t *next, int64_t groups, int64_t n, int64_t channel, const T *g,
+// Groups: int64_t, or Count<1>.
+template <class V, class T, int N, int K, int G = 1, class Groups>
+inline void dots_piece(const int64_t *address, const int64_t *next, Groups groups, int64_t n, int64_t channel, const T *g,
                        T *dot, bool accumulate) {
     constexpr int R = G < 4 ? 4 / G : 1; // rows at once
+    constexpr bool SIDE_BY_SIDE = G > 1 ? G % 4 == 0 : same_type<Groups, Count<1>>;
     Vec<T, N> factor[G][K];
     MXD_UNROLL
     for (int group = 0; group < G; ++group) read_factors<T, N, K>(g + group * K * N, factor[group]);
@@ -260,12 +263,9 @@ inline void dots_piece(const int64_t *address, const int64_t *next, int64_t grou
             const Vec<T, N> some[4] = {products[four], products[four + 1], products[four + 2], products[four + 3]};
             const Vec<T, 4> sums = sums_of_four<T, N>(some);
             T *const to = dot + (i + four / G) * groups + four % G;
-            if (G > 1 ? G % 4 == 0 : groups == 1) { // side by side
-                store<T, 4>(to, accumulate ? load<T, 4>(to) + sums : sums);
-                continue;
-            }
+            if constexpr (SIDE_BY_SIDE) store<T, 4>(to, accumulate ? load<T, 4>(to) + sums : sums);
             MXD_UNROLL
-            for (int s = 0; s < 4; ++s) {
+            for (int s = 0; s < 4 && !SIDE_BY_SIDE; ++s) {
                 T &one = to[s / G * groups + s % G];
                 one = accumulate ? one + sums[s] : sums[s];
             }
@@ -276,7 +276,7 @@ inline void dots_piece(const int64_t *address, const int64_t *next, int64_t grou
 template <class V, class T>
 inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t channels, const T *g, T *dot) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        dots_piece<V, T, lanes.value, vectors.value>(address, next, 1, n, c, g + c, dot, c > 0);
+        dots_piece<V, T, lanes.value, vectors.value>(address, next, Count<1>(), n, c, g + c, dot, c > 0);
     });
 }
 
@@ -288,8 +288,8 @@ template <class T, int N, int K> MXD_INLINE void add_to_row(T *row, T coefficien
 }
 
 // One piece of scatter_add for G groups of channels, K vectors each: coefficient[i * groups + group] for row i.
-template <class T, int N, int K, int G = 1>
-inline void scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, int64_t groups, int64_t n,
+template <class T, int N, int K, int G = 1, class Groups>
+inline void scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, Groups groups, int64_t n,
                               int64_t channel, const T *g) {
     Vec<T, N> factor[G][K];
     MXD_UNROLL
@@ -308,7 +308,7 @@ template <class T>
 inline void scatter_add(const int64_t *address, const T *coefficient, const int64_t *next, int64_t n, int64_t channels,
                         const T *g) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        scatter_add_piece<T, lanes.value, vectors.value>(address, coefficient, next, 1, n, c, g + c);
+        scatter_add_piece<T, lanes.value, vectors.value>(address, coefficient, next, Count<1>(), n, c, g + c);
     });
 }
 
