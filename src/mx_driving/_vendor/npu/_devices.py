@@ -212,6 +212,7 @@ def install(changes: Changes) -> None:
         _wrap(changes, parallel.DistributedDataParallel, _rewritten, "__init__", rewrite=_leave_out_devices)
         _wrap(changes, torch.distributed, _rewritten, "init_process_group", "new_group", "barrier", rewrite=_leave_out_devices)
         _wrap(changes, torch.distributed, mapped, "init_device_mesh")
+        _wrap(changes, torch.distributed.device_mesh, _rewritten, "new_group", rewrite=_leave_out_devices)
     changes.set(torch.Tensor, "pin_memory", lambda self, device=None: self)
     changes.set(torch.Tensor, "is_pinned", lambda self, device=None: False)
     changes.set(torch.Tensor, "record_stream", lambda self, stream: None)
