@@ -33,9 +33,10 @@ def list_accelerators() -> list[str]:
 
 
 def collect() -> dict[str, Any]:
-    """Return all facts, as `--json` prints them."""
+    """Return all facts, as `--json` prints them. Only torch itself tells which CUDA it was built for."""
+    versions = {package: find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
     return {
-        "versions": {"python": platform.python_version(), **{package: find_version(package) for package in PACKAGES}},
+        "versions": {"python": platform.python_version(), **versions},
         "system": platform.platform(),
         "processor": processor(),
         "accelerators": list_accelerators(),
