@@ -164,3 +164,28 @@ def test_nothing_of_the_size_of_locations_is_written():
     *kernel, of_forward, of_backward = map(int, done.stdout.split())
     assert max(kernel) < 1024
     assert min(of_forward, of_backward) > 29000
+
+
+ENDLESS = 10**12
+
+
+@pytest.mark.parametrize("nothing", ["cameras", "scales", "points"])
+def test_no_samples(nothing):
+    """The output and gradients are zero, whatever softmax of nothing is; without results of their own, so many anchors that no
+    loop would end."""
+    sizes = {"cameras": 2, "scales": 1, "points": 3, nothing: 0}
+    cams, scales, points = sizes.values()
+
+    def inputs(anchors: int) -> tuple[Any, ...]:
+        one = torch.ones(1)
+        tables = (torch.ones(cams, scales, 2, dtype=torch.int64), torch.zeros(cams, scales, dtype=torch.int64))
+        scale = one.expand(1, anchors, cams, points)
+        logits = one.expand(1, anchors, cams, scales, points, 2)
+        key_points = one.expand(1, anchors, points, 3)
+        return (torch.ones(1, 4, 4), *tables, key_points, torch.ones(1, cams, 4, 4), logits, None, scale)
+
+    for result in run(inputs(3), torch.ones(1, 3, 4)):
+        assert not result.any()
+    mask = [True, points == 0, True, True]  # else a gradient would be 10^12 elements
+    for result in cases.gradients_of("native", NAME, torch.ones(1).expand(1, ENDLESS, 4), inputs(ENDLESS), mask):
+        assert not result.any()

@@ -345,3 +345,17 @@ def fake_check(workload, dtype, device, quick, tick):
     errors = dict.fromkeys(("output", *workload.gradients), 1.2e-7)
     row = "cpu: native C++, avx512, threads of libgomp", errors, errors, 12.34567, 123.4
     return check_module.WorkloadErrors(workload, dtype, *row)
+
+
+def test_a_file_that_is_there_is_kept_until_the_work_is_done(mx, monkeypatch, tmp_path):
+    kept = tmp_path / "kept.csv"
+    kept.write_text("an earlier result")
+
+    def measure(*args):
+        assert kept.read_text() == "an earlier result"
+        raise problems.Problem("output must be right; got another")
+
+    monkeypatch.setattr(bench_module, "measure", measure)
+    code, _, err = mx("bench", "--csv", kept)
+    assert (code, err) == (2, "mx-driving: output must be right; got another\n")
+    assert kept.read_text() == "an earlier result"
