@@ -118,7 +118,8 @@ class _Samples(composition.MultiScale):
         tensors = self.reference, self.shapes, self.weights, grad_locations, grad_weights, grad_offsets, grad_logits
         if mask[2] or mask[3]:
             self._run(_backward, *tensors, OFFSETS=mask[2], LOGITS=mask[3])
-        return self._grad_reference(grad_locations) if mask[1] else None, grad_offsets, grad_logits
+        gradients = self._grad_reference(grad_locations) if mask[1] else None, grad_offsets, grad_logits
+        return tuple(g if needed else None for g, needed in zip(gradients, mask[1:], strict=True))
 
     def _run(self, kernel: Any, *tensors: Tensor, **flags: int) -> None:
         if not self.offsets.numel():
