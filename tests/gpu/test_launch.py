@@ -21,6 +21,8 @@ from triton import knobs  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from mx_driving._backends.triton import launch  # noqa: E402
+
 
 @pytest.fixture
 def asked(monkeypatch):
@@ -31,8 +33,9 @@ def asked(monkeypatch):
 
 
 @pytest.fixture(params=OPERATORS)
-def call(request):
-    """A function that calls an operator forward and backward, after a first call."""
+def call(request, monkeypatch):
+    """A function that calls an operator forward and backward, after a first call. No kernel of another test is kept."""
+    monkeypatch.setattr(launch, "_compiled", {})
     args = cases.cast(TINY[request.param](), torch.float32)
     grad = cases.grad_for(request.param, args).float()
     compare("triton", request.param, args, grad)
@@ -92,8 +95,6 @@ def test_another_kernel_for_another_output_device_or_profiler(call, asked, monke
 
 
 def test_triton_launches_where_its_version_is_not_known(call, monkeypatch):
-    from mx_driving._backends.triton import launch
-
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_LAUNCHES_ALIKE", False)
     call()

@@ -228,7 +228,7 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
     if not ON_GPU and operator in WITH_LOGITS:
         bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
         compose = composition.backward if backward else composition.forward
-        by_kernels, by_torch = compose(operator, bare, _backends.triton.rule(operator)), compose(operator, bare)
+        by_kernels, by_torch = compose(operator, bare, _backends.triton.find_rule(operator)), compose(operator, bare)
         return lambda *args: (by_kernels if _backends.triton.serves(*filter(is_floating, args)) else by_torch)(*args)
 
     def dispatched(*args: Any) -> Any:

@@ -87,8 +87,8 @@ def kernel(operator: str, backward: bool) -> Callable[..., Any]:
 
 
 @functools.cache
-def rule(operator: str) -> Any:
-    """Return how an operator with logits makes locations and weights in kernels of its own; None if it has none."""
+def find_rule(operator: str) -> Any:
+    """Return the function that makes an operator's locations and weights of its logits by a kernel; None if it has none."""
     if operator != "multi_scale_deformable_attn_with_logits":
         return None
     return importlib.import_module(f"{__name__}.logits").make_samples

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._operator import composition
 from . import launch
 
-_ELEMENTS = 1024  # of a tile
+_ELEMENTS = 512  # of a tile; 1024 take 77 registers, and spill on sm_120
 _MOST_SAMPLES = 4096  # of a head; more would not fit into registers
 
 
