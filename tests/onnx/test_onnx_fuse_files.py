@@ -141,9 +141,10 @@ BRANCHES = "function", "function of another opset", "function in a function", "I
 def inside(model, kind, out="y"):
     """The nodes of the model in a local function, a branch of If, or the body of Loop; and what that needs before it."""
     names, helper, opsets = [i.name for i in model.graph.input], onnx.helper, list(model.opset_import)
-    inner = onnx.compose.add_prefix(model, "inner/", rename_inputs=False)
+    inner = onnx.compose.add_prefix(model, "inner/")  # onnx 1.17 renames the inputs of nodes always
+    read = (helper.make_node("Identity", [name], [f"inner/{name}"]) for name in names)
     tables = (helper.make_node("Constant", [], [table.name], value=table) for table in inner.graph.initializer)
-    (result,), nodes = inner.graph.output, [*tables, *inner.graph.node]
+    (result,), nodes = inner.graph.output, [*read, *tables, *inner.graph.node]
     if kind.startswith("function"):
         opsets = [helper.make_opsetid("", 16)] if "opset" in kind else opsets
         functions = [helper.make_function("theirs", "Attend", names, [result.name], nodes, opsets)]
