@@ -313,8 +313,9 @@ def bev_pool_v3(
     dtype, cells = _compute_dtype(feat, depth), bs * d * h * w
     sums = torch.zeros(cells, feat.shape[1], dtype=dtype, device=feat.device)
     if feat.shape[0] and depth.shape[0] and cells:
-        (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (feat.shape[0], depth.shape[0], cells))
-        rows = depth.to(dtype)[of_depth, None] * feat.to(dtype)[of_feat]
+        ranks = ranks_feat, ranks_depth, ranks_bev
+        (feat_row, depth_row, cell), there = _ranks(ranks, (feat.shape[0], depth.shape[0], cells))
+        rows = depth.to(dtype)[depth_row, None] * feat.to(dtype)[feat_row]
         sums = sums.index_add(0, cell, torch.where(there[:, None], rows, 0))
     return sums.view(bs, d, h, w, feat.shape[1]).movedim(-1, 1).contiguous().to(feat.dtype)
 
@@ -338,14 +339,15 @@ def bev_pool_v3_backward(
         t.new_zeros(t.shape if needed else 0, dtype=dtype) for t, needed in zip((feat, depth), output_mask, strict=True)
     )
     if feat.shape[0] and depth.shape[0] and cells:
-        (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (feat.shape[0], depth.shape[0], cells))
+        ranks = ranks_feat, ranks_depth, ranks_bev
+        (feat_row, depth_row, cell), there = _ranks(ranks, (feat.shape[0], depth.shape[0], cells))
         grad = grad_output.to(dtype).movedim(1, -1).flatten(0, 3)[cell]
         if output_mask[0]:
-            rows = depth.to(dtype)[of_depth, None] * grad
-            grad_feat = grad_feat.index_add(0, of_feat, torch.where(there[:, None], rows, 0))
+            rows = depth.to(dtype)[depth_row, None] * grad
+            grad_feat = grad_feat.index_add(0, feat_row, torch.where(there[:, None], rows, 0))
         if output_mask[1]:
-            products = (grad * feat.to(dtype)[of_feat]).sum(-1)
-            grad_depth = grad_depth.index_add(0, of_depth, torch.where(there, products, 0))
+            products = (grad * feat.to(dtype)[feat_row]).sum(-1)
+            grad_depth = grad_depth.index_add(0, depth_row, torch.where(there, products, 0))
     return grad_feat.to(feat.dtype), grad_depth.to(depth.dtype)
 
 

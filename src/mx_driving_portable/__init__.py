@@ -63,11 +63,11 @@ def lost_files() -> tuple[str, ...]:
 def beside() -> str | None:
     """What the vendor's distribution does to ours here, and what to do about it, in one sentence; None if all is well."""
     vendor, lost = _distribution(_VENDORS), lost_files()
-    of_vendor = f"the vendor's {_VENDORS} {vendor.version}" if vendor else f"the vendor's {_VENDORS}"
+    distribution = f"the vendor's {_VENDORS} {vendor.version}" if vendor else f"the vendor's {_VENDORS}"
     if lost:
-        return f"{of_vendor} replaced or removed files of {_OURS} ({len(lost)}, {next(iter(lost))} first): {_REMEDY}"
+        return f"{distribution} replaced or removed files of {_OURS} ({len(lost)}, {next(iter(lost))} first): {_REMEDY}"
     if vendor:
-        return f"{of_vendor} is installed under the same import name, and uninstalling one breaks the other: {_REMEDY}"
+        return f"{distribution} is installed under the same import name, and uninstalling one breaks the other: {_REMEDY}"
     return None
 
 

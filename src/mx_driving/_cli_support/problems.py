@@ -87,11 +87,11 @@ def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) 
         return names
     matches: set[str] = set()
     for pattern in patterns:
-        of_pattern = {n for n in names if pattern == n or fnmatchcase(n.lower(), pattern.lower())}
-        if not of_pattern:
-            alike = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
+        alike = {n for n in names if pattern == n or fnmatchcase(n.lower(), pattern.lower())}
+        if not alike:
+            similar = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
             raise Problem(
-                f"{option} must match one of {len(names)} names, such as {', '.join(map(repr, alike))}; got {pattern!r}"
+                f"{option} must match one of {len(names)} names, such as {', '.join(map(repr, similar))}; got {pattern!r}"
             )
-        matches |= of_pattern
+        matches |= alike
     return [n for n in names if n in matches]

@@ -65,7 +65,7 @@ class Registered:
         kernels = {key: self.kernel_of(device) for key, device in _DEVICES.items() if key != "CPU" or _CPU_IN_PYTHON}
         for key, kernel in kernels.items():
             _library.impl(name, kernel, key)
-        self.of_gpus = {getattr(torch._C.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU")}
+        self.gpu_kernels = {getattr(torch._C.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU")}
         self.register_decomposition()
 
     def register_decomposition(self) -> None:
@@ -120,7 +120,7 @@ class Registered:
             if not _CPU_IN_PYTHON:
                 return self.op.redispatch(below, *args)
         # on a GPU the dispatcher would only come back to Python, which takes 5 us
-        kernel = self.of_gpus.get(below.highestPriorityTypeId())
+        kernel = self.gpu_kernels.get(below.highestPriorityTypeId())
         with torch._C._AutoDispatchBelowAutograd():
             return kernel(*args) if kernel else self.op.redispatch(below, *args)
 

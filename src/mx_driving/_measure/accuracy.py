@@ -57,8 +57,8 @@ def _by_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
 def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[], None]) -> list[Tensor]:
     """Return the reference in float64, some queries at a time. Join results that belong to queries; add the others."""
     wide, wide_grad = cast(args, torch.float64), grad.double()
-    of_inputs = workload.row.axes[workload.row.queries]
-    axes = (of_inputs[-1], *(of_inputs[i] for i in workload.differentiable))
+    query_axes = workload.row.axes[workload.row.queries]
+    axes = (query_axes[-1], *(query_axes[i] for i in workload.differentiable))
     parts_of: list[list[Tensor]] = [[] for _ in axes]
     step, _ = _pieces(workload)
     for begin in range(0, grad.shape[1], step):

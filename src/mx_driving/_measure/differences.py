@@ -38,5 +38,5 @@ def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
 def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, int]:
     """Return the largest difference in queries that are not off, and how many queries are off."""
     off = queries_off(ours, theirs)
-    kept = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
-    return (largest(*kept) if not off.all() else math.inf), int(off.sum())
+    outputs_beside_ties = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
+    return (largest(*outputs_beside_ties) if not off.all() else math.inf), int(off.sum())

@@ -129,5 +129,5 @@ def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = N
     fed = inputs(running["before"], arrays or {})
     difference, off = _difference(*(one.run(None, fed) for one in running.values()))
     times = interleaved({name: lambda one=one: one.run(None, fed) for name, one in running.items()}, seconds)
-    earlier, later = (1e3 * statistics.median(of_file) for of_file in times.values())
+    earlier, later = (1e3 * statistics.median(durations) for durations in times.values())
     return Compared(difference, off, earlier, later, min(map(len, times.values())))

@@ -56,9 +56,9 @@ def machine() -> str:
 
 def tables(rows: list[Row]) -> Iterator[Any]:
     """Yield a table for each workload and dtype, all of one width."""
-    for (workload, dtype), of_workload in groupby(rows, lambda row: (row["workload"], row["dtype"])):
+    for (workload, dtype), workload_rows in groupby(rows, lambda row: (row["workload"], row["dtype"])):
         shown = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
-        for direction, some in groupby(of_workload, lambda row: row["direction"]):
+        for direction, some in groupby(workload_rows, lambda row: row["direction"]):
             shown.add_section()
             for first, row in zip(chain([direction], repeat("")), some, strict=False):
                 shown.add_row(first, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.2f}")

@@ -158,8 +158,8 @@ def _attention_with_logits(
     reference = _round_to_sixteen_bits(reference.expand(bs, -1, -1, -1))
     offsets = _round_to_sixteen_bits(torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread)
     logits = torch.rand(bs, queries, 8, levels * points, generator=generator)
-    of_samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
-    pixels = geometry.pixels(of_samples.locations, shapes.flip(-1)[:, None])
+    samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
+    pixels = geometry.pixels(samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
     offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 has such steps up to 32 pixels
     return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
@@ -252,9 +252,9 @@ def lifted(
     pixel = pixel_centres(*grid) * image_size[0]
     seen = torch.cat([pixel, torch.ones(len(pixel), 1)], -1) * steps[:, None, None]
     rays = torch.nn.functional.pad(seen, (0, 1), value=1.0).flatten(0, 1)
-    places = (projection.inverse()[:, None] @ rays[..., None])[..., :3, 0]  # [cam, depths * pixels, (x, y, z)]
-    x, y = ((places[..., :2] + reach) * (cells / (2 * reach))).floor().long().unbind(-1)
-    inside = (x >= 0) & (x < cells) & (y >= 0) & (y < cells) & ((places[..., 2] - 1).abs() < 4)
+    positions = (projection.inverse()[:, None] @ rays[..., None])[..., :3, 0]  # [cam, depths * pixels, (x, y, z)]
+    x, y = ((positions[..., :2] + reach) * (cells / (2 * reach))).floor().long().unbind(-1)
+    inside = (x >= 0) & (x < cells) & (y >= 0) & (y < cells) & ((positions[..., 2] - 1).abs() < 4)
     points = inside.flatten().nonzero()[:, 0]
     ranks_bev, order = (y * cells + x).flatten()[points].sort(stable=True)
     points, pixels = points[order], len(pixel)

@@ -82,8 +82,8 @@ def _fit(operator: Operator, *call: Any) -> bool:
     return (
         all(options[option] in choices for option, choices in operator.choices.items())
         and all(
-            dtype in _ELEMENTS[t.elements][0] and place == device and _fits(_axes(t, shape), shape, sizes, options)
-            for t, (shape, dtype, place) in present
+            dtype in _ELEMENTS[t.elements][0] and where == device and _fits(_axes(t, shape), shape, sizes, options)
+            for t, (shape, dtype, where) in present
         )
         and _divides(operator, sizes)
         and all(sizes[name] >= 0 for name in operator.sizes)

@@ -1,4 +1,4 @@
-"""What the functions over bev_pool_v3 have in common: its inputs in its order, cells of places, gradients."""
+"""What the functions over bev_pool_v3 have in common: its inputs in its order, cells of voxels, gradients."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: 
     return feat.reshape(rows, channels)[:count], one.expand(count), row, row, cells(ranks_bev, *sizes)
 
 
-def cells(places: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
-    """Return the cell of each place (h, w, d, b). A place outside the view is in cell -1: its number may be another cell's."""
-    (h, w, d, b), outside = _clamp_places(places, H, W, D, B)
+def cells(voxels: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
+    """Return the cell of each voxel (h, w, d, b). A voxel outside the view is in cell -1: its number may be another cell's."""
+    (h, w, d, b), outside = _clamp_voxels(voxels, H, W, D, B)
     cell = ((b * D + d) * H + h) * W + w
     return cell - outside * (cell + 1)
 
@@ -71,14 +71,14 @@ def cells(places: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
 def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The points of geom_xyz [B, ..., 3] that lie in the grid (X, Y, Z), in memory order, and their cells of [B, Y, X]."""
     need_dtype("geom_xyz", geom_xyz, INDEX, INDEX_RULE)
-    places = geom_xyz.flatten(1, -2)
-    if places.is_meta:
-        none = places.new_empty(0, dtype=torch.int64)
+    voxels = geom_xyz.flatten(1, -2)
+    if voxels.is_meta:
+        none = voxels.new_empty(0, dtype=torch.int64)
         return none, none
-    (x, y, _), outside = _clamp_places(places, *voxel_num)
+    (x, y, _), outside = _clamp_voxels(voxels, *voxel_num)
     batch, point = (1 - outside).nonzero(as_tuple=True)
     x, y = x[batch, point], y[batch, point]
-    return batch * places.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
+    return batch * voxels.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
 
 
 def lifted_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,10 +91,10 @@ def lifted_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
     return points, points // (bins * pixels) * pixels + points % pixels, cells
 
 
-def _clamp_places(places: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
-    """Return the columns of places, clamped to their sizes, and a flag that is 1 where one of them was outside, and else 0."""
+def _clamp_voxels(voxels: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
+    """Return the columns of voxels, clamped to their sizes, and a flag that is 1 where one of them was outside, and else 0."""
     clamped, outside = zip(
-        *(geometry.clamp_index(column, size) for column, size in zip(places.unbind(-1), sizes, strict=True)), strict=True
+        *(geometry.clamp_index(column, size) for column, size in zip(voxels.unbind(-1), sizes, strict=True)), strict=True
     )
     return list(clamped), torch.stack(outside).sum(0).clamp(max=1)
 
@@ -104,23 +104,23 @@ class refuse_ranks:
     themselves, because there are millions of ranks to read.
 
     Args:
-        places, sizes: without depth, the places (h, w, d, b) whose cells are the ranks, and B, D, H, W. The sentence names the
-            place then.
-        name: what the public function calls the places.
+        voxels, sizes: without depth, the voxels (h, w, d, b) whose cells are the ranks, and B, D, H, W. The sentence names the
+            voxel then.
+        name: what the public function calls the voxels.
     """
 
-    def __init__(self, places: Tensor | None = None, sizes: Sequence[int] = (), name: str = "ranks_bev") -> None:
-        self.places, self.sizes, self.name = places, sizes, name
+    def __init__(self, voxels: Tensor | None = None, sizes: Sequence[int] = (), name: str = "ranks_bev") -> None:
+        self.voxels, self.sizes, self.name = voxels, sizes, name
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         rank = re.match(r"(ranks_\w+)\[(\d+)\] must be one of", str(error)) if kind in (RuntimeError, ValueError) else None
-        if rank and rank[1] == "ranks_bev" and self.places is not None:
+        if rank and rank[1] == "ranks_bev" and self.voxels is not None:
             B, D, H, W = self.sizes
-            place = tuple(self.places[int(rank[2])].tolist())
-            raise ValueError(f"{self.name}[{rank[2]}] must lie in (H={H}, W={W}, D={D}, B={B}); got {place}") from None
+            voxel = tuple(self.voxels[int(rank[2])].tolist())
+            raise ValueError(f"{self.name}[{rank[2]}] must lie in (H={H}, W={W}, D={D}, B={B}); got {voxel}") from None
         if rank:
             raise ValueError(str(error)) from None
 

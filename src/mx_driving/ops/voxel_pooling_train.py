@@ -34,8 +34,8 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
         TypeError, ValueError: an argument has another dtype or shape.
 
     >>> import torch, mx_driving
-    >>> places = torch.tensor([[[0, 0, 0], [0, 0, 1], [9, 0, 0]]])
-    >>> mx_driving.npu_voxel_pooling_train(places, torch.ones(1, 3, 1), (2, 1, 2))
+    >>> voxels = torch.tensor([[[0, 0, 0], [0, 0, 1], [9, 0, 0]]])
+    >>> mx_driving.npu_voxel_pooling_train(voxels, torch.ones(1, 3, 1), (2, 1, 2))
     tensor([[[[2., 0.]]]])
     """
     tensors(("geom_xyz", geom_xyz), ("input_features", input_features))

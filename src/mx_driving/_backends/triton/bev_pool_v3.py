@@ -139,10 +139,10 @@ def backward(
     dots = torch.zeros(len(ranks_bev) if output_mask[1] else 0, device=feat.device)
     if feat.numel() and any(output_mask):
         _run(cells, depth, ranks_bev, ranks_depth, ranks_feat, feat, grad_feat, dots)
-    return grad_feat, _of_depth(dots, ranks_depth, depth) if output_mask[1] else depth.new_empty(0)
+    return grad_feat, _sum_by_depth(dots, ranks_depth, depth) if output_mask[1] else depth.new_empty(0)
 
 
-def _of_depth(dots: Tensor, ranks: Tensor, depth: Tensor) -> Tensor:
+def _sum_by_depth(dots: Tensor, ranks: Tensor, depth: Tensor) -> Tensor:
     """Return the gradient of depth: the sums of each element's points. Points of none go behind the last."""
     ranks = ranks.long()
     ranks = torch.where((ranks >= 0) & (ranks < len(depth)), ranks, len(depth))

@@ -145,9 +145,9 @@ def _backward(
                     s00, s01, s10, s11 = coefficients(right, below, weight)
                     add_corners(grad_base, pixel, width, GROUPS * WIDTH, in00, in01, in10, in11, s00, s01, s10, s11, g)
             if LOCATIONS:
-                place = grad_locations + 2 * (point * CAMS + cam)
-                tl.store(place, tl.sum(tl.sum(along_x, 1), 0).to(grad_locations.dtype.element_ty))
-                tl.store(place + 1, tl.sum(tl.sum(along_y, 1), 0).to(grad_locations.dtype.element_ty))
+                location = grad_locations + 2 * (point * CAMS + cam)
+                tl.store(location, tl.sum(tl.sum(along_x, 1), 0).to(grad_locations.dtype.element_ty))
+                tl.store(location + 1, tl.sum(tl.sum(along_y, 1), 0).to(grad_locations.dtype.element_ty))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,8 +158,8 @@ def _plan(
     points, cams, scales, groups = samples
     width = shape[2] // groups
     layout = launch.layout(shape, stride, itemsize, width)
-    held = min(layout.lane, launch.MOST_HELD) if backward else layout.lane
-    tile = launch.grouped_tile(groups, width, held, gpu.lanes)
+    per_thread = min(layout.lane, launch.MOST_HELD) if backward else layout.lane
+    tile = launch.grouped_tile(groups, width, per_thread, gpu.lanes)
     sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
     if not backward:
         sizes["UNROLL"] = launch.unroll(scales)

@@ -86,21 +86,21 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(channels: int, held: int, warps: int, lanes: int) -> Tile:
-    """Return a tile for `warps` warps, or for more where a row needs them. A thread holds `held` channels of a row."""
+def tile(channels: int, per_thread: int, warps: int, lanes: int) -> Tile:
+    """Return a tile for `warps` warps, or for more where a row needs them. A thread holds `per_thread` channels of a row."""
     columns = _power_of_two(channels)
-    rows = max(1, min(lanes // 2 * warps, lanes * warps * held // columns))
-    return Tile(rows, columns, max(warps, _warps(columns, held, lanes)))
+    rows = max(1, min(lanes // 2 * warps, lanes * warps * per_thread // columns))
+    return Tile(rows, columns, max(warps, _warps(columns, per_thread, lanes)))
 
 
-def grouped_tile(groups: int, width: int, held: int, lanes: int) -> Tile:
+def grouped_tile(groups: int, width: int, per_thread: int, lanes: int) -> Tile:
     """Return a tile of all groups of a row, in as many warps as it takes."""
     rows, columns = _power_of_two(groups), _power_of_two(width)
-    return Tile(rows, columns, max(1, _warps(rows * columns, held, lanes)))
+    return Tile(rows, columns, max(1, _warps(rows * columns, per_thread, lanes)))
 
 
-def _warps(elements: int, held: int, lanes: int) -> int:
-    return min(_MOST_THREADS // lanes, elements // (lanes * held))
+def _warps(elements: int, per_thread: int, lanes: int) -> int:
+    return min(_MOST_THREADS // lanes, elements // (lanes * per_thread))
 
 
 def plan(layout: Layout, tile: Tile, registers: int | None, **sizes: int) -> Plan:
@@ -141,8 +141,8 @@ def run(
     key = (id(kernel), device, *options.values(), *flags.values(), *map(_dtype, tensors))
     addresses = functools.reduce(operator.or_, map(Tensor.data_ptr, tensors))
     usual = not (addresses & 15 or sum(numbers) >> 31 or _launches_are_watched())
-    if usual and (kept := _compiled.get(key)):
-        compiled, constants = kept
+    if usual and (entry := _compiled.get(key)):
+        compiled, constants = entry
         stream, handles = driver.active.get_current_stream(device), (compiled.function, compiled.packed_metadata)
         return compiled.run(programs, 1, 1, stream, *handles, None, None, None, *tensors, *numbers, *constants)
     compiled = kernel[(programs,)](*tensors, *numbers, **options, **flags)

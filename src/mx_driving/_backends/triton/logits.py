@@ -36,8 +36,8 @@ def _steps(
 ):  # fmt: skip
     """Return pointers to the samples' references, and what an offset is multiplied with and divided by, in x and in y."""
     level = s // POINTS
-    of_row = s % POINTS % REFERENCES if BY_POINT else level % REFERENCES
-    at = reference + (row // HEADS * REFERENCES + of_row) * (4 if BOX else 2)
+    reference_row = s % POINTS % REFERENCES if BY_POINT else level % REFERENCES
+    at = reference + (row // HEADS * REFERENCES + reference_row) * (4 if BOX else 2)
     if BOX:
         by_x = tl.load(at + 2, mask=here, other=0.0).to(tl.float32)
         by_y = tl.load(at + 3, mask=here, other=0.0).to(tl.float32)
