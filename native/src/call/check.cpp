@@ -11,8 +11,8 @@ constexpr uint64_t FLOATING = bit(MXD_FLOAT32) | bit(MXD_FLOAT64) | bit(MXD_FLOA
 
 bool is_16_bits(int64_t dtype) { return dtype == MXD_FLOAT16 || dtype == MXD_BFLOAT16; }
 
-bool dtype_fits(Elements elements, int64_t dtype, int64_t of_value) {
-    if (elements == Elements::OF_VALUE) return dtype == of_value || (dtype == MXD_FLOAT32 && is_16_bits(of_value));
+bool dtype_fits(Elements elements, int64_t dtype, int64_t value_dtype) {
+    if (elements == Elements::OF_VALUE) return dtype == value_dtype || (dtype == MXD_FLOAT32 && is_16_bits(value_dtype));
     const uint64_t allowed = elements == Elements::FLOATING ? FLOATING : elements == Elements::INDEX ? INDEX : FLOATING | INDEX;
     return dtype >= 0 && dtype < 64 && (allowed >> dtype & 1);
 }
@@ -63,13 +63,13 @@ bool rows_fit(const AxisSizes &sizes) { return std::max(sizes.of[sizes::num_keys
 
 bool fits(const Function &function, TensorInfo *tensors, int count, int64_t option, AxisSizes &sizes) {
     sizes = NUMBERS;
-    const int64_t of_value = tensors[function.first_input].dtype;
+    const int64_t value_dtype = tensors[function.first_input].dtype;
     const Argument *argument = function.arguments.begin();
     int64_t signs = 0;
     for (int i = 0; i < count; ++i, ++argument) {
         TensorInfo &t = tensors[i];
         if (!is_present(t) && !argument->required) continue;
-        if (!is_present(t) || !dtype_fits(argument->elements, t.dtype, of_value)) return false;
+        if (!is_present(t) || !dtype_fits(argument->elements, t.dtype, value_dtype)) return false;
         if (t.axes != argument->split.count) continue; // looked at below, when factors of products are known
         const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
         uint64_t elements = 1;

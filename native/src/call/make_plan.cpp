@@ -79,7 +79,7 @@ PackedLevels choose_levels(const Call &call, RowBytes row_bytes, double most_byt
     int64_t total = 0, far_begin = n.levels, far_end = 0;
     bool packs = true, near = true;
     for (int64_t l : order) {
-        const auto bytes_of = [&](int64_t of_row) { return (rows(l) * of_row + 63) / 64 * 64; };
+        const auto bytes_of = [&](int64_t row_bytes) { return (rows(l) * row_bytes + 63) / 64 * 64; };
         near = near && total + bytes_of(row_bytes.near) <= NEAR_BYTES;
         const int64_t bytes = bytes_of(near ? row_bytes.near : row_bytes.far);
         packs = packs && double(total + bytes) <= most_bytes && reads >= least_reads * rows(l);

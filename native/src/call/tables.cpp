@@ -95,8 +95,8 @@ std::string fault_of_levels(const Call &call, const std::string &shapes, const s
     std::string fault;
     for (int64_t camera = 0; camera < call.sizes.cameras; ++camera)
         for (int64_t scale = 0; fault.empty() && scale < call.sizes.scales; ++scale) {
-            const std::string of_camera = call.op == AGGREGATION ? std::to_string(camera) + ", " : "";
-            const std::string index = "[" + of_camera + std::to_string(scale) + "]";
+            const std::string camera_index = call.op == AGGREGATION ? std::to_string(camera) + ", " : "";
+            const std::string index = "[" + camera_index + std::to_string(scale) + "]";
             fault = fault_of_level(read_level(call, camera, scale), call.sizes.keys, shapes + index, starts + index);
         }
     return fault;

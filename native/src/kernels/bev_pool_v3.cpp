@@ -202,12 +202,13 @@ template <class T> class FeatGradient {
         const Tensor &to = args.call.grad_value;
         const int64_t first = block * BLOCK, rest = args.call.sizes.keys - first, count = rest < BLOCK ? rest : BLOCK;
         memset(static_cast<void *>(sums), 0, size_t(count * channels) * sizeof(T));
-        over_windows(
-            window, args.cell_rows, args.by_feat, first, first + count, [&](int64_t row, int64_t place, int64_t at, int64_t n) {
-                if (to.data)
-                    add_rows<T, T>(window.address + at, window.coefficient + at, n, channels, sums + (row - first) * channels);
-                if (args.dots) find_dots(row, place, at, n);
-            });
+        over_windows(window, args.cell_rows, args.by_feat, first, first + count,
+                     [&](int64_t row, int64_t position, int64_t at, int64_t n) {
+                         if (to.data)
+                             add_rows<T, T>(window.address + at, window.coefficient + at, n, channels,
+                                            sums + (row - first) * channels);
+                         if (args.dots) find_dots(row, position, at, n);
+                     });
         for (int64_t i = 0; to.data && i < count; ++i)
             write_run(sums + i * channels, at(to, (first + i) * to.strides[KEY]), to.dtype, to.strides[CHANNEL], channels);
     }
@@ -218,7 +219,7 @@ template <class T> class FeatGradient {
     Window<T> window;
     T *const sums, *const feat, *const dot;
 
-    void find_dots(int64_t row, int64_t place, int64_t first, int64_t n) {
+    void find_dots(int64_t row, int64_t position, int64_t first, int64_t n) {
         const Tensor &value = args.call.value;
         const char *const from = at(value, row * value.strides[KEY]);
         const bool own = value.dtype == OWN<T> && value.strides[CHANNEL] == 1;
@@ -228,7 +229,7 @@ template <class T> class FeatGradient {
         const int64_t *const address = window.address + first;
         mxd::MXD_ISA::dots<T, T>(address, address, (n + ROWS - 1) / ROWS * ROWS, channels, g, dot);
         const uint32_t *const order = args.by_feat.order;
-        for (int64_t i = 0; i < n; ++i) args.dots[order ? order[place + i] : place + i] = dot[i];
+        for (int64_t i = 0; i < n; ++i) args.dots[order ? order[position + i] : position + i] = dot[i];
     }
 };
 
@@ -250,8 +251,8 @@ template <class T> class DepthGradient {
         memset(static_cast<void *>(sums), 0, size_t(count + 1) * sizeof(T));
         with_ranks(args.call.ranks_depth, [&](auto *ranks, int64_t stride) {
             for (int64_t i = 0; i < args.call.sizes.points; ++i) {
-                const uint64_t place = uint64_t(ranks[i * stride] - begin);
-                sums[place < uint64_t(count) ? int64_t(place) : count] += args.dots[i];
+                const uint64_t position = uint64_t(ranks[i * stride] - begin);
+                sums[position < uint64_t(count) ? int64_t(position) : count] += args.dots[i];
             }
         });
         write_run(sums, at(to, begin * to.strides[LISTED]), to.dtype, to.strides[LISTED], count);
@@ -267,19 +268,19 @@ template <class T> class DepthGradient {
 template <class T> bool gradients(const Call &call) {
     const Sizes &n = call.sizes;
     const Sorted by_feat(call.ranks_feat, n.points, n.keys, call.num_threads);
-    const bool of_depth = call.grad_depth.data;
-    const Memory memory(Arena::bytes<T>(n.cells * n.channels) + (of_depth ? Arena::bytes<T>(n.points) : 0) +
+    const bool needs_depth = call.grad_depth.data;
+    const Memory memory(Arena::bytes<T>(n.cells * n.channels) + (needs_depth ? Arena::bytes<T>(n.points) : 0) +
                         1); // never nothing
     if (!by_feat.ready() || !memory.begin()) return false;
     Arena arena(memory.begin());
-    T *const rows = arena.take<T>(n.cells * n.channels), *const dots = of_depth ? arena.take<T>(n.points) : nullptr;
+    T *const rows = arena.take<T>(n.cells * n.channels), *const dots = needs_depth ? arena.take<T>(n.points) : nullptr;
     const Source cell_rows{call.ranks_bev, call.depth, call.ranks_depth, reinterpret_cast<int64_t>(rows),
                            n.channels * int64_t(sizeof(T))};
     const Backward<T> args{call, by_feat, Cells(call.grad_output), rows, dots, cell_rows};
     const int64_t ranges = call.num_threads < 1 ? 1 : call.num_threads;
     return (n.channels == 0 || parallel<CellRows<T>>(call.num_threads, args.cells.blocks(), args)) &&
            parallel<FeatGradient<T>>(call.num_threads, FeatGradient<T>::blocks(call), args) &&
-           (!of_depth ||
+           (!needs_depth ||
             parallel<DepthGradient<T>>(call.num_threads, ranges, typename DepthGradient<T>::Args{call, dots, ranges}));
 }
 

@@ -56,36 +56,36 @@ template <class T> class AnchorGradients {
         : call(job.call), n(call.sizes), points(call.grad_locations, {KEY_POINT, XYZ}),
           sums(call.grad_projection, job.partial_sums) {
         if (!call.with_logits) return;
-        of_weights = arena.take<T>(pairs_of(n) * n.scales * n.groups);
+        grad_weights = arena.take<T>(pairs_of(n) * n.scales * n.groups);
         mean = arena.take<T>(n.groups);
-        of_points = arena.take<T>(3 * n.points);
+        grad_points = arena.take<T>(3 * n.points);
     }
 
     void open(int64_t item) {
-        of_matrices = sums.of(item, 0);
-        if (of_matrices) memset(of_matrices, 0, size_t(sums.bytes(1)));
+        grad_matrices = sums.of(item, 0);
+        if (grad_matrices) memset(grad_matrices, 0, size_t(sums.bytes(1)));
     }
     // Another anchor. Its pairs come in the order in which they are seen.
     void begin() {
         num_pairs = 0;
         memset(mean, 0, size_t(n.groups) * sizeof(T));
-        memset(of_points, 0, size_t(3 * n.points) * sizeof(T));
+        memset(grad_points, 0, size_t(3 * n.points) * sizeof(T));
     }
     // Where the gradients of the next pair's weights belong, [scales, groups].
-    T *of_next_pair() { return of_weights + num_pairs++ * n.scales * n.groups; }
+    T *next_pair() { return grad_weights + num_pairs++ * n.scales * n.groups; }
 
     // Pair i of a bundle.
-    void add(const AnchorReader<T> &reader, const Bundle<T> &bundle, int64_t i, const T *location, const T *of_pair) {
+    void add(const AnchorReader<T> &reader, const Bundle<T> &bundle, int64_t i, const T *location, const T *grad_pair) {
         const int64_t pair = bundle.pairs[i];
-        if (call.grad_locations.data || of_matrices)
+        if (call.grad_locations.data || grad_matrices)
             reader.all_cameras().add_gradients(reader.points_of(bundle.anchor), pair, location,
-                                               of_points + pair / n.cameras * 3, of_matrices);
-        for (int64_t s = 0; s < n.scales; ++s) add_products(of_pair + s * n.groups, bundle.samples.weight(i * n.scales + s));
+                                               grad_points + pair / n.cameras * 3, grad_matrices);
+        for (int64_t s = 0; s < n.scales; ++s) add_products(grad_pair + s * n.groups, bundle.samples.weight(i * n.scales + s));
     }
     void write(int64_t b, int64_t anchor, const AnchorReader<T> &reader, AnchorWeights<T> &weights) {
-        if (call.grad_locations.data) points.write(offset_of(call.grad_locations, b, anchor), of_points);
+        if (call.grad_locations.data) points.write(offset_of(call.grad_locations, b, anchor), grad_points);
         if (call.grad_weights.data)
-            weights.write_gradient(b, anchor, reader.points_of(anchor).pairs, num_pairs, of_weights, mean);
+            weights.write_gradient(b, anchor, reader.points_of(anchor).pairs, num_pairs, grad_weights, mean);
     }
 
   private:
@@ -93,14 +93,14 @@ template <class T> class AnchorGradients {
     Sizes n;
     SomeAxes<2> points;
     PartialSums<T> sums; // of projections: each block of anchors is a part
-    T *of_weights = nullptr, *mean = nullptr, *of_points = nullptr;
-    T *of_matrices = nullptr; // of this item's anchors; null where it is not wanted
+    T *grad_weights = nullptr, *mean = nullptr, *grad_points = nullptr;
+    T *grad_matrices = nullptr; // of this item's anchors; null where it is not needed
     int64_t num_pairs = 0;
 
-    void add_products(const T *of_weight, const T *weight) {
+    void add_products(const T *grad_weight, const T *weight) {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
-            store<T, N>(mean + g, load<T, N>(mean + g) + load<T, N>(of_weight + g) * load<T, N>(weight + g));
+            store<T, N>(mean + g, load<T, N>(mean + g) + load<T, N>(grad_weight + g) * load<T, N>(weight + g));
         });
     }
 };
@@ -113,11 +113,12 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     using Base::items;
     SampleGradients(const Job &job, Arena &arena)
         : Base(job, arena), dot(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)),
-          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, {SCALE, GROUP}), of_anchor(job, arena) {}
+          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, {SCALE, GROUP}),
+          anchor_gradients(job, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.range(item);
-        of_anchor.open(item);
+        anchor_gradients.open(item);
         this->each(
             b, this->blocks.begin(item), this->blocks.end(item),
             [&](int64_t a, int64_t unseen) {
@@ -131,7 +132,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     T *dot;  // [row, groups]
     T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
     SomeAxes<2> weights_out;
-    AnchorGradients<T> of_anchor; // with logits
+    AnchorGradients<T> anchor_gradients; // with logits
 
     static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 
@@ -146,17 +147,17 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 
     void serve(int64_t b, const Bundle<T> &bundle) {
         const Sizes &n = this->n;
-        if (this->call.with_logits && bundle.first) of_anchor.begin();
+        if (this->call.with_logits && bundle.first) anchor_gradients.begin();
         if (bundle.num_pairs > 0) find_dots(b, bundle);
         for (int64_t i = 0; i < bundle.num_pairs; ++i) {
-            T location[2] = {0, 0}, *weight = this->call.with_logits ? of_anchor.of_next_pair() : pair;
+            T location[2] = {0, 0}, *weight = this->call.with_logits ? anchor_gradients.next_pair() : pair;
             for (int64_t s = 0; s < n.scales; ++s) sample(bundle, i * n.scales + s, location, weight + s * n.groups);
             if (this->call.with_logits)
-                of_anchor.add(this->locations, bundle, i, location, weight);
+                anchor_gradients.add(this->locations, bundle, i, location, weight);
             else
                 write(b, bundle.anchor, bundle.pairs[i], location, weight);
         }
-        if (this->call.with_logits && bundle.last) of_anchor.write(b, bundle.anchor, this->locations, this->weights);
+        if (this->call.with_logits && bundle.last) anchor_gradients.write(b, bundle.anchor, this->locations, this->weights);
     }
 
     void find_dots(int64_t b, const Bundle<T> &bundle) {
@@ -283,10 +284,10 @@ template <class T> class FeatureGradient {
 };
 
 template <class V, class T> bool all_gradients(const Job &job) {
-    const bool of_features = job.plan.value_gradient != ValueGradient::NOT_WANTED;
+    const bool needs_features = job.plan.value_gradient != ValueGradient::NOT_WANTED;
     if (job.plan.sample_gradients && !over_items<SampleGradients<V, T>>(job)) return false;
     if (!job.plan.sample_gradients && job.softmax_totals && !over_items<Totals<T>>(job)) return false;
-    return !of_features || over_items<FeatureGradient<T>>(job);
+    return !needs_features || over_items<FeatureGradient<T>>(job);
 }
 
 } // namespace

@@ -35,7 +35,7 @@ enum OrtType : int {
     ORT_BFLOAT16 = 16
 };
 
-// A table of functions. An entry is a place in it, with the function's type.
+// A table of functions. An entry is an index into it, with the function's type.
 struct OrtApi {
     typedef void Function();
     Function *functions[1];
@@ -43,10 +43,10 @@ struct OrtApi {
 
 template <class Signature> struct Slot;
 template <class Result, class... Arguments> struct Slot<Result(Arguments...)> {
-    int place;
+    int index;
 
     Result operator()(const OrtApi *api, Arguments... arguments) const {
-        return reinterpret_cast<Result (*)(Arguments...)>(api->functions[place])(arguments...);
+        return reinterpret_cast<Result (*)(Arguments...)>(api->functions[index])(arguments...);
     }
 };
 

@@ -105,13 +105,13 @@ void *torchs_entry() {
 
 // All functions come from the library of that entry. Its handle is kept, so that nobody can unload it.
 bool look(OpenMp &runtime) {
-    Dl_info of_entry;
-    void *const place = torchs_entry();
-    if (!place || !dladdr(place, &of_entry)) return false;
-    const Library library = dlopen(of_entry.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    Dl_info info;
+    void *const address = torchs_entry();
+    if (!address || !dladdr(address, &info)) return false;
+    const Library library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
     if (!library) return false;
-    const char *last = std::strrchr(of_entry.dli_fname, '/');
-    runtime.name = last ? last + 1 : of_entry.dli_fname;
+    const char *last = std::strrchr(info.dli_fname, '/');
+    runtime.name = last ? last + 1 : info.dli_fname;
     if (find_functions(library, runtime)) return true;
     close(library);
     return false;
@@ -134,8 +134,8 @@ void region(void *data) {
 
 void clang_region(int32_t *, int32_t *, void *data) { region(data); }
 
-// Where a region stands in a source file; the runtimes want one.
-struct Place {
+// Where a region stands in a source file; the runtimes read it.
+struct Location {
     int32_t reserved_1 = 0, flags = 2, reserved_2 = 0, reserved_3 = 0; // 2: called by these names
     const char *source = ";unknown;unknown;0;0;;";
 };
@@ -145,10 +145,10 @@ struct Place {
 void OpenMp::run(int threads, Body *body, void *context) const {
     Call call{*this, body, context};
     if (gomp_parallel) return gomp_parallel(region, &call, unsigned(threads), 0);
-    static Place place;
-    push_num_threads(&place, global_thread_num(&place), threads);
+    static Location location;
+    push_num_threads(&location, global_thread_num(&location), threads);
     typedef void Region(int32_t *, int32_t *, ...);
-    fork_call(&place, 1, reinterpret_cast<Region *>(clang_region), &call);
+    fork_call(&location, 1, reinterpret_cast<Region *>(clang_region), &call);
 }
 
 const OpenMp *openmp() {

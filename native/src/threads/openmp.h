@@ -10,9 +10,9 @@ struct OpenMp {
     const char *name; // its file's
     void (*gomp_parallel)(void (*region)(void *), void *data, unsigned threads, unsigned flags);
     // Where there is no GOMP_parallel (Windows, and libomp without GCC's names): the names that Clang calls.
-    void (*fork_call)(void *place, int32_t arguments, void (*region)(int32_t *, int32_t *, ...), ...);
-    void (*push_num_threads)(void *place, int32_t thread, int32_t threads);
-    int32_t (*global_thread_num)(void *place);
+    void (*fork_call)(void *location, int32_t arguments, void (*region)(int32_t *, int32_t *, ...), ...);
+    void (*push_num_threads)(void *location, int32_t thread, int32_t threads);
+    int32_t (*global_thread_num)(void *location);
     int (*get_thread_num)(), (*get_max_threads)();
 
     void run(int threads, Body *body, void *context) const;

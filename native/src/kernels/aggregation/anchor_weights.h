@@ -20,10 +20,10 @@ template <class T> class GroupedSoftmax {
   public:
     // Room for the exps of `count` logits.
     static int64_t room(int64_t count) { return round_up(count, STEP); }
-    GroupedSoftmax(int64_t rows, int64_t of_row, Arena &arena)
-        : groups(of_row), count(rows * of_row), whole(count / STEP * STEP), padded(room(count)),
-          cycle(of_row > 0 ? STEP / common_divisor(of_row, STEP) * of_row : STEP), used(cycle < padded ? cycle : padded),
-          lanes(arena.take<T>(padded + of_row)) {}
+    GroupedSoftmax(int64_t rows, int64_t row_size, Arena &arena)
+        : groups(row_size), count(rows * row_size), whole(count / STEP * STEP), padded(room(count)),
+          cycle(row_size > 0 ? STEP / common_divisor(row_size, STEP) * row_size : STEP), used(cycle < padded ? cycle : padded),
+          lanes(arena.take<T>(padded + row_size)) {}
 
     // exps = e^(logit - most[group]) and inverse[group] = 1 / their sum, as torch computes softmax: a group is NaN
     // whose largest logit is infinite, or that has a NaN. next: logits to prefetch; any address is harmless.
@@ -179,8 +179,9 @@ template <class T> struct AnchorSoftmax {
 template <class T> class AnchorWeights {
   public:
     AnchorWeights(const Job &job, Arena &arena)
-        : call(job.call), n(call.sizes), of_pair(job.call.weights, {SCALE, GROUP}),
-          of_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job), softmax(rows_of(call), n.groups, arena),
+        : call(job.call), n(call.sizes), pair_axes(job.call.weights, {SCALE, GROUP}),
+          anchor_axes(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job),
+          softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
     // With logits, before the weights of an anchor's pairs are read. The weights of the two anchors before stay valid.
@@ -194,16 +195,16 @@ template <class T> class AnchorWeights {
         const auto compute_elements = [&](auto *logits, int64_t step) { // step: to the next anchor
             softmax(logits, reinterpret_cast<int64_t>(logits + step), to.exps, to.most, to.inverse);
         };
-        if (of_anchor.contiguous)
+        if (anchor_axes.contiguous)
             return with_elements(at(call.weights, offset), call.weights.dtype,
                                  [&](auto *logits) { compute_elements(logits, call.weights.strides[QUERY]); });
-        of_anchor.read(offset, to.exps);
+        anchor_axes.read(offset, to.exps);
         compute_elements(static_cast<const T *>(to.exps), 0);
     }
 
     // The weights of a pair, [scales, groups].
     void read(int64_t b, int64_t anchor, int64_t pair, T *to) const {
-        if (!call.with_logits) return of_pair.read(offset_of_pair(call, call.weights, b, anchor, pair), to);
+        if (!call.with_logits) return pair_axes.read(offset_of_pair(call, call.weights, b, anchor, pair), to);
         const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const T *exps = from.exps + first_row(pair) * n.groups, scale = scale_of_pair<T>(call, b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s) multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
@@ -214,8 +215,8 @@ template <class T> class AnchorWeights {
     }
 
     // Turns gradients of the weights of an anchor's pairs, [pair, scales, groups], into those of all its logits.
-    // mean[group]: the sum of weights times gradients. of_weights and the anchor's exps are written over.
-    void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *of_weights, T *mean) {
+    // mean[group]: the sum of weights times gradients. grad_weights and the anchor's exps are written over.
+    void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *grad_weights, T *mean) {
         AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const Tensor &grad = call.grad_weights;
         const SomeAxes<4> out(grad, {CAMERA, SCALE, KEY_POINT, GROUP});
@@ -225,14 +226,14 @@ template <class T> class AnchorWeights {
         for (int64_t i = 0; i < count; ++i) {
             const T scale = scale_of_pair<T>(call, b, anchor, pairs[i]), *exps = from.exps + first_row(pairs[i]) * n.groups;
             for (int64_t s = 0; s < n.scales; ++s)
-                of_logits(exps + s * n.points * n.groups, from.inverse, scale, mean,
-                          of_weights + (i * n.scales + s) * n.groups);
+                find_grad_logits(exps + s * n.points * n.groups, from.inverse, scale, mean,
+                                 grad_weights + (i * n.scales + s) * n.groups);
         }
         for (int64_t g = 0; g < n.groups; ++g) mean[g] *= -from.inverse[g]; // the others have weights * (0 - mean)
         softmax.multiply(from.exps, mean, to);
         for (int64_t i = 0; i < count; ++i)
             for (int64_t s = 0; s < n.scales; ++s)
-                memcpy(to + (first_row(pairs[i]) + s * n.points) * n.groups, of_weights + (i * n.scales + s) * n.groups,
+                memcpy(to + (first_row(pairs[i]) + s * n.points) * n.groups, grad_weights + (i * n.scales + s) * n.groups,
                        size_t(n.groups) * sizeof(T));
         if (!direct) out.write(offset, to);
     }
@@ -240,8 +241,8 @@ template <class T> class AnchorWeights {
   private:
     const Call &call;
     Sizes n;
-    SomeAxes<2> of_pair;
-    SomeAxes<4> of_anchor;
+    SomeAxes<2> pair_axes;
+    SomeAxes<4> anchor_axes;
     SoftmaxTotals<T> totals;
     GroupedSoftmax<T> softmax;
     AnchorSoftmax<T> anchors[KNOWN_ANCHORS];
@@ -255,12 +256,13 @@ template <class T> class AnchorWeights {
             store<T, N>(to + g, load<T, N>(exps + g) * load<T, N>(inverse + g) * scale);
         });
     }
-    // Writes over of_weights.
-    void of_logits(const T *exps, const T *inverse, T scale, const T *mean, T *of_weights) const {
+    // Writes over grad_weights.
+    void find_grad_logits(const T *exps, const T *inverse, T scale, const T *mean, T *grad_weights) const {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
-            const Vec<T, N> of_softmax = load<T, N>(of_weights + g) * scale;
-            store<T, N>(of_weights + g, load<T, N>(exps + g) * load<T, N>(inverse + g) * (of_softmax - load<T, N>(mean + g)));
+            const Vec<T, N> grad_softmax = load<T, N>(grad_weights + g) * scale;
+            store<T, N>(grad_weights + g,
+                        load<T, N>(exps + g) * load<T, N>(inverse + g) * (grad_softmax - load<T, N>(mean + g)));
         });
     }
 };

@@ -26,7 +26,7 @@ template <class T> class AnchorReader {
 
     AnchorReader(const Call &c, Arena &arena)
         : call(c), n(c.sizes), axes(c.locations, {KEY_POINT, CAMERA, PAIR_XY}),
-          in_place(axes.contiguous && c.locations.dtype == OWN<T>), found(arena.take<int64_t>(pairs_of(n))),
+          in_place(axes.contiguous && c.locations.dtype == OWN<T>), seen_pairs(arena.take<int64_t>(pairs_of(n))),
           copy(arena.take<T>(call.with_logits ? 0 : 2 * pairs_of(n))), cameras(c, arena),
           anchors{{c, arena}, {c, arena}, {c, arena}}, last_camera(n.cameras) {}
 
@@ -62,25 +62,25 @@ template <class T> class AnchorReader {
         }
         for (int64_t pair = 0; pair < pairs_of(n); ++pair)
             if (inside(pair))
-                found[num_seen++] = pair;
+                seen_pairs[num_seen++] = pair;
             else
                 skip(pair);
-        seen = found;
+        seen = seen_pairs;
     }
     // Finds the pairs of one camera that may read rows of a band on the camera's map `map`.
     void find_seen(int64_t anchor, int64_t camera, int64_t map, const BandReach<T> &band) {
         const T height = T(call.levels[map].height);
         const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of<T>(xy[2 * pair + 1], height), map); };
-        seen = found;
+        seen = seen_pairs;
         num_seen = 0;
         if (!call.with_logits) {
             for (int64_t pair = camera; pair < pairs_of(n); pair += n.cameras)
-                if (inside(pair) && reaches(pair)) found[num_seen++] = pair;
+                if (inside(pair) && reaches(pair)) seen_pairs[num_seen++] = pair;
             return;
         }
         const SeenPoints<T> &points = points_of(anchor);
         for (int64_t i = points.begins[camera]; i < points.begins[camera + 1]; ++i)
-            if (reaches(points.pairs[i])) found[num_seen++] = points.pairs[i];
+            if (reaches(points.pairs[i])) seen_pairs[num_seen++] = points.pairs[i];
     }
 
   private:
@@ -88,7 +88,7 @@ template <class T> class AnchorReader {
     Sizes n;
     SomeAxes<3> axes;
     bool in_place; // locations are read where they lie
-    int64_t *found;
+    int64_t *seen_pairs;
     T *copy;
     Cameras<T> cameras;
     SeenPoints<T> anchors[KNOWN_ANCHORS];
@@ -110,14 +110,14 @@ template <class T> class Samples {
     // Add samples at normalised (u, v), one on each of the maps first..last-1. Returns where their weights belong,
     // [samples, groups].
     T *add(T u, T v, int64_t first, int64_t last) {
-        T *const of_first = weights + count * n.groups;
+        T *const first_weights = weights + count * n.groups;
         for (int64_t map = first; map < last; ++map, ++count) {
             const Level &level = call.levels[map];
             maps_.set(count, level);
             x[count] = pixel_of<T>(u, T(level.width));
             y[count] = pixel_of<T>(v, T(level.height));
         }
-        return of_first;
+        return first_weights;
     }
     // Adds invalid samples up to a multiple of LANES, and returns the number of samples with them.
     int64_t pad() {

@@ -70,19 +70,19 @@ template <class T> class Cameras {
 
     // From the gradient of a location to those of its key point, and of its camera's matrix if it is not null. Both are
     // added to. A depth that overflows has no gradient, but an infinite row.
-    void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *of_location, T *of_point, T *of_matrices) const {
+    void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *grad_location, T *grad_point, T *grad_matrices) const {
         const int64_t cam = pair % n.cameras, p = pair / n.cameras;
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam, *location = seen.xy + 2 * pair;
         const bool in_front = seen.depth[pair] >= NEAREST<T>;
         const T depth = in_front ? seen.depth[pair] : NEAREST<T>;
-        const T inner = of_location[0] * location[0] + of_location[1] * location[1];
-        const T of_projected[3] = {of_location[0] / size[0] / depth, of_location[1] / size[1] / depth, -inner / depth};
-        T *to = of_matrices ? of_matrices + cam * OF_MATRIX : nullptr;
+        const T inner = grad_location[0] * location[0] + grad_location[1] * location[1];
+        const T grad_projected[3] = {grad_location[0] / size[0] / depth, grad_location[1] / size[1] / depth, -inner / depth};
+        T *to = grad_matrices ? grad_matrices + cam * OF_MATRIX : nullptr;
         for (int r = 0; r < (in_front ? 3 : 2); ++r) {
-            for (int k = 0; k < 3; ++k) of_point[k] += of_projected[r] * m[4 * r + k];
+            for (int k = 0; k < 3; ++k) grad_point[k] += grad_projected[r] * m[4 * r + k];
             if (!to) continue;
-            for (int k = 0; k < 3; ++k) to[4 * r + k] += of_projected[r] * seen.points[k * seen.room + p];
-            to[4 * r + 3] += of_projected[r];
+            for (int k = 0; k < 3; ++k) to[4 * r + k] += grad_projected[r] * seen.points[k * seen.room + p];
+            to[4 * r + 3] += grad_projected[r];
         }
     }
 
@@ -95,9 +95,9 @@ template <class T> class Cameras {
     void read_points(int64_t offset, SeenPoints<T> &to) const {
         const Tensor &t = call.locations;
         for (int64_t k = 0; k < 3; ++k) {
-            T *of_axis = to.points + k * to.room;
-            read_elements(at(t, offset + k * t.strides[XYZ]), t.dtype, t.strides[KEY_POINT], n.points, of_axis);
-            for (int64_t p = n.points; p < to.room; ++p) of_axis[p] = T(__builtin_nan(""));
+            T *coordinates = to.points + k * to.room;
+            read_elements(at(t, offset + k * t.strides[XYZ]), t.dtype, t.strides[KEY_POINT], n.points, coordinates);
+            for (int64_t p = n.points; p < to.room; ++p) coordinates[p] = T(__builtin_nan(""));
         }
     }
 

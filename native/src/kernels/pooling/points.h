@@ -18,7 +18,7 @@ template <class Fn> MXD_INLINE auto with_ranks(const Tensor &t, Fn &&fn) {
                                 : fn(static_cast<const int32_t *>(t.data), stride);
 }
 
-// put(i, rank) for n points from a place of the order on; order may be null: points are in order.
+// put(i, rank) for n points from a position of the order on; order may be null: points are in order.
 template <class Put> MXD_INLINE void each_rank(const Tensor &t, const uint32_t *order, int64_t begin, int64_t n, Put &&put) {
     with_ranks(t, [&](auto *ranks, int64_t stride) {
         if (order)
@@ -84,7 +84,7 @@ struct PlacePoints {
     }
 };
 
-// The points of rank r are at the places start(r) to start(r + 1) - 1 of the order.
+// The points of rank r are at the positions start(r) to start(r + 1) - 1 of the order.
 class Sorted {
   public:
     const uint32_t *order = nullptr; // null: points came in order
@@ -96,11 +96,11 @@ class Sorted {
         if (in_order || !memory.begin()) return;
         Arena arena(memory.begin());
         starts = arena.take<int64_t>(rows + 1);
-        uint32_t *const counters = arena.take<uint32_t>(rows * parts), *const places = arena.take<uint32_t>(points);
-        const Sorting s{ranks, points, rows, parts, counters, places};
+        uint32_t *const counters = arena.take<uint32_t>(rows * parts), *const positions = arena.take<uint32_t>(points);
+        const Sorting s{ranks, points, rows, parts, counters, positions};
         if (!parallel<CountRanks>(threads, parts, s)) return;
         find_starts(s);
-        if (parallel<PlacePoints>(threads, parts, s)) order = places;
+        if (parallel<PlacePoints>(threads, parts, s)) order = positions;
     }
     bool ready() const { return in_order || order; }
 
@@ -125,10 +125,10 @@ class Sorted {
             for (int64_t rank = first; rank < end; ++rank) ends[rank - first] = starts[rank + 1];
         } else {
             with_ranks(ranks, [&](auto *r, int64_t stride) {
-                int64_t place = begin;
+                int64_t position = begin;
                 for (int64_t rank = first; rank < end; ++rank) {
-                    while (place < points && r[place * stride] == rank) ++place;
-                    ends[rank - first] = place;
+                    while (position < points && r[position * stride] == rank) ++position;
+                    ends[rank - first] = position;
                 }
             });
         }
@@ -146,19 +146,19 @@ class Sorted {
     int64_t bytes(int64_t rows) const {
         return Arena::bytes<int64_t>(rows + 1) + Arena::bytes<uint32_t>(rows * parts) + Arena::bytes<uint32_t>(points);
     }
-    // Counters become the places where a part puts its next point.
+    // Counters become the positions where a part puts its next point.
     void find_starts(const Sorting &s) {
-        int64_t place = 0;
+        int64_t position = 0;
         for (int64_t rank = 0; rank < s.rows; ++rank) {
-            starts[rank] = place;
+            starts[rank] = position;
             for (int64_t part = 0; part < parts; ++part) {
                 uint32_t &counter = s.counters[part * s.rows + rank];
                 const uint32_t count = counter;
-                counter = uint32_t(place);
-                place += count;
+                counter = uint32_t(position);
+                position += count;
             }
         }
-        starts[s.rows] = place;
+        starts[s.rows] = position;
     }
 };
 
@@ -231,21 +231,21 @@ inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, cons
     });
 }
 
-// fn(rank, place of the first point in the order, its place in the window, count) for the points of each rank of first..end-1,
-// MOST_RANKS at most, window by window.
+// fn(rank, position of the first point in the order, its position in the window, count) for the points of each rank of
+// first..end-1, MOST_RANKS at most, window by window.
 constexpr int64_t MOST_RANKS = 64;
 
 template <class T, class Fn>
 inline void over_windows(Window<T> &window, const Source &from, const Sorted &sorted, int64_t first, int64_t end, Fn &&fn) {
-    int64_t ends[MOST_RANKS], place = sorted.find_ends(first, end, ends), rank = first;
-    for (const int64_t last_place = ends[end - first - 1]; place < last_place;) {
-        const int64_t begin = place, n = last_place - begin < window.MOST ? last_place - begin : window.MOST;
+    int64_t ends[MOST_RANKS], position = sorted.find_ends(first, end, ends), rank = first;
+    for (const int64_t last_position = ends[end - first - 1]; position < last_position;) {
+        const int64_t begin = position, n = last_position - begin < window.MOST ? last_position - begin : window.MOST;
         window.fill(from, sorted.order, begin, n);
-        while (place < begin + n) {
-            while (ends[rank - first] <= place) ++rank;
+        while (position < begin + n) {
+            while (ends[rank - first] <= position) ++rank;
             const int64_t end_of_rank = ends[rank - first], stop = end_of_rank < begin + n ? end_of_rank : begin + n;
-            fn(rank, place, place - begin, stop - place);
-            place = stop;
+            fn(rank, position, position - begin, stop - position);
+            position = stop;
         }
     }
 }

@@ -86,11 +86,11 @@ template <class Worker, class Args, class Begin> struct Loop {
         }
     }
 
-    void do_unit(Worker &worker, int64_t stage, int64_t place) {
-        wait_until_done(stage * (CHUNKS + per_stage) + (place < CHUNKS ? 0 : CHUNKS));
+    void do_unit(Worker &worker, int64_t stage, int64_t index) {
+        wait_until_done(stage * (CHUNKS + per_stage) + (index < CHUNKS ? 0 : CHUNKS));
         if constexpr (CHUNKS > 0)
-            if (place < CHUNKS) return begin(stage, place);
-        worker(stage * per_stage + place - CHUNKS);
+            if (index < CHUNKS) return begin(stage, index);
+        worker(stage * per_stage + index - CHUNKS);
     }
 
     void wait_until_done(int64_t units) const {

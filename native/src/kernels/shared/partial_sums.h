@@ -8,20 +8,20 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The sums: [part, place, number]. Parts are counted through all batches. A place is a query or a camera; its numbers are
+// The sums: [part, target, number]. Parts are counted through all batches. A target is a query or a camera; its numbers are
 // the last two axes of the gradient.
 template <class T> struct PartialSums {
-    int64_t places, numbers;
+    int64_t targets, numbers;
     T *all; // null: the gradient is not wanted
 
     PartialSums(const Tensor &gradient, char *memory)
-        : places(gradient.shape[QUERY]), numbers(gradient.shape[REFERENCE] * gradient.shape[COORDINATE]),
+        : targets(gradient.shape[QUERY]), numbers(gradient.shape[REFERENCE] * gradient.shape[COORDINATE]),
           all(reinterpret_cast<T *>(memory)) {}
-    int64_t bytes(int64_t parts) const { return parts * places * numbers * int64_t(sizeof(T)); }
-    MXD_INLINE T *of(int64_t part, int64_t place) const { return all ? all + (part * places + place) * numbers : nullptr; }
+    int64_t bytes(int64_t parts) const { return parts * targets * numbers * int64_t(sizeof(T)); }
+    MXD_INLINE T *of(int64_t part, int64_t target) const { return all ? all + (part * targets + target) * numbers : nullptr; }
 };
 
-// Adds the sums of the parts of each batch. Items: (batch, block of places).
+// Adds the sums of the parts of each batch. Items: (batch, block of targets).
 template <class T> class AddParts {
   public:
     struct Args {
@@ -29,26 +29,26 @@ template <class T> class AddParts {
         int64_t parts; // of a batch
         PartialSums<T> sums;
 
-        int64_t blocks() const { return sums.numbers == 0 ? 0 : sums.places < 64 ? sums.places : 64; }
+        int64_t blocks() const { return sums.numbers == 0 ? 0 : sums.targets < 64 ? sums.targets : 64; }
     };
 
     AddParts(const Args &a, Arena &arena) : args(a), row(arena.take<T>(args.sums.numbers)) {}
     void operator()(int64_t item) {
-        const int64_t blocks = args.blocks(), block = item % blocks, places = args.sums.places;
-        for (int64_t i = places * block / blocks; i < places * (block + 1) / blocks; ++i) write(item / blocks, i);
+        const int64_t blocks = args.blocks(), block = item % blocks, targets = args.sums.targets;
+        for (int64_t i = targets * block / blocks; i < targets * (block + 1) / blocks; ++i) write(item / blocks, i);
     }
 
   private:
     const Args &args;
     T *row;
 
-    void write(int64_t b, int64_t place) {
+    void write(int64_t b, int64_t target) {
         for (int64_t i = 0; i < args.sums.numbers; ++i) row[i] = 0;
         for (int64_t part = b * args.parts; part < (b + 1) * args.parts; ++part) {
-            const T *of_part = args.sums.of(part, place);
-            for (int64_t i = 0; i < args.sums.numbers; ++i) row[i] += of_part[i];
+            const T *part_sums = args.sums.of(part, target);
+            for (int64_t i = 0; i < args.sums.numbers; ++i) row[i] += part_sums[i];
         }
-        SomeAxes<2>(args.gradient, {REFERENCE, COORDINATE}).write(offset_of(args.gradient, b, place), row);
+        SomeAxes<2>(args.gradient, {REFERENCE, COORDINATE}).write(offset_of(args.gradient, b, target), row);
     }
 };
 

@@ -72,7 +72,7 @@ template <int AXES> struct SomeAxes {
         return product;
     }
 
-    // fn(element offset of a run, its stride, its length, its place in a contiguous copy)
+    // fn(element offset of a run, its stride, its length, its position in a contiguous copy)
     template <class Fn> void runs(int64_t offset, Fn &&fn) const {
         if (contiguous) {
             fn(offset, 1, count(), 0);
@@ -94,15 +94,15 @@ template <int AXES> struct SomeAxes {
     }
     template <class T> void read_runs(const char *from, T *to) const {
         const int64_t size = element_size(tensor.dtype);
-        runs(0, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
-            read_elements(from + o * size, tensor.dtype, stride, n, to + place);
+        runs(0, [&](int64_t o, int64_t stride, int64_t n, int64_t position) {
+            read_elements(from + o * size, tensor.dtype, stride, n, to + position);
         });
     }
     template <class T> void write(int64_t offset, const T *from) const { write_at(at(tensor, offset), from); }
     template <class T> void write_at(char *to, const T *from) const {
         const int64_t size = element_size(tensor.dtype);
-        runs(0, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
-            write_elements(from + place, to + o * size, tensor.dtype, stride, n);
+        runs(0, [&](int64_t o, int64_t stride, int64_t n, int64_t position) {
+            write_elements(from + position, to + o * size, tensor.dtype, stride, n);
         });
     }
 
