@@ -33,7 +33,6 @@ import os
 import pathlib
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,15 +47,14 @@ EVERY = 101  # a prime: the layers of a model are recorded in turn
 MEGABYTES = 1000.0
 _ABSENT: Any = object()
 
-_ATTENTION, _AGGREGATION = "multi_scale_deformable_attn", "deformable_aggregation"
-_GEOMETRIC, _POOL = "geometric_kernel_attention", "bev_pool_v3"
+_POOL = "bev_pool_v3"
 DIFFERENTIABLE = {
-    _ATTENTION: ("value", "locations", "weights"),
-    _AGGREGATION: ("value", "locations", "weights"),
-    _GEOMETRIC: ("value", "weights"),
+    "multi_scale_deformable_attn": ("value", "locations", "weights"),
+    "deformable_aggregation": ("value", "locations", "weights"),
+    "geometric_kernel_attention": ("value", "weights"),
     _POOL: ("feat", "depth"),
 }
-_OPERATORS = [operator + direction for operator in DIFFERENTIABLE for direction in ("", "_backward")]
+_OPERATORS = [*DIFFERENTIABLE, *(f"{operator}_backward" for operator in DIFFERENTIABLE if operator != _POOL)]
 
 
 class Function(NamedTuple):
@@ -78,54 +76,64 @@ class Function(NamedTuple):
 
 _SAMPLES = "value shapes starts locations weights"
 _GRADIENTS = f"{_SAMPLES} grad_output grad_value= grad_locations= grad_weights="
-_RANKS, _INTERVALS = "ranks_depth ranks_feat ranks_bev", "interval_lengths interval_starts"
-_LIFT, _CELLS = f"depth feat {_RANKS} bev_feat_shape", "B D H W"
-_LIFT_GRADIENTS = f"grad_output grad_depth= grad_feat= depth feat {_RANKS} {_INTERVALS}"
-_VOXELS = "B n C X Y Z geom_xyz feat output= memo"
+_LIFT = "depth feat ranks_depth ranks_feat ranks_bev bev_feat_shape"
+# An operator and parameters stand above the functions that have them: modules and names. `deformable_aggregation_ext` is also
+# called with the cameras' maps apart, value [bs, cam, num_feat, c]: Sparse4D before v3, GaussianFormer, Far3D.
+_TABLE = f"""
+multi_scale_deformable_attn: {_SAMPLES}
+    mx_driving: multi_scale_deformable_attn npu_multi_scale_deformable_attn_function MultiScaleDeformableAttnFunction.apply
+    MultiScaleDeformableAttention detrex._C adet._C groundingdino._C mmcv._ext: ms_deform_attn_forward
+multi_scale_deformable_attn: {_SAMPLES} grad_output
+    MultiScaleDeformableAttention detrex._C adet._C groundingdino._C: ms_deform_attn_backward
+multi_scale_deformable_attn: {_GRADIENTS}
+    mmcv._ext: ms_deform_attn_backward
+deformable_aggregation: {_SAMPLES}
+    mx_driving: deformable_aggregation npu_deformable_aggregation AdsDeformableAggregation.apply
+    deformable_aggregation_ext: deformable_aggregation_forward
+deformable_aggregation: {_GRADIENTS}
+    deformable_aggregation_ext: deformable_aggregation_backward
+geometric_kernel_attention: {_SAMPLES}
+    mx_driving: geometric_kernel_attention npu_geometric_kernel_attention npu_geometric_kernel_attention_func
+    mx_driving: GeometricKernelAttentionFunc.apply
+    GeometricKernelAttention: geometric_kernel_attn_cuda_forward
+geometric_kernel_attention: {_SAMPLES} grad_output
+    GeometricKernelAttention: geometric_kernel_attn_cuda_backward
+bev_pool_v3: {_LIFT}
+    mx_driving: bev_pool_v3 BEVPoolV3.apply
+bev_pool_v3: {_LIFT} interval_starts interval_lengths
+    mx_driving: bev_pool_v2
+bev_pool_v3: depth feat output= ranks_depth ranks_feat ranks_bev interval_lengths interval_starts
+    bev_pool_v2_ext: bev_pool_v2_forward
+bev_pool_v3: grad_output grad_depth= grad_feat= depth feat ranks_depth ranks_feat ranks_bev interval_lengths interval_starts
+    bev_pool_v2_ext: bev_pool_v2_backward bev_pool_v2_backward_opt
+bev_pool_v3: feat geom_feat B D H W
+    mx_driving: bev_pool
+bev_pool_v3: feat geom_feat interval_lengths interval_starts B D H W
+    bev_pool_ext: bev_pool_forward
+bev_pool_v3: grad_output geom_feat interval_lengths interval_starts B D H W
+    bev_pool_ext: bev_pool_backward
+bev_pool_v3: geom_xyz feat voxel_num
+    mx_driving: npu_voxel_pooling_train
+bev_pool_v3: B n C X Y Z geom_xyz feat output= memo
+    voxel_pooling_train_ext: voxel_pooling_train_forward_wrapper
+    voxel_pooling_ext: voxel_pooling_forward_wrapper
+bev_pool_v3: B cams bins height width C X Y Z geom_xyz depth feat output=
+    voxel_pooling_inference_ext: voxel_pooling_inference_forward_wrapper
+"""
 
 
-def _rows(module: str, operator: str, parameters: str, *names: str) -> list[Function]:
-    return [Function(module, name, operator, parameters) for name in names]
+def _read_table(text: str) -> Iterator[Function]:
+    operator = parameters = ""
+    for line in text.strip().split("\n"):
+        left, right = line.split(": ")
+        if not line.startswith(" "):
+            operator, parameters = left, right
+            continue
+        for module, name in itertools.product(left.split(), right.split()):
+            yield Function(module, name, operator, parameters)
 
 
-FUNCTIONS = (
-    *_rows("mx_driving", _ATTENTION, _SAMPLES, _ATTENTION, "npu_multi_scale_deformable_attn_function"),
-    *_rows("mx_driving", _ATTENTION, _SAMPLES, "MultiScaleDeformableAttnFunction.apply"),
-    *_rows("mx_driving", _AGGREGATION, _SAMPLES, _AGGREGATION, "npu_deformable_aggregation", "AdsDeformableAggregation.apply"),
-    *_rows("mx_driving", _GEOMETRIC, _SAMPLES, _GEOMETRIC, "npu_geometric_kernel_attention"),
-    *_rows("mx_driving", _GEOMETRIC, _SAMPLES, "npu_geometric_kernel_attention_func", "GeometricKernelAttentionFunc.apply"),
-    *_rows("mx_driving", _POOL, _LIFT, "bev_pool_v3", "BEVPoolV3.apply"),
-    *_rows("mx_driving", _POOL, f"{_LIFT} interval_starts interval_lengths", "bev_pool_v2"),
-    *_rows("mx_driving", _POOL, f"feat geom_feat {_CELLS}", "bev_pool"),
-    *_rows("mx_driving", _POOL, "geom_xyz feat voxel_num", "npu_voxel_pooling_train"),
-    *(
-        row
-        for module in ("MultiScaleDeformableAttention", "detrex._C", "adet._C", "groundingdino._C")
-        for row in (
-            Function(module, "ms_deform_attn_forward", _ATTENTION, _SAMPLES),
-            Function(module, "ms_deform_attn_backward", _ATTENTION, f"{_SAMPLES} grad_output"),
-        )
-    ),
-    *_rows("mmcv._ext", _ATTENTION, _SAMPLES, "ms_deform_attn_forward"),
-    *_rows("mmcv._ext", _ATTENTION, _GRADIENTS, "ms_deform_attn_backward"),
-    # also with the cameras' maps apart, value [bs, cam, num_feat, c]: Sparse4D before v3, GaussianFormer, Far3D
-    *_rows("deformable_aggregation_ext", _AGGREGATION, _SAMPLES, "deformable_aggregation_forward"),
-    *_rows("deformable_aggregation_ext", _AGGREGATION, _GRADIENTS, "deformable_aggregation_backward"),
-    *_rows("GeometricKernelAttention", _GEOMETRIC, _SAMPLES, "geometric_kernel_attn_cuda_forward"),
-    *_rows("GeometricKernelAttention", _GEOMETRIC, f"{_SAMPLES} grad_output", "geometric_kernel_attn_cuda_backward"),
-    *_rows("bev_pool_v2_ext", _POOL, f"depth feat output= {_RANKS} {_INTERVALS}", "bev_pool_v2_forward"),
-    *_rows("bev_pool_v2_ext", _POOL, _LIFT_GRADIENTS, "bev_pool_v2_backward", "bev_pool_v2_backward_opt"),
-    *_rows("bev_pool_ext", _POOL, f"feat geom_feat {_INTERVALS} {_CELLS}", "bev_pool_forward"),
-    *_rows("bev_pool_ext", _POOL, f"grad_output geom_feat {_INTERVALS} {_CELLS}", "bev_pool_backward"),
-    *_rows("voxel_pooling_train_ext", _POOL, _VOXELS, "voxel_pooling_train_forward_wrapper"),
-    *_rows("voxel_pooling_ext", _POOL, _VOXELS, "voxel_pooling_forward_wrapper"),
-    *_rows(
-        "voxel_pooling_inference_ext",
-        _POOL,
-        "B cams bins height width C X Y Z geom_xyz depth feat output=",
-        "voxel_pooling_inference_forward_wrapper",
-    ),
-)
+FUNCTIONS = tuple(_read_table(_TABLE))
 _OPTIONAL = ("starts", "memo", "grad_value", "grad_locations", "grad_weights")
 _SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n", "C", "cams", "bins", "height", "width")
 _KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of parameters -> ours
@@ -137,7 +145,6 @@ _KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of
     "input_features": "feat",  # of npu_voxel_pooling_train
 }
 _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", "contextlib", "functools")
-_PACKAGES = ("mx-driving", "mx-driving-portable", "torch_npu", "mmcv", "mmcv-full", "MultiScaleDeformableAttention")
 
 
 def functions_of(module: str) -> dict[str, Function]:
@@ -147,16 +154,10 @@ def functions_of(module: str) -> dict[str, Function]:
     return {row.name: row for row in FUNCTIONS if row.module in names}
 
 
-def _function_named(full_name: str, operator: str) -> Function:
-    """Return the row of a function that the user names: that of a known function whose name ends alike, or the operator's."""
+def _function_named(operator: str) -> Function:
+    """Return the row of a function that the user names: its parameters are the operator's."""
     name, direction = operator.partition("_backward")[:2]
-    for row in FUNCTIONS:
-        if row.operator == name and row.backward == bool(direction) and ("." + full_name).endswith("." + row.name):
-            return row
-    parameters = _LIFT if name == _POOL else _SAMPLES
-    if direction:
-        parameters = "" if name == _POOL else _GRADIENTS
-    return Function("", name, name, parameters)
+    return Function("", name, name, _LIFT if name == _POOL else _GRADIENTS if direction else _SAMPLES)
 
 
 def _say(sentence: str) -> None:
@@ -186,17 +187,6 @@ def _is_tracing_or_capturing(args: Any) -> bool:
     return torch.jit.is_tracing() or (on_cuda and torch.cuda.is_current_stream_capturing())  # pyright: ignore
 
 
-def _is_autocast_on(device: str) -> bool:
-    import torch
-
-    try:
-        return torch.is_autocast_enabled(device)  # pyright: ignore
-    except (RuntimeError, TypeError):  # torch before 2.4, or a device without autocast
-        older = {"cpu": "is_autocast_cpu_enabled", "cuda": "is_autocast_enabled"}.get(device, "")
-        owner: Any = torch if older else getattr(torch, device, None)
-        return bool(getattr(owner, older or "is_autocast_enabled", bool)())
-
-
 def _without_extras(args: Any) -> list[Any]:
     """Return the arguments of a sampling function without those that only some forms of it have."""
     import torch
@@ -223,8 +213,6 @@ def _bind(row: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, T
     import torch
 
     names = [name.rstrip("=") for name in row.parameters.split()]
-    if not names:
-        raise TypeError("a function of the gradients of bev_pool_v3 must have the name of a known one")
     positional = args if row.operator == _POOL else _without_extras(args)
     bound = dict(zip(names, positional))  # noqa: B905, zip has no strict before Python 3.10
     bound.update({_KEYWORDS.get(name, name): a for name, a in kwargs.items()})
@@ -286,30 +274,33 @@ class _OpenCall:
         device, direction = next(iter(self.inputs.values())).device, "backward" if self.row.backward else "forward"
         self.about: dict[str, Any] = {
             **{"function": function.name, "operator": self.row.operator, "index": index, "direction": direction},
-            **{"device": str(device), "caller": _caller(), "autocast": _is_autocast_on(device.type)},
+            **{"device": str(device), "caller": _caller()},
             **{"form": self.row.name, "sizes": sizes},
         }
         self.edges = self._edges() if torch.is_grad_enabled() and not self.row.backward else {}
 
     def _edges(self) -> dict[str, tuple[Any, int]]:
         """Return where autograd brings the gradient of each input that has one. An edge that several inputs share brings the
-        sum of their gradients, which is no result of the operator: leave these inputs out, and name them."""
+        sum of their gradients, which is no result of the operator: leave these inputs out."""
         names = DIFFERENTIABLE[self.row.operator]
         inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
         # a leaf's node is behind the node of anything that is made from it
         nodes = {name: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for name, t in inputs.items()}  # pyright: ignore
         edges = {name: (nodes[name], t.output_nr) for name, t in inputs.items()}
-        shared = [name for name, edge in edges.items() if list(edges.values()).count(edge) > 1]
-        if shared:
-            self.about["shared"] = shared
-        return {name: edge for name, edge in edges.items() if name not in shared}
+        return {name: edge for name, edge in edges.items() if list(edges.values()).count(edge) == 1}
+
+    def check_outputs(self) -> None:
+        """Raise an error if results of the call would be a part of what its outputs hold: a function may add to them."""
+        for name, t in self.outputs.items():
+            if bool(t.any()):
+                raise TypeError(f"{name} must be zero before a function adds to it; got other numbers")
 
     def copy_inputs(self, reason: str) -> None:
         if any(t._version != version for t, version in self.versions):
             raise TypeError("inputs must be as they were when the call began; got changed ones, so that a NaN is not recorded")
         self.copies = _copy_to_host(self.inputs)
         strides = {name: list(t.stride()) for name, t in self.inputs.items() if not t.is_contiguous()}
-        self.about.update(reason=reason, strides=strides, packed="starts" not in self.copies)
+        self.about.update(reason=reason, strides=strides)
 
     def results(self, returned: Any) -> dict[str, Tensor]:
         """Return what the function computed, by name."""
@@ -435,11 +426,11 @@ class Recorder:
         self, out: Any, every: int = EVERY, nan: bool = False, megabytes: float = MEGABYTES, functions: Any = None
     ) -> None:
         _check_options(every, megabytes, functions)
-        self.named = {name: _function_named(name, operator) for name, operator in (functions or {}).items()}
+        self.named = {name: _function_named(operator) for name, operator in (functions or {}).items()}
         self.folder = _make_folder(out)
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
-        self.started, self.finished, self.process = _now(), "", os.getpid()
+        self._process = os.getpid()
         self.num_bytes, self.reserved = 0, 0  # written, and written or awaited: gradients arrive later
         self.why = ""  # why no more calls are sampled
         self.failed = self._stopped = False
@@ -460,18 +451,17 @@ class Recorder:
 
     def is_active(self) -> bool:
         """Return whether the recording goes on here: a forked child's files would have its parent's names."""
-        return not self._stopped and os.getpid() == self.process
+        return not self._stopped and os.getpid() == self._process
 
     def stop(self) -> None:
         """Restore the functions, and print a summary."""
         atexit.unregister(self.stop)
         if not self.is_active():
             return
-        self._stopped, self.finished = True, _now()
+        self._stopped = True
         sys.meta_path.remove(self._finder)
         for owner, name, before in reversed(self._undo):
             delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
-        self._write_manifest()
         self._print_summary()
 
     def _print_summary(self) -> None:
@@ -486,17 +476,11 @@ class Recorder:
         _say(f"{recorded} of {calls} calls recorded, {self.num_bytes / 1e6:.0f} MB in {self.folder}{none}")
 
     def _write_manifest(self) -> None:
-        """Write what is said beside the calls. The file is written in place: a full disk has room for its second version."""
+        import importlib.metadata
         import platform
 
-        counters = ("calls", "recorded", "not_kept", "unread")
-        functions = {name: {key: getattr(f, key) for key in counters} for name, f in self.functions.items() if f.calls}
-        facts = {
-            **{"format": FORMAT, "started": self.started, "finished": self.finished, "ended_early": self.why},
-            "options": {"every": self.every, "nan": self.nan, "megabytes": self.megabytes},
-            "packages": {"python": platform.python_version(), "system": platform.platform(), **_versions()},
-            "functions": functions,
-        }
+        packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+        facts = {"program": sys.argv, "python": sys.version, "system": platform.platform(), "packages": packages}
         try:
             (self.folder / "manifest.json").write_text(json.dumps(facts, indent=1))
         except OSError as error:
@@ -597,10 +581,9 @@ class Recorder:
             if _is_tracing_or_capturing((*args, *kwargs.values())):
                 return None
             call = _OpenCall(function, index, args, kwargs)
+            call.check_outputs()
             if sampled:
                 call.copy_inputs(f"every {self.every}")
-                if call.outputs:  # a function may add to them
-                    call.about["cleared"] = not any(bool(t.any()) for t in call.outputs.values())
             return call
 
     def _finish(self, call: _OpenCall, returned: Any) -> None:
@@ -647,22 +630,20 @@ class Recorder:
         call.copies = {}
 
     def _write(self, stem: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
-        """Write a file that is there whole or not at all. A full disk ends the recording."""
+        """Write a file. A full disk ends the recording."""
         import torch
 
-        whole, path = io.BytesIO(), self.folder / f"{stem}.pt"
-        torch.save({"metadata": {"format": str(FORMAT), "call": json.dumps(about)}, "tensors": tensors}, whole)
-        part = path.with_name(path.name + ".part")
+        file, path = io.BytesIO(), self.folder / f"{stem}.pt"
+        torch.save({"metadata": {"format": str(FORMAT), "call": json.dumps(about)}, "tensors": tensors}, file)
         with self._lock:
             if self.failed:
                 return False
             try:
-                part.write_bytes(whole.getbuffer())
-                os.replace(part, path)
+                path.write_bytes(file.getbuffer())
             except OSError as error:
                 self._fail(error)
                 with contextlib.suppress(OSError):
-                    part.unlink()
+                    path.unlink()
                 return False
             self.num_bytes += _num_bytes(tensors)
             return True
@@ -680,20 +661,6 @@ def _compiling() -> Callable[[], bool]:
     import torch
 
     return getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S")
-
-
-def _versions() -> dict[str, str]:
-    import importlib.metadata
-
-    versions = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def start(out: Any, **options: Any) -> Recorder:

@@ -7,7 +7,6 @@ import csv
 import errno
 import functools
 import importlib.util
-import json
 import os
 import pathlib
 import sys
@@ -22,7 +21,6 @@ from programs import python
 from recorded_calls import call, replay
 
 import mx_driving
-from mx_driving._vendor.replay import forms
 from mx_driving_portable import record
 
 NAMED = {"stand_in.attend": cases.MULTI_SCALE}
@@ -296,7 +294,7 @@ def test_a_nan_that_only_the_gradients_have(attention, recording, calls):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_budget_ends_it(attention, recording, calls, capsys, tmp_path, late):
+def test_a_budget_ends_it(attention, recording, calls, capsys, late):
     """Gradients that arrive after all calls have their room."""
     with recording(megabytes=0.05) as recorder:
         outputs = [attention.attend(*inputs()) for _ in range(10)] if late else (attention.attend(*inputs()) for _ in range(10))
@@ -306,10 +304,8 @@ def test_a_budget_ends_it(attention, recording, calls, capsys, tmp_path, late):
     assert sum("gradients" in name for name in calls()) * 2 == len(calls())
     assert 0.02e6 < recorder.num_bytes < 0.06e6  # grad_output is not counted before
     assert capsys.readouterr().err.count("used up") == 1
-    manifest = json.loads((tmp_path / "calls/manifest.json").read_text())
-    assert manifest["started"] <= manifest["finished"]
-    assert manifest["ended_early"] == "the budget of 0.05 MB is used up; the program goes on"
-    assert manifest["functions"]["stand_in.attend"]["calls"] == 10
+    assert recorder.why == "the budget of 0.05 MB is used up; the program goes on"
+    assert recorder.functions["stand_in.attend"].calls == 10
 
 
 EMPTY = {"bs": (0, 5, 8, 3, [(4, 6)], 2), "queries": (2, 0, 8, 3, [(4, 6)], 2), "points": (2, 5, 8, 3, [(4, 6)], 0)}
@@ -366,21 +362,8 @@ def test_no_call_of_the_program_ends_the_recording(attention, recording, calls, 
     assert f"not recorded of stand_in.attend: 1, calls and gradients; the last: {reason}" in said or function.recorded == 2
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_recorder_leaves_nothing_that_replay_does_not_mention(attention, recording, tmp_path):
-    if (child := os.fork()) == 0:
-        os.replace = lambda *paths: os._exit(9)
-        with recording():
-            attention.attend(*inputs(()))
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert sorted(file.name for file in (tmp_path / "calls").iterdir()) == ["call-000000.pt.part", "manifest.json"]
-    assert json.loads((tmp_path / "calls/manifest.json").read_text())["finished"] == ""
-
-
-@pytest.mark.parametrize(("owner", "name"), [(pathlib.Path, "write_bytes"), (os, "replace")])
 def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(
-    attention, recording, calls, tmp_path, capsys, monkeypatch, owner, name
+    attention, recording, calls, tmp_path, capsys, monkeypatch
 ):
     def fail(path, _):
         path.touch()
@@ -388,24 +371,21 @@ def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(
 
     with recording() as recorder:
         attention.attend(*inputs())
-        monkeypatch.setattr(owner, name, fail)
+        monkeypatch.setattr(pathlib.Path, "write_bytes", fail)
         for _ in range(19):
             attention.attend(*inputs()).sum().backward()
     assert recorder.failed
     said, folder = capsys.readouterr().err, tmp_path / "calls"
     assert said.count("No space left on device") == said.count("; the program goes on") == 1
-    assert not list(folder.glob("*.part"))
     assert "record: 1 of 20 calls recorded, 0 MB" in said.splitlines()[-1]
     assert list(calls()) == ["call-000000"]
-    judged = replay(folder)
-    assert judged.exit_code == 0
-    words = f"the recording ended early: recording into {folder} has ended after 1 calls: No space left"
-    assert words in " ".join(judged.output.split())
+    assert f"recording into {folder} has ended after 1 calls: No space left" in said
+    assert replay(folder).exit_code == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("operator", [*cases.OPERATORS, "bev_pool_v3"])
-def test_calls_under_autocast_are_right(operator, dtype, recording, calls, tmp_path):
+def test_calls_under_autocast_are_right(operator, dtype, recording, tmp_path):
     """Their inputs have 16 bits and their output 32, in which our own columns are computed, too."""
     if operator == "bev_pool_v3":
         ranks = torch.arange(24)
@@ -419,19 +399,10 @@ def test_calls_under_autocast_are_right(operator, dtype, recording, calls, tmp_p
         out.sin().sum().backward()
     assert out.dtype == torch.float32
     assert {leaf.grad.dtype for leaf in leaves} == {dtype}
-    assert calls()["call-000000"][0]["autocast"] is True
     judged = replay(tmp_path / "calls")
     assert judged.exit_code == 0
     assert "please report" not in judged.output
     assert judged.output.count(" right ") == 1 + len(leaves)
-
-
-def test_older_torch_has_a_query_of_autocast_for_each_device(monkeypatch):
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda: "of cuda")  # before torch 2.4
-    monkeypatch.setattr(torch, "is_autocast_cpu_enabled", lambda: False)
-    monkeypatch.setattr(torch, "npu", types.SimpleNamespace(is_autocast_enabled=lambda: True), raising=False)
-    devices = ("cpu", "cuda", "npu", "mps", "nowhere")
-    assert [record._is_autocast_on(device) for device in devices] == [False, True, True, False, False]
 
 
 def test_of_one_tensor_in_two_places_only_its_own_gradient_is_left_out(attention, recording, calls, tmp_path):
@@ -442,11 +413,9 @@ def test_of_one_tensor_in_two_places_only_its_own_gradient_is_left_out(attention
     with recording():
         mx_driving.bev_pool_v3(rows, rows, torch.arange(12), torch.arange(12), cells, (1, 1, 1, 1, 1)).sum().backward()
         attention.attend(mixed, shapes, starts, locations, weights).sin().sum().backward()
-    assert calls()["call-000000"][0]["shared"] == ["feat", "depth"]
     assert "call-000000-gradients" not in calls()
     judged = replay(tmp_path / "calls")
     assert judged.exit_code == 0
-    assert "feat and depth are one tensor, which has the sum of their gradients: not judged" in judged.output
     assert "grad_value" in judged.output
 
 
@@ -495,10 +464,9 @@ def test_the_older_interface_of_an_aggregation(recording, tmp_path, monkeypatch)
     assert all(f"  grad_{name} " in judged.output for name in ("value", "locations", "weights"))
 
 
-def test_the_table_has_each_function_once_and_replay_reads_each():
+def test_the_table_has_each_function_once():
     keys = [(row.module, row.name) for row in record.FUNCTIONS]
     assert len(keys) == len(set(keys))
-    assert {row.name for row in record.FUNCTIONS if row.operator == "bev_pool_v3"} == set(forms._FORMS)
     for row in record.FUNCTIONS:
         names = [name.rstrip("=") for name in row.parameters.split()]
         assert len(names) == len(set(names))
@@ -514,7 +482,7 @@ def test_forms_of_arguments(attention, recording, calls):
         attention.attend(None, value, shapes, shapes.tolist(), starts, locations, weights, 64)
         attention.attend(value=value, spatial_shapes=shapes.tolist(), level_start_index=starts.tolist(),
                          sampling_locations=locations, attention_weights=weights, im2col_step=64)  # fmt: skip
-    assert [about["packed"] for about, _ in calls().values()] == [True, False, False]
+    assert ["starts" in tensors for _, tensors in calls().values()] == [False, True, True]
     for _, tensors in calls().values():
         assert torch.equal(tensors["shapes"], shapes)
         assert torch.equal(tensors["locations"], locations)

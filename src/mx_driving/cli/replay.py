@@ -54,8 +54,6 @@ def replay(
     use_threads(threads)
     console = None if as_json else open_console(f"mx-driving replay: {path}")
     verdicts, problems = _judge_all(reading.read(path, stems), len(stems), console)
-    ends, unread_ends = reading.read_ends(path)
-    problems += unread_ends
     wrong = sum(verdict.is_wrong for verdict in verdicts)
     if out:
         shown.write(verdicts, out)
@@ -65,7 +63,7 @@ def replay(
         sentences = [sentence for verdict in verdicts for sentence in shown.sentences(verdict)]
         not_read = [f"[bold red]not read:[/] {escape(problem)}" for problem in problems]
         outcome = f"[bold {'red' if wrong or problems else 'green'}]{_outcome(wrong, len(verdicts), len(problems))}"
-        for sentence in (*sentences, *shown.remarks(verdicts), *map(escape, ends), *not_read, outcome):
+        for sentence in (*sentences, *shown.remarks(verdicts), *not_read, outcome):
             say(console, sentence)
     else:
         print_json(
@@ -74,7 +72,6 @@ def replay(
                 "results": [row for verdict in verdicts for row in shown.rows(verdict)],
                 "notes": [{"call": verdict.call.name, "note": note} for verdict in verdicts for note in verdict.notes],
                 "limits": [{"call": verdict.call.name, "limit": verdict.limit} for verdict in verdicts if verdict.limit],
-                "ended_early": ends,
                 "not_read": problems,
             }
         )

@@ -23,7 +23,7 @@ GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call
 _BARE = [name for name, row in OPERATORS.items() if not row.bare]
 _SCHEMA = {
     **dict.fromkeys(("function", "device", "caller", "reason", "form"), str),
-    **{"index": int, "packed": bool, "cleared": bool, "sizes": dict, "strides": dict, "shared": list},
+    **{"index": int, "sizes": dict, "strides": dict},
 }
 
 
@@ -81,33 +81,8 @@ def find_calls(path: Path) -> list[Path]:
     files = [path] if path.is_file() else sorted(path.rglob("*.pt"))
     stems = [f.with_name(f.stem.removesuffix(GRADIENTS)) for f in files if f.suffix == ".pt"]
     if not stems:
-        raise Problem("; ".join([f"calls must hold files call-*.pt; got none in {path}", *_unfinished_files(path)]))
+        raise Problem(f"calls must hold files call-*.pt; got none in {path}")
     return list(dict.fromkeys(stems))
-
-
-def _unfinished_files(path: Path) -> list[str]:
-    parts = sorted(path.rglob("*.part")) if path.is_dir() else []
-    return [f"{part.name} must be whole; got one that the recording did not finish" for part in parts]
-
-
-def read_ends(path: Path) -> tuple[list[str], list[str]]:
-    """Return why recordings ended before their programs did, and sentences about what cannot be read of their ends."""
-    reasons, problems = [], _unfinished_files(path)
-    for file in sorted(path.rglob("manifest.json")) if path.is_dir() else []:
-        try:
-            with ruled(f"{file.relative_to(path)} must be a manifest that record.py wrote"):
-                reasons.append(_describe_end(json.loads(file.read_bytes())))
-        except Problem as problem:
-            problems.append(str(problem))
-    return list(filter(None, reasons)), problems
-
-
-def _describe_end(manifest: dict[str, Any]) -> str:
-    if reason := manifest.get("ended_early"):
-        return f"the recording ended early: {reason}"
-    if manifest.get("finished", True):
-        return ""
-    return "the recording has no end: its program still runs, was killed, or could write no more"
 
 
 def read(root: Path, stems: list[Path]) -> Iterator[RecordedCall | Problem]:
@@ -164,16 +139,12 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> Iterator[Problem]:
     """Take the results that belong to the inputs. Yield why the others are not judged."""
     names = [name for name in ("output", *call.gradients) if name in tensors]
-    gradients = [name for name in call.gradients if name in tensors]
     if not names:
         raise Problem(f"{call.name} must hold an output or gradients; got {', '.join(tensors)}")
-    if call.about.get("cleared") is False:
-        kind = "gradients" if gradients else "output"
-        yield Problem(f"{kind} of {call.name} must be zero before a function adds to them; got others, so they are not judged")
-        names = [name for name in names if name not in (gradients or ["output"])]
-    elif gradients and "grad_output" not in tensors:
+    if names != ["output"] and "grad_output" not in tensors:
         yield Problem(f"{call.name} must hold grad_output for its gradients to be judged; got none")
-    for name in ("grad_output", *names) if "grad_output" in tensors else ["output"] * ("output" in names):
+        names = [name for name in names if name == "output"]
+    for name in ["grad_output"] * ("grad_output" in tensors) + names:
         shape = call.shape_of(name)
         t = forms.in_operators_shape(call.about, name, tensors[name], shape)
         if t.shape == shape and t.is_floating_point():
@@ -181,6 +152,6 @@ def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> Iterator[Pr
         else:
             fact = f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
             yield Problem(f"{name} of {call.name} must be floating, of shape {shape}; got {fact}")
-    call.grad_output = call.results.pop("grad_output", None) if len(names) > 0 else None
+    call.grad_output = call.results.pop("grad_output", None)
     if call.grad_output is None:
         call.results = {name: t for name, t in call.results.items() if name == "output"}

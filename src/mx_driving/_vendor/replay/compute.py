@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..._operator import geometry
 from ..._operator.description import OPERATORS
 from .calls import RecordedCall
 
@@ -77,11 +76,15 @@ def _queries_at_a_time(call: RecordedCall) -> int:
 
 
 def compute_by_kernel(call: RecordedCall) -> Results:
-    """Return the results of our kernel that serves the CPU."""
-    results = {"output": getattr(torch.ops.mx_driving, call.row.name).default(*call.inputs, *call.sizes)}
+    """Return the results of our kernel that serves the CPU. Inputs of 16 bits are converted to an output's wider dtype,
+    exactly: autocast reads 16 bits, and computes and returns float32."""
+    inputs, dtype = call.inputs, call.results.get("output", call.grad_output).dtype  # pyright: ignore
+    if dtype.itemsize > 2:
+        inputs = [t.to(dtype) if t.is_floating_point() and t.dtype.itemsize == 2 else t for t in inputs]
+    results = {"output": getattr(torch.ops.mx_driving, call.row.name).default(*inputs, *call.sizes)}
     if call.grad_output is not None:
         backward = getattr(torch.ops.mx_driving, call.row.name + "_backward").default
-        gradients = backward(call.grad_output, *call.inputs, *call.sizes, [True] * len(call.gradients))
+        gradients = backward(call.grad_output, *inputs, *call.sizes, [True] * len(call.gradients))
         results.update(zip(call.gradients, gradients, strict=True))
     return results
 
@@ -95,13 +98,3 @@ def as_attention(v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> tuple
     at = l.permute(0, 1, 3, 2, 4)[:, :, None, :, None].expand(-1, -1, groups, -1, scales, -1, -1).flatten(3, 4)
     weights = w.permute(0, 1, 5, 3, 4, 2).flatten(3, 4)
     return v.unflatten(2, (groups, -1)), s.flatten(0, 1), t.flatten(), at, weights
-
-
-def counted_samples(call: RecordedCall) -> Tensor:
-    """Return True for each sample on its map; of an aggregation, for each pair of a point and a camera that sees it."""
-    locations = call.sampling.locations
-    if call.row.kind == "aggregation":
-        return geometry.inside(locations)
-    size = call.sampling.shapes.double().flip(-1)[:, None]
-    at = locations.double() if call.row.integer_locations else geometry.pixels(locations.double(), size)
-    return geometry.on_map(at, size)

@@ -31,7 +31,8 @@ def _largest(t: Tensor) -> float:
 
 
 class ErrorBound:
-    """The float64 results of a call, and the error that each result may have. Errors are measured against the largest entry,
+    """The float64 results of a call, the error that each result may have, the device's errors in units of that, and which of
+    its entries are wrong: off by more than one unit. Errors are measured against the largest entry,
     since the largest sum of absolute terms is at least as much. A location's gradient is a difference, and is measured against
     its terms: the size of the map * weight * gradient of the weight. Where all entries cancel, float32's own loss counts."""
 
@@ -47,10 +48,10 @@ class ErrorBound:
             slopes = call.sampling.shapes.amax(-1)[..., None] * call.sampling.weights * self.truth["grad_weights"]
             self._scales["grad_locations"] = max(_largest(slopes), self._scales["grad_locations"])
         self.float32 = compute(call, torch.float32) if self._compute == torch.float32 else self.truth
-        self._least = {name: 1e-300 + _DRAWS * self._loss(name) for name in self.truth}
-
-    def _loss(self, name: str) -> float:
-        return _largest(torch.where(self.unsure(name), 0, self.float32[name].double() - self.truth[name]))
+        losses = {name: torch.where(self.unsure(name), 0, self.float32[name].double() - t) for name, t in self.truth.items()}
+        self._least = {name: 1e-300 + _DRAWS * _largest(loss) for name, loss in losses.items()}
+        self.errors = {name: self.error(name, t, self.truth[name]) for name, t in call.results.items()}
+        self.wrong = {name: errors > 1 for name, errors in self.errors.items()}
 
     def error(
         self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
@@ -74,10 +75,6 @@ class ErrorBound:
         unsure = self.unsure(result)
         unsure = unsure[:, queries] if queries is not None and unsure.dim() else unsure
         return torch.where(unsure & got.isfinite(), 0, units)
-
-    def wrong(self, result: str) -> Tensor:
-        """Return True for each of the device's entries that is off by more than its limit."""
-        return self.error(result, self.call.results[result], self.truth[result]) > 1
 
     def unsure(self, result: str) -> Tensor:
         """Return True where a location lies on the centre of a pixel but for rounding: its gradient jumps there."""

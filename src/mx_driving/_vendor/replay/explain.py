@@ -15,7 +15,7 @@ from .known_mistakes import mistakes_of
 
 _ALIKE = 2  # numbers that have a common factor by chance
 _JUMPS = 1e-3  # the fraction of entries where float32 and float64 may be on different sides of a jump
-_WORST = 121  # queries of a large call that a suspect must explain first
+_SOME = 121  # wrong queries of a large call that a suspect must explain first
 # axes of the weights: name -> dimension
 _AXES = {
     "pooling": {},
@@ -26,23 +26,23 @@ _ZERO = "it is zero everywhere, as if the kernel had not run"
 Suspicion = tuple[str, RecordedCall, Core]  # words, and the call and the function that would give the device's numbers
 
 
-def explain(bound: ErrorBound, wrong: list[str]) -> dict[str, str]:
+def explain(bound: ErrorBound) -> dict[str, str]:
     """Return a sentence for each wrong result that something explains."""
+    wrong = [name for name, entries in bound.wrong.items() if entries.any()]
     if not any(bool(bound.call.results[name].any()) for name in wrong):
         return dict.fromkeys(wrong, _ZERO)
     reasons: dict[str, str] = {}
-    for suspicion in _suspicions(bound.call):
+    for words, call, core in _suspicions(bound.call):
         if left := [name for name in wrong if name not in reasons]:
-            reasons.update(dict.fromkeys(_explained_results(bound, suspicion, left), suspicion[0]))
-    looks = {name: _describe_error(bound, name) for name in wrong if name not in reasons}
-    return {**reasons, **{name: words for name, words in looks.items() if words}}
+            reasons.update(dict.fromkeys(_explained_results(bound, call, core, left), words))
+    return {name: reasons.get(name) or _describe_error(bound, name) for name in wrong}
 
 
 def _suspicions(call: RecordedCall) -> Iterator[Suspicion]:
     if not all(t.numel() for t in call.inputs):
         return  # no mistake reads anything else
-    for words, form in mistakes_of(call.row.name, call.inputs):
-        yield words, call, form
+    for words, core in mistakes_of(call.row.name, call.inputs):
+        yield words, call, core
     for i, name in enumerate(call.input_names):
         order = _memory_order(call.inputs[i], call.about.get("strides", {}).get(name, ()))
         if order is not None:
@@ -51,52 +51,55 @@ def _suspicions(call: RecordedCall) -> Iterator[Suspicion]:
             yield f"{name} is not contiguous, and is read as if it were", replace(call, inputs=inputs), core_of(call.row.name)
 
 
-def _explained_results(bound: ErrorBound, suspicion: Suspicion, wrong: list[str]) -> list[str]:
-    """Return the wrong results that the suspicion gives, too. Of a large call, try the worst queries first."""
-    call, (_, suspected_call, form) = bound.call, suspicion
+def _memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
+    """Return the order of entries in the memory of a tensor that was not contiguous; None if it had gaps or overlaps."""
+    if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
+        return None
+    memory = torch.full((t.numel(),), -1)
+    memory.as_strided(t.shape, strides).copy_(torch.arange(t.numel()).view(t.shape))
+    return memory if bool((memory >= 0).all()) else None
+
+
+def _explained_results(bound: ErrorBound, suspect: RecordedCall, core: Core, wrong: list[str]) -> list[str]:
+    """Return the wrong results that the suspect gives, too. Of a large call, try some wrong queries first."""
+    call = bound.call
     by_query = [name for name in wrong if call.is_by_query(name)]
-    if call.num_queries > _WORST and by_query:
-        errors: Tensor = sum(_error_of_queries(bound, name) for name in by_query)  # pyright: ignore
-        queries = errors.topk(_WORST).indices.sort().values
-        results = compute(suspected_call, torch.float64, form, queries)
+    if call.num_queries > _SOME and by_query:
+        entries = bound.wrong[by_query[0]]
+        queries = entries.movedim(1, 0).flatten(1).any(1).nonzero().flatten()[:_SOME]
+        results = compute(suspect, torch.float64, core, queries)
         if not any(_agrees(bound, name, results[name], queries) for name in by_query):
             return []
-    results = compute(suspected_call, torch.float64, form)
+    results = compute(suspect, torch.float64, core)
     explained = [name for name in wrong if _agrees(bound, name, results[name])]
     # zeros explain themselves
-    return explained if any(bool(call.results[name][bound.wrong(name)].any()) for name in explained) else []
+    return explained if any(bool(call.results[name][bound.wrong[name]].any()) for name in explained) else []
 
 
 def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | None = None) -> bool:
     """Return whether the suspected numbers are the device's. Of the wrong entries all must be explained but a few, which may
     lie where a gradient jumps."""
-    device, truth = bound.call.results[name], bound.truth[name]
+    device, wrong = bound.call.results[name], bound.wrong[name]
     if queries is not None:
-        device, truth = device[:, queries], truth[:, queries]
-    wrong, left = (bound.error(name, device, expected, queries=queries) > 1 for expected in (truth, suspected))
+        device, wrong = device[:, queries], wrong[:, queries]
+    left = bound.error(name, device, suspected, queries=queries) > 1
     return bool(left.sum() <= _JUMPS * left.numel()) and bool((left & wrong).sum() <= _JUMPS * wrong.sum())
-
-
-def _error_of_queries(bound: ErrorBound, name: str) -> Tensor:
-    error = bound.error(name, bound.call.results[name], bound.truth[name]).clamp_max(1e9)
-    return error.movedim(1, 0).flatten(1).amax(1)
 
 
 def _describe_error(bound: ErrorBound, name: str) -> str:
     """Describe the error by itself: NaN, zeros, a factor, or a unit; empty if it looks like none of these."""
-    call, device, truth = bound.call, bound.call.results[name], bound.truth[name]
-    errors = bound.error(name, device, truth)
+    call, device, truth, wrong = bound.call, bound.call.results[name], bound.truth[name], bound.wrong[name]
 
     def is_right(expected: Tensor) -> bool:
         return bool((bound.error(name, device, expected) <= 1).all())
 
-    stray, wrong = ~device.isfinite() & truth.isfinite(), errors > 1
+    stray = ~device.isfinite() & truth.isfinite()
     if stray.any() and not wrong[~stray].any():
         kind = "NaN" if bool(device[stray].isnan().all()) else "NaN or infinite"
         return f"{where(call, name, stray, kind)}, while the inputs give numbers; all other entries are right"
     if not device.any():
         return _ZERO
-    factor = _factor(device, truth, device.isfinite() & truth.isfinite())
+    factor = float((device.double() * truth)[wrong].sum() / truth[wrong].square().sum().clamp_min(1e-300))
     if factor and is_right(truth * factor):
         return f"it is {factor:.4g} times the truth"
     if name == "grad_locations":
@@ -105,15 +108,9 @@ def _describe_error(bound: ErrorBound, name: str) -> str:
             return "it is the gradient in pixels; it must be in fractions of the map"
     if not device[wrong].any():
         return f"all wrong entries are zero: {where(call, name, wrong, 'wrong')}"
-    factor = _factor(device, truth, wrong)
     if wrong.sum() > _ALIKE and is_right(torch.where(wrong, truth * factor, truth)):
         return where(call, name, wrong, f"{factor:.4g} times the truth")
     return ""
-
-
-def _factor(device: Tensor, truth: Tensor, entries: Tensor) -> float:
-    products, squares = (device.double() * truth)[entries], (truth * truth)[entries]
-    return float(products.sum() / squares.sum().clamp_min(1e-300))
 
 
 def where(call: RecordedCall, name: str, entries: Tensor, what: str) -> str:
@@ -138,12 +135,3 @@ def _parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
         numbers = [str(i) for i in by_part.flatten(1).any(1).nonzero().flatten().tolist()]
         if 0 < len(numbers) < count:
             yield f"{axis}{'s' * (len(numbers) > 1)} {' and '.join(filter(None, [', '.join(numbers[:-1]), numbers[-1]]))}"
-
-
-def _memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
-    """Return the order of entries in the memory of a tensor that was not contiguous; None if it had gaps or overlaps."""
-    if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
-        return None
-    memory = torch.full((t.numel(),), -1)
-    memory.as_strided(t.shape, strides).copy_(torch.arange(t.numel()).view(t.shape))
-    return memory if bool((memory >= 0).all()) else None

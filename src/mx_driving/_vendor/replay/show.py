@@ -12,10 +12,28 @@ from torch import Tensor
 
 from ..._cli_support.files import writing
 from ..._cli_support.show import grid
-from .calls import RecordedCall
-from .judge import COARSE, RIGHT, WRONG, Judged, Verdict
+from .judge import COARSE, RIGHT, WRONG, Verdict
 
 COLOURS = {RIGHT: "green", COARSE: "yellow", WRONG: "red"}
+
+
+def describe(verdict: Verdict) -> dict[str, Any]:
+    """Return what is shown of a call and its inputs, by name."""
+    call = verdict.call
+    about = {"on": "device", **{key: key for key in ("function", "operator", "index", "caller", "reason")}}
+    facts = {name: call.about.get(key, "") for name, key in about.items()}
+    facts |= {name: _shape(t) for name, t in zip(call.input_names, call.inputs, strict=True)}
+    if call.row.kind == "pooling":
+        cell = call.inputs[4]
+        order = "sorted" if bool((cell.diff() >= 0).all()) else "not sorted"
+        facts |= {"points": f"{len(cell)}, {order} by cell", "cells": "x".join(map(str, call.sizes))}
+    else:
+        facts["maps"] = ", ".join(f"{h}x{w}" for h, w in call.sampling.shapes.flatten(0, -2).tolist())
+    return {**facts, "NaN in": verdict.nans, "infinite in": verdict.infinities}
+
+
+def _shape(t: Tensor) -> str:
+    return f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}"
 
 
 def table(verdicts: list[Verdict]) -> Any:
@@ -24,52 +42,17 @@ def table(verdicts: list[Verdict]) -> Any:
     shown.columns[0].max_width, shown.columns[0].overflow = 34, "fold"
     shown.add_column("verdict")
     for verdict in verdicts:
-        shown.add_row(f"[bold]{escape(verdict.call.name)}[/]\n{escape(_describe(verdict))}")
-        rows = [
-            (
-                f"  {_counted(j.result, j.nans, j.infinities)}",
-                *map(_in_units, (j.device, j.float32, j.ours)),
-                f"[{COLOURS[j.verdict]}]{j.verdict}[/]",
-            )
-            for j in verdict.results
-        ]
-        shown.add_row(*map("\n".join, zip(*rows, strict=True)), end_section=True)
+        caller = Path(verdict.call.about.get("caller", "")).name
+        items = {**describe(verdict), "caller": caller}.items()
+        facts = [f"\n{name}: {fact}" for name, fact in items if fact not in ("", 0)]
+        shown.add_row(f"[bold]{escape(verdict.call.name)}[/]{escape(''.join(facts))}")
+        for judged in verdict.results:
+            counts = [f", {n} {word}" for n, word in ((judged.nans, "NaN"), (judged.infinities, "infinite")) if n]
+            errors = map(_in_units, (judged.device, judged.float32, judged.ours))
+            word = f"[{COLOURS[judged.verdict]}]{judged.verdict}[/]"
+            shown.add_row("".join([f"  {judged.result}", *counts]), *errors, word)
+        shown.add_section()
     return shown
-
-
-def _describe(verdict: Verdict) -> str:
-    call, about = verdict.call, verdict.call.about
-    file, _, line = about.get("caller", "").rpartition(":")
-    caller = f"{Path(file).name}:{line}" if file else ""
-    autocast = ", under autocast" if about.get("autocast") else ""
-    lines = [about.get("function", ""), f"call {about.get('index', '?')} on {about.get('device', '?')}{autocast}", caller]
-    lines += [about.get("reason", ""), *(f"{name} {_shape(t)}" for name, t in _shown_inputs(call).items())]
-    return "\n".join(filter(None, [*lines, _counted(_describe_indices(verdict), verdict.nans, verdict.infinities)]))
-
-
-def _shown_inputs(call: RecordedCall) -> dict[str, Tensor]:
-    indices = (0, 3, 4) if call.row.kind != "pooling" else call.row.differentiable
-    return {call.input_names[i]: call.inputs[i] for i in indices}
-
-
-def _describe_indices(verdict: Verdict) -> str:
-    call = verdict.call
-    if call.row.kind == "pooling":
-        cell = call.inputs[4]
-        order = "sorted" if bool((cell.diff() >= 0).all()) else "not sorted"
-        return f"{len(cell)} points, {order} by cell\ncells {'x'.join(map(str, call.sizes))}"
-    levels = call.sampling.shapes.flatten(0, -2).tolist()
-    maps = ", ".join(f"{h}x{w}" for h, w in levels[:4]) + (" ..." if len(levels) > 4 else "")
-    unseen = "of points unseen" if call.row.kind == "aggregation" else "off the map"
-    return f"maps {maps}\n{100 * verdict.off_map:.3g} % {unseen}"
-
-
-def _shape(t: Tensor) -> str:
-    return f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}"
-
-
-def _counted(text: str, nans: int, infinities: int) -> str:
-    return text + (f", {nans} NaN" if nans else "") + (f", {infinities} infinite" if infinities else "")
 
 
 def _in_units(error: float) -> str:
@@ -78,14 +61,14 @@ def _in_units(error: float) -> str:
 
 def sentences(verdict: Verdict) -> list[str]:
     """Return what is to be said of a call beside its row. Results with one reason share a sentence."""
-    reasons: dict[tuple[str, str], list[Judged]] = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for judged in verdict.results:
         if judged.why:
-            reasons.setdefault((judged.verdict, judged.why), []).append(judged)
+            names.setdefault((judged.verdict, judged.why), []).append(judged.result)
     lines = []
-    for (word, why), results in reasons.items():
-        names = ", ".join(judged.result for judged in results)
-        lines.append(f"[bold {COLOURS[word]}]{word}:[/] {escape(f'{verdict.call.name}, {names}: {why}')}")
+    for (word, why), results in names.items():
+        subject = f"{verdict.call.name}, {', '.join(results)}"
+        lines.append(f"[bold {COLOURS[word]}]{word}:[/] {escape(f'{subject}: {why}')}")
     return lines + [escape(f"{verdict.call.name}: {note}") for note in verdict.notes]
 
 
@@ -101,13 +84,9 @@ def remarks(verdicts: list[Verdict]) -> list[str]:
 
 def rows(verdict: Verdict) -> list[dict[str, Any]]:
     """Return a row for each result of a call, for a CSV file and for JSON."""
-    call = verdict.call
-    about = {key: call.about.get(key, "") for key in ("function", "operator", "index", "caller", "reason")}
-    inputs = {name: _shape(t) for name, t in zip(("value", "locations", "weights"), _shown_inputs(call).values(), strict=False)}
-    of_inputs = {"off map": verdict.off_map, "NaN in": verdict.nans, "infinite in": verdict.infinities}
     return [
         {
-            **{"call": call.name, **about, "value": "", "locations": "", "weights": "", **inputs, **of_inputs},
+            **{"call": verdict.call.name, **describe(verdict)},
             **{"result": judged.result, "NaN out": judged.nans, "infinite out": judged.infinities},
             **{"not judged": judged.left_out, "device": judged.device, "float32": judged.float32, "ours": judged.ours},
             **{"verdict": judged.verdict, "why": judged.why},
@@ -118,7 +97,8 @@ def rows(verdict: Verdict) -> list[dict[str, Any]]:
 
 def write(verdicts: list[Verdict], path: Path) -> None:
     every = [row for verdict in verdicts for row in rows(verdict)]
+    columns = dict.fromkeys(column for row in every for column in row) or ["call"]
     with writing("--csv", path), path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        writer = csv.DictWriter(file, list(every[0]) if every else ["call"])
+        writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         writer.writerows(every)
