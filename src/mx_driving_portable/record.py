@@ -34,7 +34,7 @@ import pathlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -147,13 +147,6 @@ _KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of
 _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", "contextlib", "functools")
 
 
-def functions_of(module: str) -> dict[str, Function]:
-    """Return the functions of a module by name."""
-    vendor, last = module.partition(".")[0] == "mx_driving", module.rpartition(".")[2]
-    names = ("mx_driving",) if vendor else (module, last)
-    return {row.name: row for row in FUNCTIONS if row.module in names}
-
-
 def _function_named(operator: str) -> Function:
     """Return the row of a function that the user names: its parameters are the operator's."""
     name, direction = operator.partition("_backward")[:2]
@@ -185,6 +178,12 @@ def _is_tracing_or_capturing(args: Any) -> bool:
 
     on_cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
     return torch.jit.is_tracing() or (on_cuda and torch.cuda.is_current_stream_capturing())  # pyright: ignore
+
+
+def _is_compiling() -> bool:
+    import torch
+
+    return hasattr(torch, "compiler") and torch.compiler.is_compiling()
 
 
 def _without_extras(args: Any) -> list[Any]:
@@ -269,6 +268,9 @@ class _OpenCall:
 
         self.function, self.row, self.stem = function, function.row, ""
         self.inputs, self.outputs, sizes = _bind(self.row, args, kwargs)
+        for name, t in self.outputs.items():
+            if bool(t.any()):
+                raise TypeError(f"{name} must be zero before a function adds to it; got other numbers")
         self.versions = [(t, t._version) for t in self.inputs.values() if not t.is_inference()]
         self.copies: dict[str, Tensor] = {}
         device, direction = next(iter(self.inputs.values())).device, "backward" if self.row.backward else "forward"
@@ -288,12 +290,6 @@ class _OpenCall:
         nodes = {name: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for name, t in inputs.items()}  # pyright: ignore
         edges = {name: (nodes[name], t.output_nr) for name, t in inputs.items()}
         return {name: edge for name, edge in edges.items() if list(edges.values()).count(edge) == 1}
-
-    def check_outputs(self) -> None:
-        """Raise an error if results of the call would be a part of what its outputs hold: a function may add to them."""
-        for name, t in self.outputs.items():
-            if bool(t.any()):
-                raise TypeError(f"{name} must be zero before a function adds to it; got other numbers")
 
     def copy_inputs(self, reason: str) -> None:
         if any(t._version != version for t, version in self.versions):
@@ -487,16 +483,20 @@ class Recorder:
             self._fail(error)
 
     def watches(self, module: str) -> bool:
-        return bool(functions_of(module)) or any(name.startswith(module + ".") for name in self.named)
+        return bool(self._functions_of(module))
 
     def wrap(self, module: types.ModuleType) -> None:
-        """Wrap the known functions of a module."""
-        name = module.__name__
-        for path, row in functions_of(name).items():
-            self._wrap(module, path, f"{'mx_driving' if row.module == 'mx_driving' else name}.{path}", row)
-        for full_name, row in self.named.items():
-            if full_name.startswith(name + "."):
-                self._wrap(module, full_name[len(name) + 1 :], full_name, row)
+        """Wrap the functions of a module that are recorded."""
+        for path, (name, row) in self._functions_of(module.__name__).items():
+            self._wrap(module, path, name, row)
+
+    def _functions_of(self, module: str) -> dict[str, tuple[str, Function]]:
+        """Return the functions of a module that are recorded: path in the module -> name and row."""
+        is_vendors, last = module.partition(".")[0] == "mx_driving", module.rpartition(".")[2]
+        owner, modules = ("mx_driving", ("mx_driving",)) if is_vendors else (module, (module, last))
+        known = {row.name: (f"{owner}.{row.name}", row) for row in FUNCTIONS if row.module in modules}
+        named = {name[len(module) + 1 :]: (name, row) for name, row in self.named.items() if name.startswith(module + ".")}
+        return {**known, **named}
 
     def _wrap(self, owner: Any, path: str, name: str, row: Function) -> None:
         *classes, attribute = path.split(".")
@@ -523,11 +523,10 @@ class Recorder:
         if id(own) in self._wrappers:
             return
         function = self.functions.setdefault(name, _WrappedFunction(name, row))
-        compiling = _compiling()
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             original = super(owner, cls).apply if own is _ABSENT else own.__get__(None, cls)  # pyright: ignore
-            if cls is not owner or compiling():
+            if cls is not owner:
                 return original(*args, **kwargs)
             return self._call(function, original, args, kwargs)
 
@@ -549,19 +548,15 @@ class Recorder:
                     self._set(module, name, original, wrapper)
 
     def _wrapper(self, function: _WrappedFunction, original: Any) -> Any:
-        compiling = _compiling()
-
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if compiling():  # torch.compile sees the call alone
-                return original(*args, **kwargs)
             return self._call(function, original, args, kwargs)
 
         return recorded
 
     def _call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return or raise what the original does, and record the call if it is its turn."""
-        if not self.is_active() or getattr(self._local, "inside", False):
+        if _is_compiling() or not self.is_active() or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)
         function.calls = index + 1
@@ -581,7 +576,6 @@ class Recorder:
             if _is_tracing_or_capturing((*args, *kwargs.values())):
                 return None
             call = _OpenCall(function, index, args, kwargs)
-            call.check_outputs()
             if sampled:
                 call.copy_inputs(f"every {self.every}")
             return call
@@ -655,12 +649,6 @@ class Recorder:
             num_calls = sum(f.recorded for f in self.functions.values())
             self.why = f"recording into {self.folder} has ended after {num_calls} calls: {_reason(error)}; the program goes on"
             _say(self.why)
-
-
-def _compiling() -> Callable[[], bool]:
-    import torch
-
-    return getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
 
 
 def start(out: Any, **options: Any) -> Recorder:

@@ -177,11 +177,6 @@ def first_broken(name: str, sizes: Sizes) -> str:
     return next((f"{limit.argument} must {rule}; got {fact}" for limit, (rule, fact) in broken), "")
 
 
-def first_broken_by(name: str, *inputs: Any) -> str:
-    """As `first_broken`, for the inputs of a bare operator. Where samples lie is not looked at."""
-    return first_broken(name, _SIZES[name](*inputs))
-
-
 def attention_sizes(heads: int, channels: int, samples: int) -> Sizes:
     """Return the quantities of multi_scale_deformable_attn: heads, channels of a head, points on all levels."""
     full = samples == 64 and -(-channels // 8) == 8

@@ -35,8 +35,6 @@ def replay(
 
     Calls are recorded on the device's machine by `python record.py program.py`; the file is mx_driving_portable/record.py.
 
-    A remark names calls that exceed the documented limits of Atlas A2; it does not change the verdict.
-
     Exit status 0: every call could be read, and every result is right or coarse.
 
     Example: `mx-driving replay calls --csv calls.csv`
@@ -48,12 +46,12 @@ def replay(
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
     path = Path(calls)
     names = {str(stem.relative_to(path)) if path.is_dir() else stem.name: stem for stem in reading.find_calls(path)}
-    stems = [names[name] for name in matching("--call", only, names)]
+    stems = {name: names[name] for name in matching("--call", only, names)}
     if out:
         writable("--csv", out)
     use_threads(threads)
     console = None if as_json else open_console(f"mx-driving replay: {path}")
-    verdicts, problems = _judge_all(reading.read(path, stems), len(stems), console)
+    verdicts, problems = _judge_all(stems, console)
     wrong = sum(verdict.is_wrong for verdict in verdicts)
     if out:
         shown.write(verdicts, out)
@@ -63,7 +61,7 @@ def replay(
         sentences = [sentence for verdict in verdicts for sentence in shown.sentences(verdict)]
         not_read = [f"[bold red]not read:[/] {escape(problem)}" for problem in problems]
         outcome = f"[bold {'red' if wrong or problems else 'green'}]{_outcome(wrong, len(verdicts), len(problems))}"
-        for sentence in (*sentences, *shown.remarks(verdicts), *not_read, outcome):
+        for sentence in (*sentences, *not_read, outcome):
             say(console, sentence)
     else:
         print_json(
@@ -71,7 +69,6 @@ def replay(
                 "right": not (wrong or problems),
                 "results": [row for verdict in verdicts for row in shown.rows(verdict)],
                 "notes": [{"call": verdict.call.name, "note": note} for verdict in verdicts for note in verdict.notes],
-                "limits": [{"call": verdict.call.name, "limit": verdict.limit} for verdict in verdicts if verdict.limit],
                 "not_read": problems,
             }
         )
@@ -79,19 +76,21 @@ def replay(
         raise typer.Exit(1)
 
 
-def _judge_all(calls: Any, total: int, console: Any) -> tuple[list[Any], list[str]]:
+def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[str]]:
     """Return the verdicts on the calls, and sentences about what could not be read or judged."""
     from rich.progress import track
 
+    from .._vendor.replay.calls import read
     from .._vendor.replay.judge import judge
 
     verdicts, problems = [], []
-    for call in track(calls, description="judging", total=total, console=console, transient=True, disable=console is None):
+    for name in track(stems, description="judging", console=console, transient=True, disable=console is None):
         try:
-            if isinstance(call, Problem):
-                raise call
-            with ruled(f"{call.name} must be a call that can be judged"):
-                verdicts.append(judge(call))
+            with ruled(f"{name} must be a call that can be judged"):
+                call, left_out = read(name, stems[name])
+                problems += left_out
+                if call.results:
+                    verdicts.append(judge(call))
         except Problem as problem:
             problems.append(str(problem))
     return verdicts, problems

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,18 +84,8 @@ def find_calls(path: Path) -> list[Path]:
     return list(dict.fromkeys(stems))
 
 
-def read(root: Path, stems: list[Path]) -> Iterator[RecordedCall | Problem]:
-    """Yield calls, and Problems of what cannot be read of them."""
-    for stem in stems:
-        name = str(stem.relative_to(root)) if root.is_dir() else stem.name
-        try:
-            with ruled(f"{name} must be a call that can be read"):
-                yield from _read(name, stem)
-        except Problem as problem:
-            yield problem
-
-
-def _read(name: str, stem: Path) -> Iterator[RecordedCall | Problem]:
+def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
+    """Return a call, and why some of its results are left out. Raise a Problem if the call cannot be read."""
     file, gradients_file = (stem.with_name(f"{stem.name}{end}.pt") for end in ("", GRADIENTS))
     if not file.is_file():
         raise Problem(f"{name}{GRADIENTS} must lie beside {name}, which has its inputs; got no such file")
@@ -106,15 +95,14 @@ def _read(name: str, stem: Path) -> Iterator[RecordedCall | Problem]:
         inputs, sizes = forms.inputs_of(name, about, tensors)
         checks.check_inputs(row, *inputs, *sizes)
         checks.contents(row, (*inputs, *sizes))
+    problems = []
     if gradients_file.is_file():
         try:  # the output is judged whatever the gradients are
             tensors.update(_load(gradients_file)[1])
         except Problem as problem:
-            yield problem
+            problems.append(str(problem))
     call = RecordedCall(name, about, inputs, {}, sizes)
-    yield from _take_results(call, tensors)
-    if call.results:
-        yield call
+    return call, problems + _take_results(call, tensors)
 
 
 def _load(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -136,13 +124,14 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return about, tensors
 
 
-def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> Iterator[Problem]:
-    """Take the results that belong to the inputs. Yield why the others are not judged."""
+def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> list[str]:
+    """Take the results that belong to the inputs. Return why the others are not judged."""
+    problems = []
     names = [name for name in ("output", *call.gradients) if name in tensors]
     if not names:
         raise Problem(f"{call.name} must hold an output or gradients; got {', '.join(tensors)}")
     if names != ["output"] and "grad_output" not in tensors:
-        yield Problem(f"{call.name} must hold grad_output for its gradients to be judged; got none")
+        problems.append(f"{call.name} must hold grad_output for its gradients to be judged; got none")
         names = [name for name in names if name == "output"]
     for name in ["grad_output"] * ("grad_output" in tensors) + names:
         shape = call.shape_of(name)
@@ -151,7 +140,8 @@ def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> Iterator[Pr
             call.results[name] = t
         else:
             fact = f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-            yield Problem(f"{name} of {call.name} must be floating, of shape {shape}; got {fact}")
+            problems.append(f"{name} of {call.name} must be floating, of shape {shape}; got {fact}")
     call.grad_output = call.results.pop("grad_output", None)
     if call.grad_output is None:
         call.results = {name: t for name, t in call.results.items() if name == "output"}
+    return problems

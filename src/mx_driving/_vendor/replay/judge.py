@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..._operator import limits
 from .calls import RecordedCall
 from .compute import compute_by_kernel
 from .error_bound import ErrorBound
@@ -33,12 +32,11 @@ class Judged:
 
 @dataclass
 class Verdict:
-    """A call and its results. `limit` is the sentence of a limit of the vendor's device that the call breaks."""
+    """A call and its results."""
 
     call: RecordedCall
     nans: int  # in the inputs
     infinities: int
-    limit: str
     results: list[Judged]
     notes: list[str]
 
@@ -56,7 +54,6 @@ def judge(call: RecordedCall) -> Verdict:
         for judged in results:
             if judged.verdict == WRONG:
                 judged.why = reasons[judged.result] or _explain_otherwise(bound, judged)
-    limit = limits.first_broken_by(call.row.name, *call.inputs, *call.sizes)
     nans, infinities = _count_not_finite(call.inputs)
     notes = [
         f"our own {judged.result} is off by {judged.ours:.3g} units: please report it, with the file"
@@ -65,7 +62,7 @@ def judge(call: RecordedCall) -> Verdict:
     ]
     if (nans or infinities) and any(j.verdict == RIGHT and (j.nans or j.infinities) for j in results):
         notes.append("its NaN and infinities come from the inputs: float64 has the same")
-    return Verdict(call, nans, infinities, limit, results, notes)
+    return Verdict(call, nans, infinities, results, notes)
 
 
 def _judge_result(bound: ErrorBound, name: str, ours: Tensor) -> Judged:

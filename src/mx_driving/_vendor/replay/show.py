@@ -72,16 +72,6 @@ def sentences(verdict: Verdict) -> list[str]:
     return lines + [escape(f"{verdict.call.name}: {note}") for note in verdict.notes]
 
 
-def remarks(verdicts: list[Verdict]) -> list[str]:
-    """Return a sentence for each limit of the vendor's device that calls break."""
-    names: dict[str, list[str]] = {}
-    for verdict in verdicts:
-        if verdict.limit:
-            names.setdefault(verdict.limit, []).append(verdict.call.name)
-    several = {limit: f" and {len(calls) - 1} more" if len(calls) > 1 else "" for limit, calls in names.items()}
-    return [escape(f"the vendor's device would refuse {calls[0]}{several[limit]}: {limit}") for limit, calls in names.items()]
-
-
 def rows(verdict: Verdict) -> list[dict[str, Any]]:
     """Return a row for each result of a call, for a CSV file and for JSON."""
     return [
