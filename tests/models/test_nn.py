@@ -5,6 +5,7 @@ from __future__ import annotations
 import published
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mx_driving
 from mx_driving import nn
@@ -398,6 +399,35 @@ def test_autocast():
         assert lowered.dtype == (torch.bfloat16 if isinstance(module, nn.MultiScaleDeformableAttention) else torch.float32)
         torch.testing.assert_close(lowered.float(), module(*args), rtol=0.05, atol=0.02)
         assert all(p.grad is not None for p in module.parameters())
+
+
+class Conversions(TorchDispatchMode):
+    """Counts inputs, which have three axes or more, that become bfloat16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        lowered = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16
+        self.count += lowered and args[0].dim() > 2
+        return func(*args, **kwargs or {})
+
+
+def test_autocast_converts_what_plain_layers_read_once():
+    """Layers with hooks get their inputs as they are. The spatial module has the same bits either way."""
+    dtypes = []
+    for module, args in bevformer():
+        inner = getattr(module.eval(), "deformable_attention", module)
+        with torch.autocast("cpu", torch.bfloat16):
+            with Conversions() as shared:
+                output = module(*args)
+            for layer in (inner.sampling_offsets, inner.attention_weights, inner.value_proj):
+                layer.register_forward_pre_hook(lambda _, inputs: dtypes.append(inputs[0].dtype))
+            with Conversions() as hooked:
+                hooked_output = module(*args)
+        assert (shared.count, hooked.count) == (3, 4)  # the queries, the maps, and what output_proj reads
+        rounding = 1e-2 if inner is module else 0  # hooks end the temporal module's sum of two products, too
+        torch.testing.assert_close(output, hooked_output, rtol=0, atol=rounding)
+    assert dtypes == [torch.float32] * 6
 
 
 class Lowered(torch.nn.Module):

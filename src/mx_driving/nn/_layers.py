@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .._dispatch.functions import autocasts
 from . import _check, _initial
 
 
@@ -45,6 +46,7 @@ class DeformableLayers(nn.Module):
 
     def _offsets_and_logits(self, query: Tensor) -> tuple[Tensor, Tensor]:
         heads, levels, points = self.num_heads, self.num_levels, self.num_points
+        query = cast_once(query, self.sampling_offsets, self.attention_weights)
         offsets = self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2))
         return offsets, self.attention_weights(query).unflatten(2, (heads, levels * points))
 
@@ -63,10 +65,22 @@ def is_exported() -> bool:
     return torch.jit.is_tracing() or exporting()  # pyright: ignore[reportPrivateImportUsage]
 
 
+def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:
+    """Return x in autocast's dtype, contiguous, if all its readers are plain layers, which would convert a copy each.
+
+    Compiled graphs share the copy without this.
+    """
+    if is_exported() or torch.compiler.is_compiling() or x.dtype != torch.float32:
+        return x
+    if not (autocasts(x.device.type) and all(map(is_plain, layers))):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type)).contiguous()
+
+
 def project_and_add(samples: Tensor, output_proj: nn.Module, dropout: nn.Module, query: Tensor) -> Tensor:
     """Return dropout(output_proj(samples)) + query. Without gradients in place: page faults take longer than the sum."""
     out = dropout(output_proj(samples))
     ours = type(out) is Tensor and is_plain(output_proj) and is_plain(dropout)
-    if ours and not (out.requires_grad or is_exported()) and out.dtype == torch.promote_types(out.dtype, query.dtype):
-        return out.add_(query)
+    if ours and not (out.requires_grad or is_exported()):
+        return out.to(torch.promote_types(out.dtype, query.dtype)).add_(query)
     return out + query

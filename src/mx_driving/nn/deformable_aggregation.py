@@ -192,7 +192,8 @@ class DeformableFeatureAggregation(nn.Module):
         # W (feature + camera) + b = (W feature + b) + (W camera + b) - b: one product for each anchor, not for each anchor
         # and camera; by calls of the layer, which may have been replaced by another
         cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2).to(feature.dtype))
-        by_camera = self.weights_fc(cameras) - self.weights_fc(torch.zeros_like(cameras[:1, :1]))
+        of_cameras_and_zero = self.weights_fc(F.pad(cameras, (0, 0, 0, 1)))
+        by_camera = of_cameras_and_zero[:, :-1] - of_cameras_and_zero[:, -1:]
         return (by_anchor[:, :, None] + by_camera[:, None]).unflatten(3, sizes)
 
     def _pair_scale(self, logits: Tensor) -> Tensor | None:

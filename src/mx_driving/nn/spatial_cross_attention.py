@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
-from ._layers import DeformableLayers, is_exported, project_and_add
+from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
 from ._pyramid import check_cells
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
@@ -116,7 +116,7 @@ class MSDeformableAttention3D(DeformableLayers):
         _check.layer_dtype(self.value_proj, value=value)
 
     def _rows(self, value: Tensor) -> Tensor:
-        return self.value_proj(value).unflatten(2, (self.num_heads, -1))
+        return self.value_proj(cast_once(value, self.value_proj)).unflatten(2, (self.num_heads, -1))
 
 
 class SpatialCrossAttention(nn.Module):
@@ -230,6 +230,7 @@ class SpatialCrossAttention(nn.Module):
         groups = list(_split_counts(counts, _TOGETHER // (3 * inner.num_heads * inner.num_levels * inner.num_points)))
         sizes = [sum(group) for group in groups]
         # selected once for all cameras: backward, every selection fills a gradient of all queries
+        query = cast_once(query, inner.sampling_offsets, inner.attention_weights)
         positioned = query.flatten(0, 1).index_select(0, rows).split(sizes)
         pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(sizes)
         pyramids = value.flatten(0, 1).split([len(group) for group in groups])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check
-from ._layers import DeformableLayers, is_exported, is_plain, project_and_add
+from ._layers import DeformableLayers, cast_once, is_exported, is_plain, project_and_add
 from ._pyramid import check_cells
 
 __all__ = ["TemporalSelfAttention"]
@@ -105,6 +105,7 @@ class TemporalSelfAttention(DeformableLayers):
         _check.shapes(sizes, **inputs)
         _check.layer_dtype(self.value_proj, query=query, **({} if value is None else {"value": value}))
         maps = query[:, None] if value is None else value
+        maps = cast_once(maps, self.value_proj, self.sampling_offsets, self.attention_weights)
         positioned = query if query_pos is None else query + query_pos
         offsets, logits = self._offsets_and_logits(maps[:, 0], positioned)
         rows = self.value_proj(maps).unflatten(3, (self.num_heads, -1)).expand(-1, _QUEUE, -1, -1, -1)
