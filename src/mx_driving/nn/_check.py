@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._dispatch.functions import autocasts
-from .._operator.rules import fail, fail_shape, need_axes, need_dtype, need_one_device, need_some_sizes, tensors
+from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, tensors
 
 
 def settings(embed_dims: int, **arguments: object) -> None:
@@ -56,28 +56,26 @@ def fix_scale(rows: Sequence[Sequence[float]], num_learnable_pts: int) -> Tensor
     except (TypeError, ValueError, RuntimeError):
         fail(ValueError, "fix_scale", "be rows of three numbers", repr(rows))
     if points.numel():
-        need_some_sizes("fix_scale", points, "points, 3", None, 3)
+        shapes({}, fix_scale=(points, "points, 3"))
     elif num_learnable_pts < 1:
         fail(ValueError, "fix_scale", f"hold a point where num_learnable_pts is {num_learnable_pts}", "none")
     return points.view(-1, 3)
 
 
 def maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
-    """Return the levels of a pyramid. They may differ only in height and width, the last two of `axes`."""
+    """Return the levels of a pyramid. They may differ only in height and width, H and W of `axes`."""
     if isinstance(levels, Tensor) or not isinstance(levels, Iterable):
         fail(TypeError, "maps", "be a list of tensors, one for each level", type(levels).__name__)
-    levels = list(levels)
-    if not levels:
+    named = {f"maps[{i}]": level for i, level in enumerate(levels)}
+    if not named:
         fail(ValueError, "maps", "hold at least one level", "none")
-    named = [(f"maps[{i}]", m) for i, m in enumerate(levels)]
-    tensors(*named)
-    need_axes(*named[0], axes)
-    for name, m in named:
-        need_some_sizes(name, m, axes, *levels[0].shape[:-2], None, None)
-        if 0 in m.shape[-2:]:
-            fail(ValueError, name, "have a height and a width of at least 1", tuple(m.shape))
-    need_one_device(*named)
-    return levels
+    sizes: dict[str, int] = {}
+    for name, level in named.items():
+        sizes = shapes(sizes, **{name: (level, axes)})
+        if 0 in (sizes.pop("H"), sizes.pop("W")):
+            fail(ValueError, name, "have a height and a width of at least 1", tuple(level.shape))
+    need_one_device(*named.items())
+    return list(named.values())
 
 
 def shapes(sizes: dict[str, int], **inputs: tuple[Tensor, str]) -> dict[str, int]:
@@ -111,11 +109,9 @@ def mask(name: str, t: Tensor) -> None:
 
 def layer_dtype(layer: nn.Module, **inputs: Tensor) -> None:
     """Check that inputs have the dtype of the linear layer that reads them, unless autocast converts them."""
-    if type(layer) is not nn.Linear:
-        return
-    dtype = layer.weight.dtype
+    dtype = layer.weight.dtype if type(layer) is nn.Linear else None
     for name, t in inputs.items():
-        if t.dtype != dtype and not autocasts(t.device.type):
+        if dtype not in (None, t.dtype) and not autocasts(t.device.type):
             rule = f"have the dtype of the module's parameters, {str(dtype).removeprefix('torch.')}"
             fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -13,23 +13,11 @@ from ._pyramid import check_cells
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
-_TOGETHER = 2**22  # offsets and logits of cameras that go through the layers together: 16 MB in float32
+_TOGETHER = 2**22  # the most offsets and logits for which all cameras go through the layers together: 16 MB in float32
 
 
 def _attend(*inputs: Tensor) -> Tensor:
     return multi_scale_deformable_attn_with_logits(*inputs, reference_axis="point")
-
-
-def _split_counts(counts: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Split counts, in their order, into groups that sum up to at most `most` or hold one count."""
-    group: list[int] = []
-    for count in counts:
-        if group and sum(group) + count > most:
-            yield group
-            group = []
-        group.append(count)
-    if group:
-        yield group
 
 
 class MSDeformableAttention3D(DeformableLayers):
@@ -78,42 +66,28 @@ class MSDeformableAttention3D(DeformableLayers):
         Raises:
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        self._check(counts, query, reference_points, value, spatial_shapes, level_start_index)
+        sizes, axes = {"embed_dims": self.embed_dims, "num_levels": self.num_levels}, "bs, num_queries"
+        if counts is not None:
+            sizes["sum(counts)"], axes = sum(counts), "1, sum(counts)"
+        sizes = _check.shapes(
+            sizes,
+            value=(value, "bs, num_keys, embed_dims"),
+            query=(query, f"{axes}, embed_dims"),
+            reference_points=(reference_points, f"{axes}, num_Z_anchors, 2"),
+            spatial_shapes=(spatial_shapes, "num_levels, 2"),
+            level_start_index=(level_start_index, "num_levels"),
+        )
+        if counts is not None:
+            _check.counts(counts, sizes["bs"])
+        _check.divides("num_Z_anchors", sizes["num_Z_anchors"], "num_points", self.num_points)
+        _check.layer_dtype(self.sampling_offsets, query=query)
+        _check.layer_dtype(self.value_proj, value=value)
         rows, maps = self._rows(value), (spatial_shapes, level_start_index)
         samples = (reference_points, *self._offsets_and_logits(query))
         if counts is None:
             return _attend(rows, *maps, *samples)
         of_pictures = zip(rows.split(1), *(t.split(list(counts), 1) for t in samples), strict=True)
         return tuple(_attend(rows, *maps, *of_picture) for rows, *of_picture in of_pictures)
-
-    def _check(
-        self,
-        counts: Sequence[int] | None,
-        query: Tensor,
-        reference_points: Tensor,
-        value: Tensor,
-        spatial_shapes: Tensor,
-        level_start_index: Tensor,
-    ) -> None:
-        sizes = {"embed_dims": self.embed_dims, "num_levels": self.num_levels}
-        sizes = _check.shapes(
-            sizes,
-            value=(value, "bs, num_keys, embed_dims"),
-            spatial_shapes=(spatial_shapes, "num_levels, 2"),
-            level_start_index=(level_start_index, "num_levels"),
-        )
-        axes = "bs, num_queries"
-        if counts is not None:
-            _check.counts(counts, value.shape[0])
-            sizes["sum(counts)"], axes = sum(counts), "1, sum(counts)"
-        _check.shapes(
-            sizes,
-            query=(query, f"{axes}, embed_dims"),
-            reference_points=(reference_points, f"{axes}, num_Z_anchors, 2"),
-        )
-        _check.divides("num_Z_anchors", reference_points.shape[2], "num_points", self.num_points)
-        _check.layer_dtype(self.sampling_offsets, query=query)
-        _check.layer_dtype(self.value_proj, value=value)
 
     def _rows(self, value: Tensor) -> Tensor:
         return self.value_proj(cast_once(value, self.value_proj)).unflatten(2, (self.num_heads, -1))
@@ -206,7 +180,7 @@ class SpatialCrossAttention(nn.Module):
             value=(value, "bs, cam, num_keys, embed_dims"),
             reference_points=(reference_points, "bs, cam, num_queries, num_Z_anchors, 2"),
         )
-        _check.divides("num_Z_anchors", reference_points.shape[3], "num_points", inner.num_points)
+        _check.divides("num_Z_anchors", sizes["num_Z_anchors"], "num_points", inner.num_points)
         _check.shapes(sizes, bev_mask=(bev_mask, "bs, cam, num_queries, num_Z_anchors"))
         _check.mask("bev_mask", bev_mask)
         _check.layer_dtype(inner.sampling_offsets, query=query)
@@ -227,7 +201,8 @@ class SpatialCrossAttention(nn.Module):
         pairs = seen.flatten().nonzero()[:, 0]  # over [bs, cam, num_queries]
         rows = pairs // (cams * queries) * queries + pairs % queries  # over [bs, num_queries]
         counts = seen.flatten(0, 1).sum(1).tolist()
-        groups = list(_split_counts(counts, _TOGETHER // (3 * inner.num_heads * inner.num_levels * inner.num_points)))
+        samples = 3 * inner.num_heads * inner.num_levels * inner.num_points
+        groups = [counts] if len(pairs) * samples <= _TOGETHER else [[count] for count in counts]
         sizes = [sum(group) for group in groups]
         # selected once for all cameras: backward, every selection fills a gradient of all queries
         query = cast_once(query, inner.sampling_offsets, inner.attention_weights)
