@@ -1,13 +1,13 @@
 """Warnings about inputs that are legal but look like a mistake. They are off by default.
 
 Legal inputs cannot be refused, so a finding is a warning with a fact. The checks run below the dispatcher, where tensors hold
-data: after torch.compile, vmap, autocast and DTensor, and never during tracing.
+data: after torch.compile, vmap, autocast and DTensor, and never during tracing. A TorchDispatchMode would not do: it sees one
+thread alone, and torch.compile compiles nothing under one ("non-infra torch dispatch mode present", torch 2.13).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import sys
@@ -35,6 +35,7 @@ _FEW_ROWS, _FEW_NUMBERS = 8, 256  # with fewer rows, or fewer numbers at their e
 # Times the mean difference of neighbours: more than usual from _STEP on, usual up to _NO_STEP. At the ends of rows we measured
 # 1.2 to 8, for photographs through a convolution and for smooth random maps (2026-11-22).
 _STEP, _NO_STEP = 1.5, 1.1
+_NOT_THE_CALLER = (*(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__)), "<eval_with_key>")
 _SUMS = (0.75, 1.33)  # the median sum of a query's weights after a softmax; dropout moves sums by less
 
 
@@ -96,7 +97,7 @@ def when_enabled(action: Callable[[], None]) -> None:
 
 
 def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel that also looks at its legal inputs; with logits, at those of the bare operator."""
+    """Return a kernel that also looks at its inputs once they have passed the checks."""
 
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
@@ -129,21 +130,16 @@ def _look(operator: Operator, args: tuple[Any, ...]) -> None:
 
 
 def _warn(operator: str, kind: str, name: str, rule: str, fact: str) -> None:
-    """Warn once, at the caller's line: the nearest that is neither ours nor torch's."""
+    """Warn once, at the caller's line."""
     if (operator, kind) not in _warned:
         _warned.add((operator, kind))
         warnings.warn(f"{operator}: {name} should {rule}; got {fact}", DataWarning, stacklevel=_caller())
 
 
-@functools.cache
-def _passed_over() -> tuple[str, ...]:
-    folders = (os.path.dirname(str(module.__file__)) + os.sep for module in (sys.modules[__name__.partition(".")[0]], torch))
-    return *folders, "<eval_with_key>"  # the file name of what torch.compile writes
-
-
 def _caller() -> int:
+    """Return the stack level of the nearest code that is neither ours, nor torch's, nor written by torch.compile."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_passed_over()):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -171,30 +167,28 @@ def _on_map(call: SamplingInputs, sizes: Tensor) -> Tensor:
     return geometry.on_map(geometry.pixels(locations, sizes) if call.locations.is_floating_point() else locations, sizes)
 
 
-def _like_pixels(call: SamplingInputs, names: SamplingInputs) -> Finding | None:
-    """Return a finding if most samples have no negative coordinate, and a larger one that is as large as those of pixels."""
-    largest = call.locations.amax(-1)
-    like = (call.locations >= 0).all(-1) & (largest > _PIXELS[0]) & (largest <= _PIXELS[1])
-    if (fraction := _fraction(like.any(-1) if _has_cameras(call) else like)) <= _MOST:
-        return None
-    fact = f"{_percent(fraction)} that look like pixels, up to {largest[like].max().item():.4g}"
-    return "pixels", names.locations, "be fractions of the map, 0..1", fact
+def _as_fractions(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+    """multi_scale_deformable_attn and deformable_aggregation: samples off their maps, or points that no camera sees.
 
-
-def _normalised(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """multi_scale_deformable_attn."""
-    if (off := _fraction(~_on_map(call, _sizes(call)))) > _MOST:
-        low, high = call.locations.min().item(), call.locations.max().item()
+    Samples without a negative coordinate, of which the larger one is as large as those of pixels, look like pixels.
+    """
+    locations, cameras = call.locations, _has_cameras(call)
+    off = ~geometry.inside(locations).any(-1) if cameras else ~_on_map(call, _sizes(call))
+    if (fraction := _fraction(off)) <= _MOST:
+        return
+    largest = locations.amax(-1)
+    like = (locations >= 0).all(-1) & (largest > _PIXELS[0]) & (largest <= _PIXELS[1])
+    if (pixels := _fraction(like.any(-1) if cameras else like)) > _MOST:
+        fact = f"{_percent(pixels)} that look like pixels, up to {largest[like].max().item():.4g}"
+        yield "pixels", names.locations, "be fractions of the map, 0..1", fact
+    elif cameras:
+        rule = "lie in some camera's picture, 0..1, for most points"
+        yield "off the map", names.locations, rule, f"{_percent(fraction)} of points in none"
+    else:
+        low, high = locations.min().item(), locations.max().item()
         grid = " and all in -1..1, the range of grid_sample" if -1 <= low < -0.5 and high <= 1 else ""
-        fact = f"{_percent(off)} of samples off them{grid}"
-        yield _like_pixels(call, names) or ("off the map", names.locations, "mostly lie on their maps, 0..1", fact)
-
-
-def _seen(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """deformable_aggregation. It counts points, not samples, because one camera sees a point and the others do not."""
-    if (unseen := _fraction(~geometry.inside(call.locations).any(-1))) > _MOST:
-        rule, fact = "lie in some camera's picture, 0..1, for most points", f"{_percent(unseen)} of points in none"
-        yield _like_pixels(call, names) or ("off the map", names.locations, rule, fact)
+        fact = f"{_percent(fraction)} of samples off them{grid}"
+        yield "off the map", names.locations, "mostly lie on their maps, 0..1", fact
 
 
 def _in_pixels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
@@ -225,16 +219,15 @@ def _swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Fin
 
 
 def _row_ends(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Compare neighbours in value: they differ more than usual where a row of the picture ends and the next one begins."""
+    """Neighbours in value differ more than usual where a row of the picture ends: at the ends that (W, H) would give."""
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
     oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and _is_large(call, h, w)]
     if not oblong:
         return
-    rows, height, width, start = max(oblong)
-    steps = _steps(call.value, start, rows)
-    end = torch.arange(1, rows, device=steps.device)
-    as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # but not ends that (W, H) has too
-    if as_given < _NO_STEP and steps[end % height == 0].mean() > _STEP:
+    _, height, width, start = max(oblong)
+    steps, swapped = (_steps_at_ends(call.value, start, *size) for size in ((height, width), (width, height)))
+    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # with the ends of (W, H)
+    if steps[not_shared].mean() < _NO_STEP and swapped.mean() > _STEP:
         fact = f"({height}, {width}), while rows of {names.value} seem to end every {height}"
         yield "swapped", names.shapes, "be (H, W)", fact
 
@@ -243,10 +236,10 @@ def _is_large(call: SamplingInputs, height: int, width: int) -> bool:
     return min(height, width) >= _FEW_ROWS and (height * width) ** 0.5 * call.value[:, 0].numel() >= _FEW_NUMBERS
 
 
-def _steps(value: Tensor, start: int, rows: int) -> Tensor:
-    """Return how much neighbours among some rows of value differ, of what they differ on average."""
-    steps = value[:, start : start + rows].float().diff(dim=1).abs().flatten(2).mean((0, 2))
-    return steps / steps.mean()
+def _steps_at_ends(value: Tensor, start: int, height: int, width: int) -> Tensor:
+    """Return how much neighbours differ at each end of a row, divided by their mean difference on the map."""
+    steps = value[:, start : start + height * width].float().diff(dim=1).abs().flatten(2).mean((0, 2))
+    return steps[width - 1 :: width] / steps.mean()
 
 
 def _scale_major(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
@@ -255,20 +248,19 @@ def _scale_major(call: SamplingInputs, names: SamplingInputs) -> Iterator[Findin
     if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
         return
     by_scale = geometry.starts_of(call.shapes.transpose(0, 1)).transpose(0, 1)
-    (height, width), rows = call.shapes[0, 1].tolist(), int(by_scale[-1, -1] + call.shapes[-1, -1].prod())
-    if rows > call.value.shape[1] or not _is_large(call, height, width):
+    sizes, rows = call.shapes[:, 1].tolist(), int(by_scale[-1, -1] + call.shapes[-1, -1].prod())
+    if rows > call.value.shape[1] or not _is_large(call, *sizes[0]):
         return
-    ends = [_ends_of_rows(call.value, call.shapes[:, 1], starts[:, 1]) for starts in (camera_major, by_scale)]
-    if min(ends[0]) < _NO_STEP and sum(ends[1]) / len(ends[1]) > _STEP:
+
+    def steps_of_cameras(starts: Tensor) -> list[float]:
+        """Return the step at the ends of each camera's second map: the smaller of those of even and odd rows."""
+        steps = [_steps_at_ends(call.value, start, *size) for size, start in zip(sizes, starts[:, 1].tolist(), strict=True)]
+        return [min(step[::2].mean().item(), step[1::2].mean().item()) for step in steps]
+
+    steps = steps_of_cameras(by_scale)
+    if min(steps_of_cameras(camera_major)) < _NO_STEP and sum(steps) / len(steps) > _STEP:
         fact = "maps that seem to lie scale by scale, all cameras of a scale together"
         yield "scale-major", names.value, "hold the maps camera by camera, as the starts say", fact
-
-
-def _ends_of_rows(value: Tensor, shapes: Tensor, starts: Tensor) -> list[float]:
-    """Return for each map how much neighbours differ where a row ends: the smaller number of even and odd rows."""
-    maps = zip(shapes.tolist(), starts.tolist(), strict=True)
-    steps = [_steps(value, start, height * width)[width - 1 :: width] for (height, width), start in maps]
-    return [min(ends[::2].mean().item(), ends[1::2].mean().item()) for ends in steps]
 
 
 def _rows_of_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
@@ -310,8 +302,8 @@ def _pooled(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
 
 _MAPS = (_softmaxed, _swapped_levels, _row_ends, _rows_of_maps)
 _LOOKS: dict[str, tuple[Callable[..., Iterator[Finding]], ...]] = {
-    MULTI_SCALE: (_normalised, *_MAPS),
-    AGGREGATION: (_seen, *_MAPS, _scale_major),
+    MULTI_SCALE: (_as_fractions, *_MAPS),
+    AGGREGATION: (_as_fractions, *_MAPS, _scale_major),
     GEOMETRIC: (_in_pixels, *_MAPS),
     POOL: (_pooled,),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import cases
 import pytest
@@ -344,3 +345,10 @@ def test_environment_variable():
         env = {**os.environ, "MX_DRIVING_CHECK": word}
         done = python("-c", code, env=env)
         assert ("<string>:2: DataWarning: multi_scale_deformable_attn: sampling_locations should" in done.stderr) == told
+
+
+def test_calls_of_other_threads_are_looked_at():
+    """A server opens the checks in one thread and runs its model in another."""
+    operator, args = of(MULTI_SCALE, 3, in_pixels)
+    with mx_driving.data_checks(), ThreadPoolExecutor(1) as threads:
+        assert len(warned(lambda: threads.submit(call, operator, args).result())) == 1
