@@ -51,10 +51,8 @@ class Comparison:
         return self.judged is not None and self.judged.verdict != WRONG
 
     def row(self) -> dict[str, Any]:
-        errors = (
-            {"error": self.judged.device, "float32": self.judged.float32} if self.judged else {"error": None, "float32": None}
-        )
-        verdict = self.judged.verdict if self.judged else WRONG
+        error, float32, verdict = (j.device, j.float32, j.verdict) if (j := self.judged) else (None, None, WRONG)
+        errors = {"error": error, "float32": float32}
         return {"match": self.match.name, "inputs": self.inputs, **errors, "verdict": verdict, "why": self.why}
 
 

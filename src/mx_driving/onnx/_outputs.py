@@ -54,21 +54,19 @@ class Output:
 
 def change(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
     """Change the model's weights in place, and yield changed inputs: by ulps of their dtypes, or of eps."""
-    initializers = (v for v in model.graph.initializers.values() if v.const_value is not None)
-    weights = {v: np.asarray(v.const_value.numpy()) for v in initializers if v.const_value is not None}
+    weights = {v: np.asarray(v.const_value.numpy()) for v in model.graph.initializers.values() if v.const_value is not None}
     for seed in range(_SEEDS):
         random = np.random.default_rng(seed)
         for value, array in weights.items():
-            if _is_changed(array):
-                value.const_value = ir.tensor(_moved(array, random, eps), name=value.name)
-        yield {name: _moved(array, random, eps) if _is_changed(array) else array for name, array in arrays.items()}
+            if (moved := _move(array, random, eps)) is not array:
+                value.const_value = ir.tensor(moved, name=value.name)
+        yield {name: _move(array, random, eps) for name, array in arrays.items()}
 
 
-def _is_changed(array: Array) -> bool:
-    return array.dtype.kind == "f" and array.ndim > 1
-
-
-def _moved(array: Array, random: np.random.Generator, eps: float) -> Array:
+def _move(array: Array, random: np.random.Generator, eps: float) -> Array:
+    """Return the array with each number moved by a few ulps. Integers, and arrays of fewer than two axes, stay."""
+    if array.dtype.kind != "f" or array.ndim < 2:
+        return array
     eps = max(eps, float(np.finfo(array.dtype).eps))
     with np.errstate(over="ignore"):
         moved = (array * (1 + _ULPS * eps * random.uniform(-1, 1, array.shape))).astype(array.dtype)
@@ -87,19 +85,20 @@ def judge(name: str, true: Array, near: list[Array], got: Array | None) -> Outpu
         return Output(name, np.inf, 1, 0, "the runtime does not give it")
     if got.shape != true.shape:
         return Output(name, np.inf, 1, 0, f"it has shape {got.shape}, where onnxruntime's has {true.shape}")
-    most = np.maximum.reduce([_distance(one, true) for one in near if one.shape == true.shape] or [_few_ulps(true)])
-    distance = _distance(got, true)
-    allowed = _allowed(most, true)
-    off, moved = (float(np.mean(d > allowed)) if d.size else 0.0 for d in (distance, most))
-    return Output(name, float(distance.max()) if distance.size else 0.0, off, moved)
+    if not true.size:
+        return Output(name, 0.0, 0.0, 0.0)
+    ulp = _largest_ulp(true)
+    changes = [_distance(one, true) for one in near if one.shape == true.shape] or [np.full(true.shape, _ULPS * ulp)]
+    most, distance = np.maximum.reduce(changes), _distance(got, true)
+    allowed = _FURTHER * _usual(most) + ulp
+    return Output(name, float(distance.max()), float(np.mean(distance > allowed)), float(np.mean(most > allowed)))
 
 
-def _few_ulps(true: Array) -> Array:
-    """Return what outputs move by if no changed file gives outputs of these shapes."""
+def _largest_ulp(true: Array) -> float:
+    """Return the ulp of the largest number; 0 for classes and indices."""
     if true.dtype.kind != "f":
-        return np.zeros(true.shape)
-    largest = np.abs(true[np.isfinite(true)]).max(initial=0.0)
-    return np.full(true.shape, _ULPS * float(np.finfo(true.dtype).eps) * largest)
+        return 0.0
+    return float(np.finfo(true.dtype).eps) * float(np.abs(true[np.isfinite(true)]).max(initial=0.0))
 
 
 def _distance(a: Array, b: Array) -> Array:
@@ -112,14 +111,10 @@ def _distance(a: Array, b: Array) -> Array:
         return np.where(same, 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf, posinf=np.inf))
 
 
-def _allowed(most: Array, true: Array) -> Array:
-    """Return the tolerance, by the usual change along the longer of the last two axes, that of queries.
+def _usual(changes: Array) -> Array:
+    """Return the median along the longer of the last two axes, that of queries.
 
     Boxes and scores lie along the other axis, and move by amounts of their own.
     """
-    if true.dtype.kind != "f" or not true.size:
-        return np.zeros(true.shape)
-    axis = max(range(-min(2, true.ndim), 0), key=lambda axis: true.shape[axis], default=None)
-    usual = np.nan_to_num(np.median(most, axis=axis, keepdims=True), posinf=0.0)
-    largest = np.abs(true[np.isfinite(true)]).max(initial=0.0)
-    return np.broadcast_to(_FURTHER * usual + float(np.finfo(true.dtype).eps) * largest, true.shape)
+    axis = max(range(-min(2, changes.ndim), 0), key=lambda axis: changes.shape[axis], default=None)
+    return np.nan_to_num(np.median(changes, axis=axis, keepdims=True), posinf=0.0)
