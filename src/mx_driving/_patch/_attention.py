@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,14 +35,11 @@ from ._forms import (
     read_tables,
     repeat_levels,
 )
-from ._parameters import Tried, find_source
+from ._parameters import find_source
+from ._state import Tried
 
 LEVELS = 0  # in a shape: as many as there are levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
-# attributes that forms read themselves, or that change nothing but the way
-READ_BY_FORMS = {"batch_first", "method", "decoder_method", "offset_scale", "output_proj", "value_proj", "dropout"}
-READ_BY_FORMS |= {*LINEAR_LAYERS, "_fused_offset_weight", "_export", "fp16_enabled", "disable_custom_kernels"}
-READ_BY_FORMS |= {"im2col_step", "num_bev_queue", "sample_index"}
 Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, channels], logits, last sides of the weights
 
 
@@ -61,7 +58,7 @@ class Attention(Form):
     residual: bool = False  # forward drops out, and adds the identity
     usual: Callable[[Any, Arguments], bool] = lambda module, arguments: True  # whether the form can answer
     references: tuple[tuple[int, int], ...] = ((LEVELS, 2), (LEVELS, 4), (1, 4))  # last sides of the reference
-    constructor: Mapping[str, Any] = field(default_factory=dict)  # of the module that is tried, or of its configuration
+    uneven: frozenset[str] = frozenset()  # arguments of the constructor that are the numbers of points of each level
     queue: int = 1  # batches of memory for each batch of queries
     masked: bool = True  # whether the trial gives a mask
     layout: ValueLayout = ROWS  # of memory, which has its heads already where this is another one
@@ -202,17 +199,20 @@ def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
     """Sample as RT-DETR v2, D-FINE and DEIM: a level has its own number of points, in boxes.
 
     A level with more points than another is listed several times. The operator divides a box by twice the points of one such
-    entry; these modules divide it by the level's own number of points, and multiply by offset_scale.
+    entry. These modules multiply it by offset_scale, and divide it by the level's own number of points, whose inverses most of
+    them keep in a buffer.
     """
     counts = _get_counts(module)
     points, order = math.gcd(*counts), repeat_levels(counts)
     value, shapes, starts = _make_inputs(module, arguments)
     value = value if hasattr(module, "value_proj") else put_keys_last(value)
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), len(order), points, 2))
-    scale = getattr(module, "offset_scale", 0.5)  # OTX writes the number
-    scales = [2 * points / counts[level] * scale for level in order]
-    if any(scale != 1 for scale in scales):
-        offsets = offsets * torch.tensor(scales, dtype=offsets.dtype, device=offsets.device)[:, None, None]
+    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX writes the number
+    inverses = getattr(module, "num_points_scale", getattr(module, "n_points_scale", None))
+    if inverses is not None:
+        offsets = offsets * (inverses.to(offsets) * factor).view(-1, points, 1)
+    elif any(factor != counts[level] for level in order):
+        offsets = offsets * offsets.new_tensor([factor / counts[level] for level in order])[:, None, None]
     logits = module.attention_weights(arguments["query"]).unflatten(-1, (get_heads(module), -1))
     out = _sample((value, shapes[order], starts[order]), arguments["reference"], offsets, logits)
     return out, logits, (sum(counts),)
@@ -248,9 +248,8 @@ def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
 
 
 def _has_box(module: Any, arguments: Arguments) -> bool:
-    """Return whether there is one box, and bilinear samples. With points these modules work for few shapes, by broadcasting."""
-    method = getattr(module, "method", getattr(module, "decoder_method", "default"))
-    return method == "default" and tuple(arguments["reference"].shape[2:]) == (1, 4)
+    """Return whether there is one box. With points these modules work for few shapes, by broadcasting."""
+    return tuple(arguments["reference"].shape[2:]) == (1, 4)
 
 
 def _has_levels_apart(module: Any, arguments: Arguments) -> bool:
@@ -259,17 +258,17 @@ def _has_levels_apart(module: Any, arguments: Arguments) -> bool:
     return by_level and not getattr(module, "_fused_offset_weight", False) and _has_box(module, arguments)
 
 
-_POINTS = {"num_points": [2, 4], "num_points_list": [2, 4], "offset_scale": 0.7}
+_POINTS = frozenset(("num_points", "num_points_list"))
 _BOX = ((1, 4),)
-_CONFIGURED = {"decoder_n_points": [2, 4]}
+_CONFIGURED = frozenset(("decoder_n_points",))
 _TRAJECTORIES = frozenset(("query", "value", "trajectories", "boxes"))
 ATTENTION_FORMS = (
     # modules with a number of points for each level: RT-DETR v2, D-FINE, DEIM
     Attention(_sample_unevenly, keeps=True, weights=True, usual=_has_box, references=_BOX),
-    Attention(_sample_unevenly, weights=True, usual=_has_box, references=_BOX, constructor=_CONFIGURED, masked=False),
-    Attention(_sample_unevenly, keeps=True, usual=_has_box, references=_BOX, constructor=_POINTS),
-    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, constructor=_POINTS, masked=False, layout=BY_LEVEL),
-    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, constructor=_POINTS, masked=False, layout=IMAGES),
+    Attention(_sample_unevenly, weights=True, usual=_has_box, references=_BOX, uneven=_CONFIGURED, masked=False),
+    Attention(_sample_unevenly, keeps=True, usual=_has_box, references=_BOX, uneven=_POINTS),
+    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, masked=False, layout=BY_LEVEL),
+    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, masked=False, layout=IMAGES),
     # transformers
     Attention(_sample_evenly, keeps=True, weights=True),
     Attention(_sample_evenly, weights=True),

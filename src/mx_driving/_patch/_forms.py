@@ -23,7 +23,8 @@ from ..ops._other_shapes import aggregation_inputs, attention_inputs
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ..ops.npu_deformable_aggregation import deformable_aggregation
-from ._parameters import Parameters, Tried
+from ._parameters import Parameters
+from ._state import Tried
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 Arguments = Mapping[str, Any]  # by role where the name has one, else by name

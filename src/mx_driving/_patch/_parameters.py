@@ -11,17 +11,11 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 STAND_IN = "mx_driving.patch"  # the file name of code that calls an operator in place of a function's own
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that reach arguments without naming them in the bytecode
-_UNREADABLE = object()
-_OPTIONS = (bool, float, str, type(None))  # whole numbers may be sizes
-Options = tuple[tuple[tuple[str, ...], Any], ...]
 Binder = Callable[[tuple[Any, ...], Mapping[str, Any]], "dict[str, Any] | None"]
 
 
@@ -102,15 +96,18 @@ def _names_read(function: types.FunctionType) -> Iterator[str]:
             yield from read_names(step)
 
 
-def collect_words(function: Any) -> set[str]:
-    """Return the names and strings in the code of a function and of the functions in it."""
-    words: set[str] = set()
+def list_code(function: Any) -> Iterator[types.CodeType]:
+    """Return the code of a function and of the functions in it."""
     waiting = [getattr(find_source(function), "__code__", None)]
     while waiting:
         if code := waiting.pop():
-            words |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+            yield code
             waiting += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return words
+
+
+def collect_words(function: Any) -> set[str]:
+    """Return the names and strings in the code of a function and of the functions in it."""
+    return {w for code in list_code(function) for w in (*code.co_names, *code.co_consts) if isinstance(w, str)}
 
 
 def list_attributes(kind: type, name: str) -> list[Any]:
@@ -118,17 +115,27 @@ def list_attributes(kind: type, name: str) -> list[Any]:
     return [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
 
 
-def collect_attributes(kind: type, method: Any) -> frozenset[str]:
-    """Return the names in the code of a class's method, and in that of the methods and global functions that it names."""
-    names: set[str] = set()
-    waiting = [method]
+def list_called(kind: type, method: Any) -> list[Any]:
+    """Return a class's method, and the methods and global functions that its code and theirs name."""
+    functions, names, waiting = [], set(), [method]
     while waiting:
-        function = waiting.pop()
+        functions.append(function := waiting.pop())
         more, own = collect_words(function) - names, getattr(find_source(function), "__globals__", {})
         names |= more
-        waiting += [attribute for name in more for attribute in list_attributes(kind, name)]
+        waiting += [getattr(a, "fget", a) for name in more for a in list_attributes(kind, name)]
         waiting += [own[name] for name in more if isinstance(own.get(name), types.FunctionType)]
-    return frozenset(names)
+    return functions
+
+
+def collect_attributes(kind: type, method: Any) -> frozenset[str]:
+    """Return the names in the code of a class's method, and in that of the methods and global functions that it names."""
+    return frozenset().union(*map(collect_words, list_called(kind, method)))
+
+
+def collect_constants(kind: type, method: Any) -> set[int]:
+    """Return the whole numbers in the code of a class's method, and in that of the methods and functions that it names."""
+    codes = (code for function in list_called(kind, method) for code in list_code(function))
+    return {c for code in codes for c in code.co_consts if type(c) is int}
 
 
 def overrides(derived: type, kind: type, names: frozenset[str]) -> bool:
@@ -137,49 +144,3 @@ def overrides(derived: type, kind: type, names: frozenset[str]) -> bool:
         return True
     nearer_bases = derived.__mro__[: derived.__mro__.index(kind)]
     return any(name in vars(base) for base in nearer_bases for name in names if name[:2] != "__")
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A layer whose trial agreed: its class, the names in the code of its forward, and its switches and factors there.
-
-    Attributes:
-        options: of the layer, of further layers and of configurations, each by its path from the layer.
-    """
-
-    kind: type
-    names: frozenset[str]
-    options: Options
-
-    def covers(self, layer: Any) -> bool:
-        """Return whether a layer has the code and the options that were tried."""
-        if type(layer) is not self.kind and overrides(type(layer), self.kind, self.names):
-            return False
-        for path, value in self.options:  # torch.compile reads this loop
-            part = layer
-            for name in path:
-                part = getattr(part, name, None)
-            if part != value:
-                return False
-        return True
-
-
-def describe_tried(layer: Any, forward: Any, but: frozenset[str] | set[str] = frozenset()) -> Tried:
-    """Return what was tried of a layer, without the options and sizes that a form reads itself."""
-    names = collect_attributes(type(layer), forward)
-    defaults = {p.name for p in inspect.signature(type(layer)).parameters.values() if type(p.default) is int} & names - but
-    whole = [((name,), vars(layer)[name]) for name in sorted(defaults & vars(layer).keys())]
-    return Tried(type(layer), names, (*_list_options(layer, names - but), *whole))
-
-
-def _list_options(layer: Any, names: frozenset[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name in sorted(names - {"training"}):
-        part = getattr(layer, name, _UNREADABLE)
-        if isinstance(part, _OPTIONS):
-            yield (name,), part
-        elif isinstance(part, torch.nn.Module):
-            words = collect_attributes(type(part), type(part).forward)
-            yield from (((name, *path), value) for path, value in _list_options(part, words))
-        elif hasattr(part, "__dict__") and not callable(part):
-            values = ((word, vars(part)[word]) for word in sorted(names & vars(part).keys()))
-            yield from (((name, word), value) for word, value in values if isinstance(value, _OPTIONS))
