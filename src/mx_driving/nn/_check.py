@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,21 +79,21 @@ def maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
     return list(named.values())
 
 
-def shapes(sizes: dict[str, int], **inputs: tuple[Tensor, str]) -> dict[str, int]:
+def shapes(sizes: dict[str, int], **inputs: tuple[Any, str]) -> dict[str, int]:
     """Check that inputs are tensors of some axes: `shapes({"embed_dims": 256}, query=(query, "bs, num_queries, embed_dims"))`.
 
     An axis is a number, numbers ("2 or 4"), a least number ("8 or more"), or a name. The first input that has an axis whose
-    size is not in `sizes` determines it. Returns `sizes` and the sizes of the other names.
+    size is not in `sizes` determines it. An input whose axes end with " or None" may be None. Returns `sizes` and the sizes of
+    the other names.
     """
+    inputs = {name: (t, text) for name, (t, text) in inputs.items() if t is not None or not text.endswith(" or None")}
     tensors(*((name, t) for name, (t, _) in inputs.items()))
     sizes = dict(sizes)
     for name, (t, text) in inputs.items():
-        axes = text.split(", ")
+        axes = text.removesuffix(" or None").split(", ")
         if t.dim() != len(axes) or not all(_fits(axis, size, sizes) for axis, size in zip(axes, t.shape, strict=True)):
-            fail_shape(name, t, text, tuple(sizes.get(axis) for axis in axes))
-        for axis, size in zip(axes, t.shape, strict=True):
-            if axis.isidentifier():
-                sizes.setdefault(axis, size)
+            fail_shape(name, t, ", ".join(axes), tuple(sizes.get(axis) for axis in axes))
+        sizes = {axis: size for axis, size in zip(axes, t.shape, strict=True) if axis.isidentifier()} | sizes
     return sizes
 
 

@@ -60,24 +60,15 @@ def check_pyramid(
     sizes: dict[str, int], value: Tensor, level_start_index: Tensor, padding_mask: Tensor | None, value_proj: nn.Module
 ) -> None:
     """Check the pyramid that an attention module reads. `sizes` are those of its queries."""
-    inputs = {"value": (value, "bs, num_keys, embed_dims"), "level_start_index": (level_start_index, "num_levels")}
-    if padding_mask is not None:
-        inputs["padding_mask"] = (padding_mask, "bs, num_keys")
-    _check.shapes(sizes, **inputs)
+    _check.shapes(
+        sizes,
+        value=(value, "bs, num_keys, embed_dims"),
+        level_start_index=(level_start_index, "num_levels"),
+        padding_mask=(padding_mask, "bs, num_keys or None"),
+    )
     _check.layer_dtype(value_proj, value=value)
     if padding_mask is not None:
         _check.mask("padding_mask", padding_mask)
-
-
-def check_cells(
-    embed_dims: int, num_levels: int, query: Tensor, query_pos: Tensor | None, spatial_shapes: Tensor, level_start_index: Tensor
-) -> dict[str, int]:
-    """Check the queries of a bird's-eye map and the tables of what they read. Return the sizes that the others must have."""
-    inputs = {"query": (query, "bs, num_queries, embed_dims"), "spatial_shapes": (spatial_shapes, "num_levels, 2")}
-    inputs["level_start_index"] = (level_start_index, "num_levels")
-    if query_pos is not None:
-        inputs["query_pos"] = (query_pos, "bs, num_queries, embed_dims")
-    return _check.shapes({"embed_dims": embed_dims, "num_levels": num_levels}, **inputs)
 
 
 def split_heads(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:

@@ -145,7 +145,6 @@ class DeformableFeatureAggregation(nn.Module):
         sizes = {"embed_dims": self.embed_dims, "scale": self.num_levels}
         if self.camera_encoder is None:
             sizes["cam"] = self.num_cams
-        inputs = {} if image_wh is None else {"image_wh": (image_wh, "bs, cam, 2")}
         _check.shapes(
             sizes,
             instance_feature=(instance_feature, "bs, anchor, embed_dims"),
@@ -155,7 +154,7 @@ class DeformableFeatureAggregation(nn.Module):
             feature_maps=(feature_maps, "bs, num_feat, embed_dims"),
             spatial_shape=(spatial_shape, "cam, scale, 2"),
             scale_start_index=(scale_start_index, "cam, scale"),
-            **inputs,
+            image_wh=(image_wh, "bs, cam, 2 or None"),
         )
         _check.layer_dtype(self.weights_fc, instance_feature=instance_feature)
         points = self.kps_generator(anchor, instance_feature)

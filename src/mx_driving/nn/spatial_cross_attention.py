@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
 from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
-from ._pyramid import check_cells
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
@@ -174,11 +173,14 @@ class SpatialCrossAttention(nn.Module):
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
         inner = self.deformable_attention
-        sizes = check_cells(self.embed_dims, inner.num_levels, query, query_pos, spatial_shapes, level_start_index)
         sizes = _check.shapes(
-            sizes,
+            {"embed_dims": self.embed_dims, "num_levels": inner.num_levels},
+            query=(query, "bs, num_queries, embed_dims"),
+            query_pos=(query_pos, "bs, num_queries, embed_dims or None"),
             value=(value, "bs, cam, num_keys, embed_dims"),
             reference_points=(reference_points, "bs, cam, num_queries, num_Z_anchors, 2"),
+            spatial_shapes=(spatial_shapes, "num_levels, 2"),
+            level_start_index=(level_start_index, "num_levels"),
         )
         _check.divides("num_Z_anchors", sizes["num_Z_anchors"], "num_points", inner.num_points)
         _check.shapes(sizes, bev_mask=(bev_mask, "bs, cam, num_queries, num_Z_anchors"))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check
 from ._layers import DeformableLayers, cast_once, is_exported, is_plain, project_and_add
-from ._pyramid import check_cells
 
 __all__ = ["TemporalSelfAttention"]
 
@@ -98,11 +97,15 @@ class TemporalSelfAttention(DeformableLayers):
         Raises:
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        sizes = check_cells(self.embed_dims, self.num_levels, query, query_pos, spatial_shapes, level_start_index)
-        inputs = {"reference_points": (reference_points, f"bs, {_QUEUE}, num_queries, num_levels, 2 or 4")}
-        if value is not None:
-            inputs["value"] = (value, f"bs, {_QUEUE}, num_queries, embed_dims")
-        _check.shapes(sizes, **inputs)
+        _check.shapes(
+            {"embed_dims": self.embed_dims, "num_levels": self.num_levels},
+            query=(query, "bs, num_queries, embed_dims"),
+            query_pos=(query_pos, "bs, num_queries, embed_dims or None"),
+            value=(value, f"bs, {_QUEUE}, num_queries, embed_dims or None"),
+            reference_points=(reference_points, f"bs, {_QUEUE}, num_queries, num_levels, 2 or 4"),
+            spatial_shapes=(spatial_shapes, "num_levels, 2"),
+            level_start_index=(level_start_index, "num_levels"),
+        )
         _check.layer_dtype(self.value_proj, query=query, **({} if value is None else {"value": value}))
         maps = query[:, None] if value is None else value
         maps = cast_once(maps, self.value_proj, self.sampling_offsets, self.attention_weights)
