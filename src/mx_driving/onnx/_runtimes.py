@@ -37,17 +37,12 @@ def find_runtime(runtime: str) -> Run:
     if runtime in _PYTHON or name == "onnxruntime":
         need(f"--runtime {name}", name, name)
         return _sentenced(_onnxruntime(provider) if name == "onnxruntime" else _PYTHON[name])
-    words = _words(runtime)
+    words = []
+    with contextlib.suppress(ValueError):  # a quotation mark without its other half
+        words = shlex.split(runtime)
     if not words or shutil.which(words[0]) is None:
         raise Problem(f"--runtime must be onnxruntime, {', '.join(_PYTHON)} or a program that is there; got {runtime!r}")
     return lambda path, arrays: _program(words, path, arrays)
-
-
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError:  # a quotation mark without its other half
-        return []
 
 
 def _sentenced(run: Run) -> Run:
@@ -80,9 +75,8 @@ def _onnxruntime(provider: str) -> Run:
         options.register_custom_ops_library(ours.library())
         if devices:
             options.add_provider_for_devices(devices, _OPTIONS.get(provider, {}))
-            session = onnxruntime.InferenceSession(path, options)
-        else:
-            session = onnxruntime.InferenceSession(path, options, providers=[provider or "CPUExecutionProvider"])
+        by_name = {} if devices else {"providers": [provider or "CPUExecutionProvider"]}
+        session = onnxruntime.InferenceSession(path, options, **by_name)
         inputs = {one.name for one in session.get_inputs()}
         outputs = session.run(None, {name: array for name, array in arrays.items() if name in inputs})
         return {one.name: array for one, array in zip(session.get_outputs(), outputs, strict=True)}
