@@ -21,6 +21,7 @@ from programs import python
 from recorded_calls import call, replay
 
 import mx_driving
+from mx_driving._vendor.replay import forms
 from mx_driving_portable import record
 
 NAMED = {"stand_in.attend": cases.MULTI_SCALE}
@@ -464,9 +465,10 @@ def test_the_older_interface_of_an_aggregation(recording, tmp_path, monkeypatch)
     assert all(f"  grad_{name} " in judged.output for name in ("value", "locations", "weights"))
 
 
-def test_the_table_has_each_function_once():
+def test_the_table_has_each_function_once_and_replay_reads_each():
     keys = [(row.module, row.name) for row in record.FUNCTIONS]
     assert len(keys) == len(set(keys))
+    assert all(callable(forms.function_named(row.name)) for row in record.FUNCTIONS if row.operator == "bev_pool_v3")
     for row in record.FUNCTIONS:
         names = [name.rstrip("=") for name in row.parameters.split()]
         assert len(names) == len(set(names))

@@ -45,8 +45,8 @@ def replay(
     if not calls:  # as a path it would be the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
     path = Path(calls)
-    names = {str(stem.relative_to(path)) if path.is_dir() else stem.name: stem for stem in reading.find_calls(path)}
-    stems = {name: names[name] for name in matching("--call", only, names)}
+    stems = reading.find_calls(path)
+    stems = {name: stems[name] for name in matching("--call", only, stems)}
     if out:
         writable("--csv", out)
     use_threads(threads)

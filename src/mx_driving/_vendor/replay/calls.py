@@ -73,15 +73,15 @@ class RecordedCall:
         return tuple(self.inputs[self.input_names.index(result.removeprefix("grad_"))].shape)
 
 
-def find_calls(path: Path) -> list[Path]:
-    """Return the paths, without endings, of the calls of a folder and of the folders in it, or of the one call of a file."""
+def find_calls(path: Path) -> dict[str, Path]:
+    """Return the calls of a folder and of the folders in it, or the one call of a file: name -> path without ending."""
     if not os.path.exists(path):  # pathlib fails on a name that is too long
         raise Problem(f"calls must be a folder that record.py wrote, or one file of it; got {path}, which is not there")
     files = [path] if path.is_file() else sorted(path.rglob("*.pt"))
     stems = [f.with_name(f.stem.removesuffix(GRADIENTS)) for f in files if f.suffix == ".pt"]
     if not stems:
         raise Problem(f"calls must hold files call-*.pt; got none in {path}")
-    return list(dict.fromkeys(stems))
+    return {str(stem.relative_to(path)) if path.is_dir() else stem.name: stem for stem in stems}
 
 
 def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:

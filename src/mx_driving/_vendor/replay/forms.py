@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,14 +66,18 @@ def _pooling(name: str, form: str, facts: Facts) -> Sequence[Any]:
         raise Problem(f"the form of {name} must be one of {', '.join(rows)}; got {form}")
     parameters = [parameter.rstrip("=") for parameter in rows[form].parameters.split()]
     arguments = [facts[parameter] for parameter in parameters]
-    function = _STAND_INS.get(form) or getattr(ops, form, ops.bev_pool_v3)
     try:
         with torch.no_grad(), _Capture():
-            function(*arguments)
+            function_named(form)(*arguments)
     except _Captured as captured:
         (inputs,) = captured.args
         return inputs[1:-1] if rows[form].backward else inputs
     raise Problem(f"{name} must call {POOL}; got none")
+
+
+def function_named(form: str) -> Callable[..., Any]:
+    """Return our function of a name of record.py's table. The autograd function has the parameters of the public one."""
+    return _STAND_INS.get(form) or getattr(ops, "bev_pool_v3" if form == "BEVPoolV3.apply" else form)
 
 
 def output_shape(row: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
