@@ -12,7 +12,7 @@ from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
-_TOGETHER = 2**22  # the most offsets and logits for which all cameras go through the layers together: 16 MB in float32
+_TOGETHER = 2**22  # offsets and logits of cameras that go through the layers together: 16 MB in float32
 
 
 def _attend(*inputs: Tensor) -> Tensor:
@@ -204,7 +204,8 @@ class SpatialCrossAttention(nn.Module):
         rows = pairs // (cams * queries) * queries + pairs % queries  # over [bs, num_queries]
         counts = seen.flatten(0, 1).sum(1).tolist()
         samples = 3 * inner.num_heads * inner.num_levels * inner.num_points
-        groups = [counts] if len(pairs) * samples <= _TOGETHER else [[count] for count in counts]
+        together = max(1, _TOGETHER // max(1, samples * max(counts)))
+        groups = [counts[i : i + together] for i in range(0, len(counts), together)]
         sizes = [sum(group) for group in groups]
         # selected once for all cameras: backward, every selection fills a gradient of all queries
         query = cast_once(query, inner.sampling_offsets, inner.attention_weights)
