@@ -273,11 +273,9 @@ class _OpenCall:
                 raise TypeError(f"{name} must be zero before a function adds to it; got other numbers")
         self.versions = [(t, t._version) for t in self.inputs.values() if not t.is_inference()]
         self.copies: dict[str, Tensor] = {}
-        device, direction = next(iter(self.inputs.values())).device, "backward" if self.row.backward else "forward"
         self.about: dict[str, Any] = {
-            **{"function": function.name, "operator": self.row.operator, "index": index, "direction": direction},
-            **{"device": str(device), "caller": _caller()},
-            **{"form": self.row.name, "sizes": sizes},
+            **{"function": function.name, "operator": self.row.operator, "form": self.row.name, "sizes": sizes},
+            **{"index": index, "device": str(next(iter(self.inputs.values())).device), "caller": _caller()},
         }
         self.edges = self._edges() if torch.is_grad_enabled() and not self.row.backward else {}
 
@@ -612,8 +610,7 @@ class Recorder:
     def _take_gradients(self, call: _OpenCall, gradients: dict[str, Tensor]) -> None:
         """Write gradients that have arrived, in the middle of a backward of the program."""
         if call.stem:
-            about = {**call.about, "of": call.stem, "direction": "backward"}
-            self._write(f"{call.stem}-gradients", about, _copy_to_host(gradients))
+            self._write(f"{call.stem}-gradients", call.about, _copy_to_host(gradients))
         elif self._copy_inputs_of_first_nan(call, gradients):  # a NaN that only the gradients have
             self._write_call(call, gradients)
 
