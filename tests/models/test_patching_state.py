@@ -62,6 +62,25 @@ def define_scaled(scaled, name, value, base=libraries.Paper, parameters=PAPERS, 
 scale_offsets, scale_output = (functools.partial(define_scaled, scaled) for scaled in ("offsets", "output"))
 
 
+def make_switched(name, value):
+    """Return a class with a switch that counts in evaluation alone."""
+    kind = scale_output(name, value)
+    return type(
+        "Switched",
+        (kind,),
+        {
+            "__module__": __name__,
+            "__signature__": kind.__signature__,
+            "attend": attend_switched,
+            "forward": libraries.make_forward(PAPERS),
+        },
+    )
+
+
+def attend_switched(self, **named):
+    return libraries.Paper.attend(self, **named) * (2 if self.switch and not self.training else 1)
+
+
 def read_number(value):
     """Return the number in an attribute: of a list its first, of a configuration its factor."""
     if isinstance(value, (list, tuple)):
@@ -126,6 +145,10 @@ ATTRIBUTES = {  # what a client keeps, its value after construction -> what chan
         scale_output("config", lambda: types.SimpleNamespace(factor=1)), set_to("config", types.SimpleNamespace(factor=2)),
     ),
     "a whole number of a layer": (scale_output("inner", Scale), set_to("inner", Scale(2))),
+    "a switch in evaluation": (
+        make_switched("switch", False), set_to("switch", True),
+    ),
+    "a method": (scale_output("times", 1), set_to("logits", lambda query: 0 * query[..., :1].expand(*query.shape[:-1], 24))),
     "a buffer of RT-DETR's": (
         scale_output("range_factor", one, libraries.RtDetrV2, RT_DETR, register), fill("range_factor", 2.0),
     ),
@@ -305,6 +328,7 @@ CONSTANTS = {
     "offsets of transformers": with_change(
         "offsets", lambda self, t: t.clamp(-4, 4), libraries.HuggingFace, libraries.HUGGING_FACE,
     ),
+    "many queries": with_factors(output="1 if query.shape[1] <= 200 else 2"),
     "more levels than two": with_factors(output="2 if self.n_levels > 2 else 1"),
 }  # fmt: skip
 CONSTRUCTED = {
@@ -321,7 +345,8 @@ def test_a_number_in_the_code_counts(name):
     for levels in (2, 3):
         module = build(kind, num_levels=levels, n_levels=levels)
         sizes = [*SIZES, (2, 2)][: module.sides[1]]
-        check(kind, module, states=[(batches, queries, sizes, masked) for batches, queries, _, masked in STATES])
+        queries = [201] if name == "many queries" else [state[1] for state in STATES]
+        check(kind, module, states=[(state[0], q, sizes, state[3]) for state, q in zip(STATES, queries, strict=False)])
 
 
 @pytest.mark.filterwarnings("ignore:mx_driving.patch left")

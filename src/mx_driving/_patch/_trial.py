@@ -21,12 +21,13 @@ from torch import Tensor
 
 from ._attention import LEVELS, Attention, get_heads, get_levels
 from ._forms import AUTOGRAD, FUNCTION, ROLES, ROWS, SPLIT, Arguments, Form, find_role, make_tables, map_to_roles
-from ._parameters import Parameters, unwrap
+from ._parameters import Parameters, collect_constants, unwrap
 from ._pools import Pool, calls_compiled
 from ._state import DIFFERS, FOLLOWED, RAISES, SAME, Tried, describe_tried, list_tensors, randomize
 
 _Run = Callable[[Arguments], Any]  # of arguments by role, value in our layout
 _CLOSE = 1e-4  # float32 sums of 12 terms of size 1
+_MOST_QUERIES = 2_000
 _LISTED = {"value_spatial_shapes", "value_shapes"}  # modules' names for shapes that are a list
 
 
@@ -233,12 +234,16 @@ def _try_module(form: Attention, kind: type, built: dict[Any, Any]) -> Attention
     A shape that the module itself refuses is no objection. In use it goes to the module's own code. `built` holds the modules
     of earlier forms, by their sizes and the arguments of their constructors.
     """
-    attempt = functools.partial(_try_examples, form, kind, unwrap(vars(kind)["forward"]), built)
+    function = unwrap(vars(kind)["forward"])
+    attempt = functools.partial(_try_examples, form, kind, function, built)
     small, examples, agreed = _try_sizes(attempt, _SMALL)
-    large, others, _ = _try_sizes(attempt, _LARGE)
+    limits = [
+        c for c in collect_constants(kind, function) if c < _MOST_QUERIES
+    ]  # code may compare numbers of queries with them
+    large, others, _ = _try_sizes(attempt, dataclasses.replace(_LARGE, queries=max((_LARGE.queries - 1, *limits)) + 1))
     if not any(has_memory for _, has_memory in examples & others):
         raise _TheirsRaises("it does not run on the same examples at two sizes")
-    tried = _describe(small, large, unwrap(vars(kind)["forward"]), agreed)
+    tried = _describe(small, large, function, agreed)
     return dataclasses.replace(form, tried=tried, examples=frozenset(examples & others))
 
 
@@ -331,14 +336,19 @@ def _describe_error(error: Exception) -> str:
 def _describe(module: Any, other: Any, function: Any, agreed: Sequence[tuple[_Run, _Run, Arguments]]) -> Tried:
     """Return what of a module's state the trial holds for, by changes of it on the examples that agreed."""
     called: list[Any] = []
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda layer, _: called.append(layer))
-    with hook:
+    with torch.nn.modules.module.register_module_forward_pre_hook(lambda layer, _: called.append(layer)):
         for _, ours, inputs in agreed:
             ours(inputs)
-    before = [theirs(inputs) for theirs, _, inputs in agreed]
+
+    def examples() -> Iterator[tuple[_Run, _Run, Arguments]]:
+        for training in (True, False):
+            module.train(training)
+            yield from agreed
+
+    before = [theirs(inputs) for theirs, _, inputs in examples()]
 
     def compare() -> str:
-        outcomes = {_compare_outputs(*pair, out) for pair, out in zip(agreed, before, strict=True)}
+        outcomes = {_compare_outputs(*example, out) for example, out in zip(examples(), before, strict=True)}
         return next((outcome for outcome in (DIFFERS, FOLLOWED, SAME) if outcome in outcomes), RAISES)
 
     return describe_tried(module, other, function, called, compare)
