@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -116,14 +117,15 @@ def list_attributes(kind: type, name: str) -> list[Any]:
 
 
 def list_called(kind: type, method: Any) -> list[Any]:
-    """Return a class's method, and the methods and global functions that its code and theirs name."""
+    """Return a class's method, and the methods and global functions that its code and theirs name, without torch's."""
     functions, names, waiting = [], set(), [method]
     while waiting:
         functions.append(function := waiting.pop())
         more, own = collect_words(function) - names, getattr(find_source(function), "__globals__", {})
         names |= more
         waiting += [getattr(a, "fget", a) for name in more for a in list_attributes(kind, name)]
-        waiting += [own[name] for name in more if isinstance(own.get(name), types.FunctionType)]
+        named = [own[name] for name in more if isinstance(own.get(name), types.FunctionType)]
+        waiting += [f for f in named if str(f.__module__).partition(".")[0] != "torch"]
     return functions
 
 
@@ -136,6 +138,19 @@ def collect_constants(kind: type, method: Any) -> set[int]:
     """Return the whole numbers in the code of a class's method, and in that of the methods and functions that it names."""
     codes = (code for function in list_called(kind, method) for code in list_code(function))
     return {c for code in codes for c in code.co_consts if type(c) is int}
+
+
+def collect_optional(kind: type, method: Any) -> set[str]:
+    """Return the attributes that the code of the class's own files reads of local variables, or by `hasattr` and `getattr`."""
+    names, files = set(), {base.__module__ for base in kind.__mro__} - {"torch.nn.modules.module"}
+    functions = (f for f in list_called(kind, method) if getattr(find_source(f), "__module__", None) in files)
+    for code in (code for function in functions for code in list_code(function)):
+        for step, following in itertools.pairwise(dis.get_instructions(code)):
+            if "LOAD_FAST" in step.opname and following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                names.add(following.argval)
+        if {"hasattr", "getattr"} & set(code.co_names):
+            names |= {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
+    return names
 
 
 def overrides(derived: type, kind: type, names: frozenset[str]) -> bool:

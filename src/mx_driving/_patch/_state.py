@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._parameters import collect_attributes, collect_constants, overrides
+from ._parameters import collect_attributes, collect_constants, collect_optional, overrides
 
 _ABSENT = object()
 _OWN = frozenset((*dir(torch.nn.Module()), "training"))
@@ -30,27 +30,22 @@ class Tried:
     """A layer whose trial agreed: its class, the names in the code of its forward, and what of its state must be the same.
 
     Attributes:
-        kept: the names that the layer has: a layer that has more of them is another one.
-        options: of the layer, of further layers and of configurations, each by its path from the layer.
+        options: of the layer, of further layers and of configurations, each by its path from the layer. An attribute that the
+            layer does not have is None.
     """
 
     kind: type
     names: frozenset[str]
-    kept: frozenset[str]
     options: tuple[tuple[Path, Any], ...]
 
     def covers(self, layer: Any) -> bool:
         """Return whether a layer has the code and the options that were tried."""
         if type(layer) is not self.kind and overrides(type(layer), self.kind, self.names):
             return False
-        for store in (vars(layer), layer._parameters, layer._buffers, layer._modules):  # torch.compile reads these loops
-            for name in store:
-                if name not in self.kept and name in self.names:
-                    return False
-        for path, value in self.options:
+        for path, value in self.options:  # torch.compile reads this loop
             part = layer
             for name in path:
-                part = getattr(part, name, _ABSENT)
+                part = getattr(part, name, None)
             if type(part) is not type(value) or part != value:
                 return False
         return True
@@ -75,8 +70,9 @@ def describe_tried(layer: Any, other: Any, forward: Any, called: Sequence[Any], 
         outcomes = [_try_change(layer, path, v, compare) for v in _vary(value, constants)] if same else []
         if same and _must_stay(value, outcomes, is_named):
             fixed.append((path, value))
-    kept = frozenset(name for name in names if hasattr(layer, name))
-    return Tried(type(layer), names, kept, tuple(fixed))
+    optional = collect_optional(type(layer), forward)
+    absent = [((name,), None) for name in sorted(optional) if not hasattr(layer, name) and not hasattr(Tensor, name)]
+    return Tried(type(layer), names, (*fixed, *absent))
 
 
 def _must_stay(value: Any, outcomes: Sequence[str], is_named: bool) -> bool:
