@@ -9,18 +9,18 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Software pipelining: query q + PIPELINE_DEPTH is prepared, which finds and prefetches its rows, while the rows of q
-// are summed. With a depth below three, queries of few rows wait for memory.
+// Software pipelining: query q + PIPELINE_DEPTH is prepared, which finds its rows, while the rows of q are summed and those
+// of the query prepared before are prefetched. With a depth below three, queries of few rows wait for memory.
 constexpr int PIPELINE_DEPTH = 3;
 constexpr int IN_FLIGHT = 4; // prepared queries that are kept: a power of two above PIPELINE_DEPTH
 
-// prepare(query, place) for each query, and PIPELINE_DEPTH queries later finish(query, its place, the place prepared
-// last). Places are 0..IN_FLIGHT-1.
+// prepare(query, place) for each query, and PIPELINE_DEPTH queries later finish(query, its place, the place prepared before
+// the last, whose addresses are still being computed). Places are 0..IN_FLIGHT-1.
 template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
+    const auto place = [&](int64_t q) __attribute__((always_inline)) { return (q - begin) & (IN_FLIGHT - 1); };
     for (int64_t q = begin; q < end + PIPELINE_DEPTH; ++q) {
-        const int64_t place = (q - begin) & (IN_FLIGHT - 1);
-        if (q < end) prepare(q, place);
-        if (q >= begin + PIPELINE_DEPTH) finish(q - PIPELINE_DEPTH, (place - PIPELINE_DEPTH) & (IN_FLIGHT - 1), place);
+        if (q < end) prepare(q, place(q));
+        if (q >= begin + PIPELINE_DEPTH) finish(q - PIPELINE_DEPTH, place(q - PIPELINE_DEPTH), place(q - 1));
     }
 }
 
