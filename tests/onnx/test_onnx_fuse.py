@@ -50,6 +50,14 @@ class Chosen(torch.nn.Module):
         return Stacked()(value, locations, weights)[:, best[0]]
 
 
+class Counted(torch.nn.Module):
+    """A factor for each scene, which NonZero counts: onnxruntime's inference takes their number for the batch."""
+
+    def forward(self, value, locations, weights):
+        scenes = (weights.sum((1, 2, 3)) > -1).nonzero()[:, 0]
+        return Stacked(masked)(value * torch.ones_like(scenes)[:, None, None, None], locations, weights)
+
+
 class Case(NamedTuple):
     """A writing, how it becomes a file, and nodes that the file has. Opset 20 renamed GridSample's mode "bilinear"."""
 
@@ -68,6 +76,7 @@ CASES = {
     "opset 16": Case(Stacked(), opset=16),
     "our samples": Case(Calls(), "our samples"),
     "sizes that the file computes": Case(Chosen(), "older, fixed sizes", 18, ("GridSample", "Pad", "ReduceMax", "TopK")),
+    "a batch that the file counts": Case(Counted(), "older", 13, ("Floor", "NonZero")),
     "as many queries as heads": Case(Stacked(), "fixed sizes", sizes=(1, 4)),  # shapes do not tell which axis is which
     **{f"{f.__name__}, dynamo": Case(Stacked(f), "fixed sizes", nodes=FLOOR) for f in GATHERS},
     # Opsets 11 to 15 have no GridSample.

@@ -52,10 +52,10 @@ def name_sizes(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
     return numbers[0] | numbers[1]
 
 
-def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
+def vary_ones(sampling: Sampling, merged: set[str]) -> Iterator[Shapes]:
     """Yield shapes with sizes of 1 on some axes beside larger sizes, where the file does not say that these are equal.
 
-    Axes that the file fixes to 1 always have that size.
+    Axes that the file fixes to 1 always have that size. Names in `merged` are of sizes that inference took to be equal.
     """
     numbers = [find_fixed(sampling, axis)[0] for axis in (0, 1)]
     whole = make_shapes(sampling, *(few if size in (None, 1) else size for size, few in zip(numbers, FEW, strict=True)))
@@ -64,8 +64,8 @@ def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
     for i, tensor in enumerate(sampling.ends):
         for axis, size in enumerate(dims(tensor)[: 1 if i == 0 else None]):
             others = {dims(other)[axis] for other in sampling.ends[axis:]} if axis < 2 else {None}
-            if not isinstance(size, int) and others != {size or ""}:
-                groups.setdefault(size or (i, axis), []).append((i, axis))
+            if not isinstance(size, int) and (size in merged or others != {size or ""}):
+                groups.setdefault((i, axis) if size in merged else size or (i, axis), []).append((i, axis))
     for count in {0, min(1, len(groups)), len(groups)}:
         for chosen in itertools.combinations(groups.values(), count):
             ones = fixed.union(*chosen)

@@ -230,14 +230,22 @@ def prove(model: ir.Model, sampling: Sampling) -> Sampling:
                 sampling,
                 *_run(session, sampling, sizes, draw_inputs(sampling, seed, _sizes.make_shapes(sampling, bs, queries))),
             )
-    merged = model.meta.get("merged", set())
-    if any(size in merged for tensor in sampling.ends for size in dims(tensor)[:2]):
-        raise Unfit(f"the file gives one size several names, {', '.join(sorted(merged))}: one may be 1 where another is not")
-    for shapes in _sizes.vary_ones(sampling):
+    _hold_to_sizes(model, session, sampling, sizes)
+    return sampling
+
+
+def _hold_to_sizes(model: ir.Model, session: Any, sampling: Sampling, sizes: list[ir.Value]) -> None:
+    """Raise Unfit if the part of the graph broadcasts sizes of 1, as the operator does not."""
+    merged = model.meta.get("merged", {})
+    of_inputs = {size for value in model.graph.inputs for size in dims(value)}
+    of_ends = {size for tensor in sampling.ends for size in dims(tensor)[:2]}
+    for pair in merged.items():
+        if of_inputs.issuperset(pair) and of_ends.intersection(pair):
+            raise Unfit(f"the file gives one size two names, {' and '.join(pair)}: one may be 1 where the other is not")
+    for shapes in _sizes.vary_ones(sampling, {*merged, *merged.values()}):
         if _runs(session, sampling, sizes, shapes):
             fact = f"it runs with value, locations and weights of {', '.join(map(str, shapes))}"
             raise Unfit(f"it broadcasts sizes of 1, which the operator does not: {fact}")
-    return sampling
 
 
 def _runs(session: Any, sampling: Sampling, sizes: list[ir.Value], shapes: _sizes.Shapes) -> bool:
