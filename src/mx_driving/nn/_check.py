@@ -67,16 +67,16 @@ def maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
     """Return the levels of a pyramid. They may differ only in height and width, H and W of `axes`."""
     if isinstance(levels, Tensor) or not isinstance(levels, Iterable):
         fail(TypeError, "maps", "be a list of tensors, one for each level", type(levels).__name__)
-    named = {f"maps[{i}]": level for i, level in enumerate(levels)}
+    named = [(f"maps[{i}]", level) for i, level in enumerate(levels)]
     if not named:
         fail(ValueError, "maps", "hold at least one level", "none")
     sizes: dict[str, int] = {}
-    for name, level in named.items():
+    for name, level in named:
         sizes = shapes(sizes, **{name: (level, axes)})
         if 0 in (sizes.pop("H"), sizes.pop("W")):
             fail(ValueError, name, "have a height and a width of at least 1", tuple(level.shape))
-    need_one_device(*named.items())
-    return list(named.values())
+    need_one_device(*named)
+    return [level for _, level in named]
 
 
 def shapes(sizes: dict[str, int], **inputs: tuple[Any, str]) -> dict[str, int]:
@@ -93,7 +93,9 @@ def shapes(sizes: dict[str, int], **inputs: tuple[Any, str]) -> dict[str, int]:
         axes = text.removesuffix(" or None").split(", ")
         if t.dim() != len(axes) or not all(_fits(axis, size, sizes) for axis, size in zip(axes, t.shape, strict=True)):
             fail_shape(name, t, ", ".join(axes), tuple(sizes.get(axis) for axis in axes))
-        sizes = {axis: size for axis, size in zip(axes, t.shape, strict=True) if axis.isidentifier()} | sizes
+        for axis, size in zip(axes, t.shape, strict=True):
+            if axis.isidentifier():
+                sizes.setdefault(axis, size)
     return sizes
 
 
