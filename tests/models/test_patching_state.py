@@ -62,23 +62,19 @@ def define_scaled(scaled, name, value, base=libraries.Paper, parameters=PAPERS, 
 scale_offsets, scale_output = (functools.partial(define_scaled, scaled) for scaled in ("offsets", "output"))
 
 
-def make_switched(name, value):
-    """Return a class with a switch that counts in evaluation alone."""
-    kind = scale_output(name, value)
-    return type(
-        "Switched",
-        (kind,),
-        {
-            "__module__": __name__,
-            "__signature__": kind.__signature__,
-            "attend": attend_switched,
-            "forward": libraries.make_forward(PAPERS),
-        },
-    )
+class Switched(libraries.Paper):
+    """A switch that counts in evaluation alone, and two that count together."""
+
+    in_evaluation = first = second = False
+    forward = libraries.make_forward(PAPERS)
+
+    def attend(self, **named):
+        doubled = (self.in_evaluation and not self.training) or (self.first and self.second)
+        return super().attend(**named) * (2 if doubled else 1)
 
 
-def attend_switched(self, **named):
-    return libraries.Paper.attend(self, **named) * (2 if self.switch and not self.training else 1)
+def set_both(module):
+    module.first = module.second = True
 
 
 def read_number(value):
@@ -145,9 +141,8 @@ ATTRIBUTES = {  # what a client keeps, its value after construction -> what chan
         scale_output("config", lambda: types.SimpleNamespace(factor=1)), set_to("config", types.SimpleNamespace(factor=2)),
     ),
     "a whole number of a layer": (scale_output("inner", Scale), set_to("inner", Scale(2))),
-    "a switch in evaluation": (
-        make_switched("switch", False), set_to("switch", True),
-    ),
+    "a switch in evaluation": (Switched, set_to("in_evaluation", True)),
+    "two switches": (Switched, set_both),
     "a method": (scale_output("times", 1), set_to("logits", lambda query: 0 * query[..., :1].expand(*query.shape[:-1], 24))),
     "a buffer of RT-DETR's": (
         scale_output("range_factor", one, libraries.RtDetrV2, RT_DETR, register), fill("range_factor", 2.0),

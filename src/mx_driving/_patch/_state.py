@@ -7,6 +7,8 @@ thing by itself. What the replacement does not follow must be in use as it was i
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,12 +66,16 @@ def describe_tried(layer: Any, other: Any, forward: Any, called: Sequence[Any], 
     names = collect_attributes(type(layer), forward)
     constants = sorted(collect_constants(type(layer), forward))
     others = {path: value for path, value, _ in _list_state(other, names, ())}
-    fixed = []
+    fixed, inert = [], []
     for path, value, is_named in _list_state(layer, names, called):
         same = path in others and type(others[path]) is type(value) and others[path] == value
-        outcomes = [_try_change(layer, path, v, compare) for v in _vary(value, constants)] if same else []
+        outcomes = [_try_changes(layer, [(path, v)], compare) for v in _vary(value, constants)] if same else []
         if same and _must_stay(value, outcomes, is_named):
             fixed.append((path, value))
+        elif outcomes == [SAME] and isinstance(value, bool):
+            inert.append((path, value))
+    if _try_changes(layer, [(path, not value) for path, value in inert], compare) == DIFFERS:  # switches that count together
+        fixed += inert
     optional = collect_optional(type(layer), forward)
     absent = [((name,), None) for name in sorted(optional) if not hasattr(layer, name) and not hasattr(Tensor, name)]
     return Tried(type(layer), names, (*fixed, *absent))
@@ -90,23 +96,19 @@ def _must_stay(value: Any, outcomes: Sequence[str], is_named: bool) -> bool:
     return is_named and FOLLOWED not in outcomes
 
 
-def _try_change(layer: Any, path: Path, value: Any, compare: Callable[[], str]) -> str:
-    """Return what `compare` says while a part of a layer is changed."""
-    *way, name = path
-    for step in way:
-        layer = getattr(layer, step)
-    own, before = name in vars(layer), getattr(layer, name)
-    try:
-        setattr(layer, name, value)
-    except AttributeError:  # a property
-        return RAISES
-    try:
+def _try_changes(layer: Any, changes: Sequence[tuple[Path, Any]], compare: Callable[[], str]) -> str:
+    """Return what `compare` says while parts of a layer are changed."""
+    with contextlib.ExitStack() as undo:
+        for (*way, name), value in changes:
+            owner = functools.reduce(getattr, way, layer)
+            restore = functools.partial(setattr, owner, name, getattr(owner, name))
+            restore = restore if name in vars(owner) else functools.partial(delattr, owner, name)
+            try:
+                setattr(owner, name, value)
+            except AttributeError:  # a property
+                return RAISES
+            undo.callback(restore)
         return compare()
-    finally:
-        if own:
-            setattr(layer, name, before)
-        else:
-            delattr(layer, name)
 
 
 def _vary(value: Any, constants: Sequence[int]) -> list[Any]:
@@ -151,8 +153,8 @@ def _list_state(layer: Any, names: frozenset[str], called: Sequence[Any]) -> Ite
         elif _is_plain(part):
             yield (name,), part, name in names
         elif hasattr(part, "__dict__") and not callable(part) and not isinstance(part, Tensor):
-            values = sorted(vars(part).items())
-            yield from (((name, word), value, word in names) for word, value in values if _is_plain(value))
+            words = sorted(names & vars(part).keys())
+            yield from (((name, word), vars(part)[word], True) for word in words if _is_plain(vars(part)[word]))
 
 
 def list_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
