@@ -127,6 +127,9 @@ ATTRIBUTES = {  # what a client keeps, its value after construction -> what chan
     "a whole number that another form reads": (scale_output("num_bev_queue", 1), set_to("num_bev_queue", 2)),
     "a whole number, named as a size": (scale_output("num_steps", 1), set_to("num_steps", 2)),
     "a buffer": (scale_offsets("temperature", one, store=register), fill("temperature", 2.0)),
+    "a buffer of one number": (
+        scale_offsets("temperature", lambda: torch.tensor(1.0), store=register), fill("temperature", 2.0),
+    ),
     "a buffer that is replaced": (
         scale_output("range_factor", one, store=register), set_to("range_factor", torch.tensor([2.0])),
     ),
@@ -390,3 +393,60 @@ def test_a_module_with_a_buffer_that_no_form_reads_is_named():
     kind = ATTRIBUTES["a buffer"][0]
     with pytest.warns(UserWarning, match="differs from the operator's by .*; it keeps other tensors: temperature"):
         mx_driving.patch(library(kind, plain_core)).restore()
+
+
+CORE = """
+def core(value, value_spatial_shapes, sampling_locations, attention_weights):
+    weights = attention_weights{change}
+    return plain_core(value, value_spatial_shapes, sampling_locations, weights) * ({factor})
+"""
+CORES = {  # change of the weights, factor of the output
+    "levels": ("", "2 / len(value_spatial_shapes)"),
+    "points": ("", "2 / sampling_locations.shape[4]"),
+    "heads": ("", "3 / value.shape[2]"),
+    "channels": ("", "4 / value.shape[3]"),
+    "batches": ("", "2 / len(value)"),
+    "queries": ("", "5 / sampling_locations.shape[1]"),
+    "negative weights": (".clamp(0)", "1"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left")
+@pytest.mark.parametrize("name", CORES)
+def test_a_number_in_the_code_of_a_core_counts(name):
+    change, factor = CORES[name]
+    module = library(plain_core, source=CORE.format(change=change, factor=factor))
+    value, locations, weights = torch.rand(1, KEYS, 2, 8), torch.rand(1, 7, 2, 2, 3, 2), torch.rand(1, 7, 2, 2, 3) - 0.5
+    arguments = value.double(), SIZES, locations.double(), weights.double()
+    expected = module.core(*arguments)
+    with mx_driving.patched(module) as done:
+        assert "a_library.core" in done.skipped
+        close(module.core(*arguments), expected)
+
+
+class Sampler(nn.Module):
+    """A core that is a layer."""
+
+    def __init__(self, times=1):
+        super().__init__()
+        self.kept, self.gains = times, [1.0, 1.0]
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(
+        self, value, value_spatial_shapes, value_spatial_shapes_list, level_start_index, sampling_locations, attention_weights,
+        im2col_step,
+    ):  # fmt: skip
+        return self.kept * self.gains[0] * plain_core(value, value_spatial_shapes_list, sampling_locations, attention_weights)
+
+
+@pytest.mark.parametrize("change", [set_to("kept", 2), set_to("gains", [2.0, 1.0])])
+def test_a_number_that_a_layer_of_a_core_keeps_counts(change):
+    value, locations, weights = torch.rand(1, KEYS, 2, 8), torch.rand(1, 7, 2, 2, 3, 2), torch.rand(1, 7, 2, 2, 3)
+    arguments = value.double(), torch.tensor(SIZES), SIZES, torch.tensor([0, 20]), locations.double(), weights.double(), 64
+    layers = [Sampler(), Sampler()]
+    change(layers[1])
+    expected = [layer(*arguments) for layer in layers]
+    with mx_driving.patched(library(Sampler)):
+        assert [operators(layer, *arguments) for layer in layers] == [[BARE], []]
+        for layer, out in zip(layers, expected, strict=True):
+            close(layer(*arguments), out)

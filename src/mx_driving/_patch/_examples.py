@@ -86,7 +86,7 @@ def _make_core_tensors(sizes: Sizes, points: Sequence[int]) -> dict[str, Any]:
 
 def make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return lambda *shape: torch.rand(*shape, generator=generator, dtype=dtype)
+    return lambda *shape: torch.rand(shape, generator=generator, dtype=dtype)
 
 
 def make_module_examples(
