@@ -11,7 +11,7 @@ namespace {
 // Samples whose pixels are found together.
 template <class T> constexpr int PIXELS = VECTOR_BYTES / int(sizeof(T)) >= 8 ? 8 : 4;
 
-// What PIXELS samples have for every reference point: their places in the window, and their maps. Bytes are counted from
+// What PIXELS samples have for every reference point: their pixels in the window, and their maps. Bytes are counted from
 // the first row of a head.
 template <class T> struct WindowLanes {
     T width[PIXELS<T>], height[PIXELS<T>], x[PIXELS<T>], y[PIXELS<T>];
@@ -134,20 +134,19 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         WindowLanes<T> &to = lanes[sample / N];
         const int64_t lane = sample % N;
         Level level{1, 1, 0};
-        T place[2] = {0, 0};
+        T xy[2] = {0, 0};
         int64_t step = 0, first = 0;
         if (sample < samples) {
             const Tensor &window = call.window;
             level = call.levels[sample / n.points];
-            read_elements(at(window, sample % n.points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY], 2,
-                          place);
+            read_elements(at(window, sample % n.points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY], 2, xy);
             step = row_step;
             first = first_row(sample / n.points);
         }
         to.width[lane] = T(level.width);
         to.height[lane] = T(level.height);
-        to.x[lane] = place[0];
-        to.y[lane] = place[1];
+        to.x[lane] = xy[0];
+        to.y[lane] = xy[1];
         to.last_x[lane] = Int<T>(level.width - 1);
         to.last_y[lane] = Int<T>(level.height - 1);
         to.bytes_of_row[lane] = Int<T>(level.width * step);
@@ -157,8 +156,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     // Whole vectors are read: what follows the last head's logits is the next query.
     int64_t last_in_vectors() const {
         if (samples % SOFTMAX_LANES<T> == 0) return n.queries - 1;
-        const int64_t of_query = n.heads * samples;
-        return call.weights.strides[QUERY] >= of_query && of_query >= SOFTMAX_LANES<T> ? n.queries - 2 : -1;
+        const int64_t per_query = n.heads * samples;
+        return call.weights.strides[QUERY] >= per_query && per_query >= SOFTMAX_LANES<T> ? n.queries - 2 : -1;
     }
     MXD_INLINE const T *reference_of(int64_t q) const {
         const char *from = ALL_HEADS ? reference_rows.at(q) : reference_rows.at_in_turn(q);
@@ -181,13 +180,13 @@ template <class T, bool ALL_HEADS> class WindowQueries {
             for (int64_t h = 0; h < heads; ++h) {
                 const Ints x = pixel(reference[2 * h], of.width, of.x, of.last_x);
                 const Ints y = pixel(reference[2 * h + 1], of.height, of.y, of.last_y);
-                const int64_t place = h * address_step + i;
-                put_addresses(y * bytes_of_row + x * bytes_of_pixel + start, base + place, address + place);
+                const int64_t index = h * address_step + i;
+                put_addresses(y * bytes_of_row + x * bytes_of_pixel + start, base + index, address + index);
             }
         }
     }
-    static MXD_INLINE Ints pixel(T reference, const T *size, const T *place, const Int<T> *last) {
-        const Lanes x = around_reference<N>(reference, size, place);
+    static MXD_INLINE Ints pixel(T reference, const T *size, const T *xy, const Int<T> *last) {
+        const Lanes x = around_reference<N>(reference, size, xy);
         return on_map<N>(whole_or_largest<true, N>(x), raw_load<Int<T>, N>(last));
     }
     static MXD_INLINE void put_addresses(Ints bytes, const int64_t *from, int64_t *to) {
@@ -298,7 +297,7 @@ template <class V, class T> class WindowGradients {
     WindowGradients(const Job &j, Arena &arena)
         : job(j), call(j.call), n(call.sizes), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
           packed_gradient(arena.take<char>(bytes(j))), row(arena.take<T>(n.channels)),
-          dots(arena.take<T>(heads * dots_of_head(n))), of_logits(arena.take<T>(heads * samples() + LANES)),
+          dots(arena.take<T>(heads * dots_of_head(n))), grad_logits(arena.take<T>(heads * samples() + LANES)),
           axes(call.grad_weights, {HEAD, LEVEL, POINT}), queries(
                                                              call, n, heads, [&](int64_t l) { return levels().offset[l]; },
                                                              row_bytes(), packed_value + heads * levels().bytes, arena) {
@@ -323,9 +322,9 @@ template <class V, class T> class WindowGradients {
     Sizes n;
     int64_t heads; // that go together
     char *packed_value, *packed_gradient;
-    T *row;       // of grad_output, where it has another dtype or stride
-    T *dots;      // of grad_output with rows, head by head
-    T *of_logits; // where the tensor cannot be written in whole vectors
+    T *row;         // of grad_output, where it has another dtype or stride
+    T *dots;        // of grad_output with rows, head by head
+    T *grad_logits; // where the tensor cannot be written in whole vectors
     SomeAxes<3> axes;
     WindowQueries<T, false> queries;
 
@@ -362,11 +361,11 @@ template <class V, class T> class WindowGradients {
     }
     MXD_INLINE void write_logits(const PreparedHeads<T> &prepared, char *to) {
         const bool in_place = axes.contiguous && call.grad_weights.dtype == OWN<T> && samples() % LANES == 0;
-        T *const out = in_place ? reinterpret_cast<T *>(to) : of_logits;
+        T *const out = in_place ? reinterpret_cast<T *>(to) : grad_logits;
         for (int64_t h = 0; h < heads; ++h)
             softmax_gradient<T>(prepared.weights + h * queries.weight_step, samples(), dots + h * dots_of_head(n), samples(),
                                 out + h * samples());
-        if (!in_place) axes.write_at(to, of_logits);
+        if (!in_place) axes.write_at(to, grad_logits);
     }
 };
 

@@ -17,16 +17,16 @@ namespace {
 // Samples that are located together, as pairs (x, y) in one vector; the last of a query may be 4.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
 
-// The pair at from + place[i] for each of four samples; SHARED: they have the same.
-template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, const int64_t *place) {
-    const T *a = from + place[0];
+// The pair at from + begin[i] for each of four samples; SHARED: they have the same.
+template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, const int64_t *begin) {
+    const T *a = from + begin[0];
     if constexpr (SHARED && sizeof(T) == 4) {
         const int64_t pair = raw_load<int64_t, 1>(a);
         return bits_as<Vec<T, 8>>(Vec<int64_t, 4>{pair, pair, pair, pair});
     } else if constexpr (SHARED) {
         return Vec<T, 8>{a[0], a[1], a[0], a[1], a[0], a[1], a[0], a[1]};
     } else {
-        const T *b = from + place[1], *c = from + place[2], *d = from + place[3];
+        const T *b = from + begin[1], *c = from + begin[2], *d = from + begin[3];
         if constexpr (sizeof(T) == 4)
             return bits_as<Vec<T, 8>>(Vec<int64_t, 4>{raw_load<int64_t, 1>(a), raw_load<int64_t, 1>(b), raw_load<int64_t, 1>(c),
                                                       raw_load<int64_t, 1>(d)});
@@ -34,13 +34,13 @@ template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, c
             return Vec<T, 8>{a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]};
     }
 }
-template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T *from, const int64_t *place) {
-    const Vec<T, 8> four = four_pairs<SHARED>(from, place);
+template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T *from, const int64_t *begin) {
+    const Vec<T, 8> four = four_pairs<SHARED>(from, begin);
     if constexpr (N == 4)
         return four;
     else
         return bits_as<Vec<T, 2 * N>>(
-            eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four), bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
+            eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four), bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, begin + 4))));
 }
 
 // Queries that are computed together: two independent softmaxes of four queries are interleaved to hide latency. A
@@ -54,8 +54,8 @@ template <class T> class Logits {
     Logits(const Call &c, Arena &arena) : call(c), n(c.sizes) {
         if (!call.with_logits) return;
         boxes = !c.has_window && n.coordinates == 4;
-        place = arena.take<int64_t>(padded_samples(n));
-        sum_place = arena.take<int64_t>(padded_samples(n));
+        begin = arena.take<int64_t>(padded_samples(n));
+        sum_begin = arena.take<int64_t>(padded_samples(n));
         divisor = arena.take<T>(2 * padded_samples(n));
         inverse = arena.take<T>(2 * padded_samples(n));
         copy = arena.take<T>(4 * longest(n));
@@ -79,12 +79,12 @@ template <class T> class Logits {
             const int64_t sample = i < samples ? i : samples - 1; // padding is like the last
             const Level &level = call.levels[first + sample / n.points];
             const int64_t reference = reference_of(first + sample / n.points, sample % n.points);
-            place[i] = reference * reference_apart();
-            sum_place[i] = reference * n.coordinates;
+            begin[i] = reference * reference_apart();
+            sum_begin[i] = reference * n.coordinates;
             divisor[2 * i] = boxes ? T(2 * n.points) : T(level.width);
             divisor[2 * i + 1] = boxes ? T(2 * n.points) : T(level.height);
             for (int k = 0; k < 2; ++k) inverse[2 * i + k] = 1 / divisor[2 * i + k];
-            shared = shared && sum_place[i] == sum_place[i / 4 * 4];
+            shared = shared && sum_begin[i] == sum_begin[i / 4 * 4];
         }
     }
 
@@ -136,25 +136,25 @@ template <class T> class Logits {
     }
 
     // From the gradients of a query's offsets in pixels, or of its locations if it has boxes, to those of its offsets,
-    // and of its reference points unless of_reference is null. Samples before `direct_until` go to of_offsets, the
-    // others are overwritten in of_xy. All levels are in use.
-    MXD_INLINE void offset_gradients(int64_t q, T *of_xy, int64_t direct_until, T *of_offsets, T *of_reference) const {
+    // and of its reference points unless grad_reference is null. Samples before `direct_until` go to grad_offsets, the
+    // others are overwritten in grad_xy. All levels are in use.
+    MXD_INLINE void offset_gradients(int64_t q, T *grad_xy, int64_t direct_until, T *grad_offsets, T *grad_reference) const {
         if (call.has_window) return;
-        if (of_reference) add_reference(offsets_of(q), of_xy, of_reference);
+        if (grad_reference) add_reference(offsets_of(q), grad_xy, grad_reference);
         const T *size = boxes ? references(q) + 2 : nullptr;
         for (int64_t i = 0; i < samples; i += 4) { // as wide as the stores before: a wider load would wait for them
-            Vec<T, 8> g = raw_load<T, 8>(of_xy + 2 * i);
+            Vec<T, 8> g = raw_load<T, 8>(grad_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
             if (size) {
-                g = g == 0 ? g : g * (shared ? four_pairs<true>(size, place + i) : four_pairs<false>(size, place + i));
+                g = g == 0 ? g : g * (shared ? four_pairs<true>(size, begin + i) : four_pairs<false>(size, begin + i));
                 g *= raw_load<T, 8>(inverse + 2 * i);
             }
-            store<T, 8>((i < direct_until ? of_offsets : of_xy) + 2 * i, g);
+            store<T, 8>((i < direct_until ? grad_offsets : grad_xy) + 2 * i, g);
         }
     }
     // From the gradients of a query's weights to those of its logits, in the same way.
-    MXD_INLINE void logit_gradients(int64_t q, T *of_weights, int64_t direct_until, T *of_logits) const {
-        softmax_gradient<T>(all_weights[q], samples, of_weights, direct_until, of_logits);
+    MXD_INLINE void logit_gradients(int64_t q, T *grad_weights, int64_t direct_until, T *grad_logits) const {
+        softmax_gradient<T>(all_weights[q], samples, grad_weights, direct_until, grad_logits);
     }
 
   private:
@@ -163,7 +163,7 @@ template <class T> class Logits {
     bool boxes = false;
     bool shared = true; // four samples belong to the same reference point
     // For each sample: its reference point's offset from the query's first, and its gradient's among their sums.
-    int64_t *place = nullptr, *sum_place = nullptr;
+    int64_t *begin = nullptr, *sum_begin = nullptr;
     // What offsets are divided by, in pairs. Divided, not multiplied by the inverse, so that locations have the bits
     // that torch gives: untrained offsets are whole pixels, where a slope jumps with the last bit.
     T *divisor = nullptr, *inverse = nullptr;
@@ -177,7 +177,7 @@ template <class T> class Logits {
     int64_t until = -1, copied_from = 0; // the last query that can be read in place, the first that was copied
 
     struct Places { // of each sample
-        const int64_t *place;
+        const int64_t *begin;
         const T *divisor;
     };
 
@@ -225,7 +225,7 @@ template <class T> class Logits {
     // COUNT: samples, if they are known here.
     template <bool BOXES, bool SHARED, int COUNT> MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
         // Local copies, so that the compiler may keep them in registers across the stores below.
-        const Places of{place, divisor};
+        const Places of{begin, divisor};
         const int64_t count = COUNT > 0 ? COUNT : samples, step = reference_step, offset_step = offsets.step,
                       location_step = located.step;
         const bool as_they_lie = in_place;
@@ -246,9 +246,9 @@ template <class T> class Logits {
     template <bool BOXES, bool SHARED, int N>
     static MXD_INLINE void locate_some(int64_t i, const Places &of, const T *reference, const T *offsets, T *locations) {
         Vec<T, 2 * N> offset = raw_load<T, 2 * N>(offsets + 2 * i);
-        if (BOXES) offset *= pairs_at<SHARED, N>(reference + 2, of.place + i);
+        if (BOXES) offset *= pairs_at<SHARED, N>(reference + 2, of.begin + i);
         store<T, 2 * N>(locations + 2 * i,
-                        pairs_at<SHARED, N>(reference, of.place + i) + offset / raw_load<T, 2 * N>(of.divisor + 2 * i));
+                        pairs_at<SHARED, N>(reference, of.begin + i) + offset / raw_load<T, 2 * N>(of.divisor + 2 * i));
     }
 
     // This head's part of the gradient of a query's reference points.
@@ -256,15 +256,15 @@ template <class T> class Logits {
         for (int64_t i = 0; i < n.references * n.coordinates; ++i) sums[i] = 0;
         const int64_t fours = shared ? samples / 4 * 4 : 0;
         for (int64_t i = 0; i < fours; i += 4) { // as wide as the stores before: a wider load would wait for them
-            const Vec<T, 8> given = raw_load<T, 8>(grad_xy + 2 * i),
-                            g = boxes ? given : given * raw_load<T, 8>(divisor + 2 * i);
-            add_pair(g, sums + sum_place[i]);
+            const Vec<T, 8> gradient = raw_load<T, 8>(grad_xy + 2 * i),
+                            g = boxes ? gradient : gradient * raw_load<T, 8>(divisor + 2 * i);
+            add_pair(g, sums + sum_begin[i]);
             if (!boxes) continue;
-            const Vec<T, 8> of_size = g * raw_load<T, 8>(offsets + 2 * i) * raw_load<T, 8>(inverse + 2 * i);
-            add_pair(g == 0 ? g : of_size, sums + sum_place[i] + 2);
+            const Vec<T, 8> grad_size = g * raw_load<T, 8>(offsets + 2 * i) * raw_load<T, 8>(inverse + 2 * i);
+            add_pair(g == 0 ? g : grad_size, sums + sum_begin[i] + 2);
         }
         for (int64_t i = fours; i < samples; ++i) {
-            T *to = sums + sum_place[i];
+            T *to = sums + sum_begin[i];
             const T x = grad_xy[2 * i] * (boxes ? 1 : divisor[2 * i]);
             const T y = grad_xy[2 * i + 1] * (boxes ? 1 : divisor[2 * i + 1]);
             to[0] += x;

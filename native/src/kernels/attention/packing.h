@@ -41,7 +41,7 @@ template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevel
     return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
 }
 
-// fn(row of value, its place in packed memory, whether its level is widened) for the rows of packed levels, as far as chunk
+// fn(row of value, its row in packed memory, whether its level is widened) for the rows of packed levels, as far as chunk
 // `chunk` of `chunks` holds them.
 template <class Byte, class Fn>
 inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t chunk, int64_t chunks, Fn &&fn) {
@@ -105,15 +105,15 @@ inline void unpack_as(const Call &call, const PackedLevels &levels, const char *
 
 // Runs a worker over query_blocks. Where levels are packed, a head is a stage: all threads pack its levels, near levels as
 // rows of Worker::Row, then work on its items. V: the type of value.
-template <class V, class Worker> inline bool over_queries(const Job &given) {
+template <class V, class Worker> inline bool over_queries(const Job &unpacked) {
     typedef typename Worker::Row Row;
-    const Call &call = given.call;
-    const Plan &plan = given.plan;
+    const Call &call = unpacked.call;
+    const Plan &plan = unpacked.plan;
     const Sizes &n = call.sizes;
     const PackedLevels &levels = plan.packed_value;
     const Memory memory(levels.bytes);
     char *packed = memory.begin();
-    const Job job{call, plan, packed, given.partial_sums};
+    const Job job{call, plan, packed, unpacked.partial_sums};
     const int64_t items = n.batch * n.heads * query_blocks(call, packed != nullptr).per_range;
     if (!packed) return parallel<Worker>(call.num_threads, items, job);
     return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {

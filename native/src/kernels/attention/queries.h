@@ -14,13 +14,13 @@ namespace {
 constexpr int PIPELINE_DEPTH = 3;
 constexpr int IN_FLIGHT = 4; // prepared queries that are kept: a power of two above PIPELINE_DEPTH
 
-// prepare(query, place) for each query, and PIPELINE_DEPTH queries later finish(query, its place, the place prepared before
-// the last, whose addresses are still being computed). Places are 0..IN_FLIGHT-1.
+// prepare(query, slot) for each query, and PIPELINE_DEPTH queries later finish(query, its slot, the slot prepared before
+// the last, whose addresses are still being computed). Slots are 0..IN_FLIGHT-1.
 template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
-    const auto place = [&](int64_t q) __attribute__((always_inline)) { return (q - begin) & (IN_FLIGHT - 1); };
+    const auto slot = [&](int64_t q) __attribute__((always_inline)) { return (q - begin) & (IN_FLIGHT - 1); };
     for (int64_t q = begin; q < end + PIPELINE_DEPTH; ++q) {
-        if (q < end) prepare(q, place(q));
-        if (q >= begin + PIPELINE_DEPTH) finish(q - PIPELINE_DEPTH, place(q - PIPELINE_DEPTH), place(q - 1));
+        if (q < end) prepare(q, slot(q));
+        if (q >= begin + PIPELINE_DEPTH) finish(q - PIPELINE_DEPTH, slot(q - PIPELINE_DEPTH), slot(q - 1));
     }
 }
 
@@ -183,8 +183,8 @@ template <class T> class QueryReader {
 
     MXD_INLINE void read_computed(int64_t q, const char *location, Query<T> &query) {
         if (q >= logits.computed_until())
-            logits.compute(q, [&](int64_t begin, int64_t end, const PlainRows<T> &offsets, const PlainRows<T> &of_logits) {
-                copy_inputs(begin, end, offsets, of_logits);
+            logits.compute(q, [&](int64_t begin, int64_t end, const PlainRows<T> &offsets, const PlainRows<T> &logit_rows) {
+                copy_inputs(begin, end, offsets, logit_rows);
             });
         if (call.has_window) {
             query.reference = references_in_place ? reinterpret_cast<const T *>(location)
@@ -197,11 +197,11 @@ template <class T> class QueryReader {
     }
     // Offsets and logits of queries begin..end-1, as T, in whole vectors.
     __attribute__((noinline)) void copy_inputs(int64_t begin, int64_t end, const PlainRows<T> &offsets,
-                                               const PlainRows<T> &of_logits) {
+                                               const PlainRows<T> &logit_rows) {
         if (!call.has_window)
             copy_queries(locations, location_rows, begin, end, locations_until, 2 * samples, 2 * padded, T(__builtin_nan("")),
                          offsets);
-        copy_queries(weights, weight_rows, begin, end, weights_until, weight_samples, weights_padded, T(0), of_logits);
+        copy_queries(weights, weight_rows, begin, end, weights_until, weight_samples, weights_padded, T(0), logit_rows);
     }
     template <class Input>
     MXD_INLINE void copy_queries(const Input &input, const QueryRows &rows, int64_t begin, int64_t end, int64_t until,

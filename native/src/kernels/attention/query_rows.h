@@ -21,8 +21,8 @@ class QueryRows {
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
           step(t.strides[QUERY] * element_size(t.dtype)) {
         // as many cache lines as a query can touch: it begins at a multiple of `unit`
-        const int64_t places = first | step | 64, unit = places & -places;
-        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // place in its first line, at most
+        const int64_t bits = first | step | 64, unit = bits & -bits;
+        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // position in its first line, at most
         last_line = (begin + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
         ahead = PREFETCH_QUERIES * step;
     }

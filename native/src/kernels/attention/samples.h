@@ -11,8 +11,8 @@ namespace {
 // written in place as they are worked out. Everything else goes through scratch memory.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
-    SampleOutput(const SomeAxes<AXES> &of_sample, const Sizes &n, Arena &arena)
-        : tensor(of_sample.tensor), axes(of_sample), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
+    SampleOutput(const SomeAxes<AXES> &sample_axes, const Sizes &n, Arena &arena)
+        : tensor(sample_axes.tensor), axes(sample_axes), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
           direct(tensor.data && axes.contiguous && tensor.dtype == OWN<T>),
           scratch(arena.take<T>(OF_EACH * padded_samples(n))) {}
 
@@ -23,8 +23,8 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
         char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
         return direct ? reinterpret_cast<T *>(to) : scratch;
     }
-    // Where samples i..i+LANES-1 of a query are written. begun: what begin() returned.
-    MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
+    // Return where samples i..i+LANES-1 of a query go. begun: what begin() returned.
+    MXD_INLINE T *address(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
     T *memory() const { return scratch; }
     int64_t whole_vectors() const { return in_vectors; }
     bool in_whole_vectors() const { return direct && in_vectors == samples; }
@@ -67,7 +67,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
         if (call.with_logits) return write_computed(q, query, reader);
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
         each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
-            Rule<T>::gradients(own, dots, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
+            Rule<T>::gradients(own, dots, i, xy.address(grad_xy, i), weights.address(grad_weight, i));
         });
         xy.end(q, grad_xy);
         weights.end(q, grad_weight);

@@ -8,8 +8,8 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // No fused multiply-add: each operation rounds as in torch, because another pixel is another row.
-template <int N, class T> MXD_INLINE Vec<T, N> around_reference(T reference, const T *size, const T *place) {
-    return rounded(Vec<T, N>(reference * raw_load<T, N>(size))) + raw_load<T, N>(place);
+template <int N, class T> MXD_INLINE Vec<T, N> around_reference(T reference, const T *size, const T *xy) {
+    return rounded(Vec<T, N>(reference * raw_load<T, N>(size))) + raw_load<T, N>(xy);
 }
 
 // x clamped to 0..last.
@@ -31,10 +31,10 @@ template <class T> class Window {
     // For samples in the order of Maps::set_levels.
     void set(const Tensor &window, int64_t samples) {
         for (int64_t i = 0; i < samples; ++i) {
-            T place[2] = {0, 0};
-            read_elements(at(window, i % points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY], 2, place);
-            x_of[i] = place[0];
-            y_of[i] = place[1];
+            T xy[2] = {0, 0};
+            read_elements(at(window, i % points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY], 2, xy);
+            x_of[i] = xy[0];
+            y_of[i] = xy[1];
         }
     }
 

@@ -39,7 +39,7 @@ template <class T> class Maps {
   public:
     Maps(Arena &arena, int64_t samples)
         : lanes(arena.take<MapLanes<T>>(samples / LANES)), sixteens(arena.take<MapLanes<T, 16>>(samples / 16)),
-          of_sixteens(samples / 16 * 16) {}
+          in_sixteens(samples / 16 * 16) {}
 
     // Of samples i..i+LANES-1, i a multiple of LANES: lanes[i / LANES], but a loop counts this address up.
     MXD_INLINE const MapLanes<T> &at(int64_t i) const {
@@ -53,7 +53,7 @@ template <class T> class Maps {
 
     void set(int64_t sample, const Level &level) {
         lanes[sample / LANES].set(sample % LANES, level);
-        if (sample < of_sixteens) sixteens[sample / 16].set(sample % 16, level);
+        if (sample < in_sixteens) sixteens[sample / 16].set(sample % 16, level);
     }
     // `points` samples on each of the levels first..last-1; an empty map for the padding.
     void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
@@ -66,7 +66,7 @@ template <class T> class Maps {
   private:
     MapLanes<T> *lanes;
     MapLanes<T, 16> *sixteens;
-    int64_t of_sixteens; // samples
+    int64_t in_sixteens; // samples
 };
 
 // For each sample of one query, the range of y on its map in which it may read rows of a band. The range has two pixels

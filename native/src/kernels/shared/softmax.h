@@ -166,20 +166,20 @@ template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t co
 // weights * (gradient of weights - sum over the row of their product): the gradient of the logits. Whole vectors of
 // LANES are read and written; those from `in_place` on are written over the gradient of the weights.
 template <class T>
-MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *of_weights, int64_t in_place, T *of_logits) {
+MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *grad_weights, int64_t in_place, T *grad_logits) {
     typedef Vec<T, LANES> Lanes;
     const int64_t last = count & -LANES;
     Lanes sums = {};
-    for (int64_t i = 0; i < last; i += LANES) sums += raw_load<T, LANES>(of_weights + i) * raw_load<T, LANES>(weights + i);
+    for (int64_t i = 0; i < last; i += LANES) sums += raw_load<T, LANES>(grad_weights + i) * raw_load<T, LANES>(weights + i);
     if (last < count) {
         const auto mine = lanes_below<T, LANES>(count - last);
-        const Lanes products = raw_load<T, LANES>(of_weights + last) * raw_load<T, LANES>(weights + last);
+        const Lanes products = raw_load<T, LANES>(grad_weights + last) * raw_load<T, LANES>(weights + last);
         sums += mine ? products : Lanes{};
     }
     const Lanes total = broadcast<T, LANES>(sum<T, LANES>(sums));
     for (int64_t i = 0; i < count; i += LANES)
-        store<T, LANES>((i < in_place ? of_logits : of_weights) + i,
-                        raw_load<T, LANES>(weights + i) * (raw_load<T, LANES>(of_weights + i) - total));
+        store<T, LANES>((i < in_place ? grad_logits : grad_weights) + i,
+                        raw_load<T, LANES>(weights + i) * (raw_load<T, LANES>(grad_weights + i) - total));
 }
 
 } // namespace
