@@ -46,9 +46,12 @@ class Tried:
             return False
         for path, value in self.options:  # torch.compile reads this loop
             part = layer
-            for name in path:
-                part = getattr(part, name, None)
-            if type(part) is not type(value) or part != value:
+            for name in path:  # torch 2.6 compiles comparisons of types by `is`
+                part = type(part) if name == "__class__" else getattr(part, name, None)
+            if isinstance(value, type):
+                if part is not value:
+                    return False
+            elif type(part) is not type(value) or part != value:
                 return False
         return True
 
