@@ -105,7 +105,9 @@ def main() -> None:
     parser.add_argument("other", help="libmx_driving of another build, or the Python of another checkout")
     parser.add_argument("--only", default="", help="only cases whose 'operator: name' has this in it")
     options = parser.parse_args()
-    is_library = options.other.endswith((".so", ".dylib", ".dll"))
+    is_library, name = options.other.endswith((".so", ".dylib", ".dll")), import_with(None).library_path().name
+    if is_library and Path(options.other).name != name:
+        parser.error(f"OTHER must have the file name {name}, by which the package finds it; got {options.other}")
     old = digests_of(options.only, *([sys.executable] if is_library else []), options.other)
     new = digests_of(options.only, sys.executable)
     alone, both = sorted(old.keys() ^ new.keys()), [name for name in old if name in new]
