@@ -202,13 +202,12 @@ template <class T> class FeatGradient {
         const Tensor &to = args.call.grad_value;
         const int64_t first = block * BLOCK, rest = args.call.sizes.keys - first, count = rest < BLOCK ? rest : BLOCK;
         memset(static_cast<void *>(sums), 0, size_t(count * channels) * sizeof(T));
-        over_windows(window, args.cell_rows, args.by_feat, first, first + count,
-                     [&](int64_t row, int64_t position, int64_t at, int64_t n) {
-                         if (to.data)
-                             add_rows<T, T>(window.address + at, window.coefficient + at, n, channels,
-                                            sums + (row - first) * channels);
-                         if (args.dots) find_dots(row, position, at, n);
-                     });
+        over_windows(
+            window, args.cell_rows, args.by_feat, first, first + count, [&](int64_t row, int64_t start, int64_t at, int64_t n) {
+                if (to.data)
+                    add_rows<T, T>(window.address + at, window.coefficient + at, n, channels, sums + (row - first) * channels);
+                if (args.dots) find_dots(row, start, at, n);
+            });
         for (int64_t i = 0; to.data && i < count; ++i)
             write_run(sums + i * channels, at(to, (first + i) * to.strides[KEY]), to.dtype, to.strides[CHANNEL], channels);
     }
@@ -219,7 +218,7 @@ template <class T> class FeatGradient {
     Window<T> window;
     T *const sums, *const feat, *const dot;
 
-    void find_dots(int64_t row, int64_t position, int64_t first, int64_t n) {
+    void find_dots(int64_t row, int64_t start, int64_t first, int64_t n) {
         const Tensor &value = args.call.value;
         const char *const from = at(value, row * value.strides[KEY]);
         const bool own = value.dtype == OWN<T> && value.strides[CHANNEL] == 1;
@@ -229,7 +228,7 @@ template <class T> class FeatGradient {
         const int64_t *const address = window.address + first;
         mxd::MXD_ISA::dots<T, T>(address, address, (n + ROWS - 1) / ROWS * ROWS, channels, g, dot);
         const uint32_t *const order = args.by_feat.order;
-        for (int64_t i = 0; i < n; ++i) args.dots[order ? order[position + i] : position + i] = dot[i];
+        for (int64_t i = 0; i < n; ++i) args.dots[order ? order[start + i] : start + i] = dot[i];
     }
 };
 

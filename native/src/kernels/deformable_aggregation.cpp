@@ -97,10 +97,10 @@ template <class T> class AnchorGradients {
     T *grad_matrices = nullptr; // of this item's anchors; null where it is not needed
     int64_t num_pairs = 0;
 
-    void add_products(const T *grad_weight, const T *weight) {
+    void add_products(const T *grad, const T *weight) {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
-            store<T, N>(mean + g, load<T, N>(mean + g) + load<T, N>(grad_weight + g) * load<T, N>(weight + g));
+            store<T, N>(mean + g, load<T, N>(mean + g) + load<T, N>(grad + g) * load<T, N>(weight + g));
         });
     }
 };

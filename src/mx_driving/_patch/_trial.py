@@ -76,10 +76,8 @@ def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
             except Exception as error:  # a form may raise anything over an unknown thing
                 ours.append(f"no known form fits it: {type(error).__name__}: {error}")
     if differences:
-        return (
-            None,
-            f"its result on a small example differs from the operator's by {min(differences):.1e}{_name_unread(thing, built)}",
-        )
+        reason = f"its result on a small example differs from the operator's by {min(differences):.1e}"
+        return None, reason + _name_unread(thing, built)
     return None, (theirs or ours)[0]
 
 
@@ -163,10 +161,9 @@ def _try_module(form: Attention, kind: type, built: dict[Any, Any]) -> Attention
     function = unwrap(vars(kind)["forward"])
     attempt = functools.partial(_try_examples, form, kind, function, built)
     small, examples, agreed = _try_sizes(attempt, SMALL)
-    limits = [
-        c for c in collect_constants(kind, function) if c < _MOST_QUERIES
-    ]  # code may compare numbers of queries with them
-    large, others, _ = _try_sizes(attempt, dataclasses.replace(LARGE, queries=max((LARGE.queries - 1, *limits)) + 1))
+    # code may compare the number of queries with its constants
+    limits = (constant + 1 for constant in collect_constants(kind, function) if constant < _MOST_QUERIES)
+    large, others, _ = _try_sizes(attempt, dataclasses.replace(LARGE, queries=max((LARGE.queries, *limits))))
     if not any(has_memory for _, has_memory in examples & others):
         raise _TheirsRaises("it does not run on the same examples at two sizes")
     tried = _describe(small, large, function, agreed)

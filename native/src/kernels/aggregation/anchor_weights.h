@@ -179,9 +179,8 @@ template <class T> struct AnchorSoftmax {
 template <class T> class AnchorWeights {
   public:
     AnchorWeights(const Job &job, Arena &arena)
-        : call(job.call), n(call.sizes), pair_axes(job.call.weights, {SCALE, GROUP}),
-          anchor_axes(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job),
-          softmax(rows_of(call), n.groups, arena),
+        : call(job.call), n(call.sizes), by_pair(job.call.weights, {SCALE, GROUP}),
+          by_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job), softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
     // With logits, before the weights of an anchor's pairs are read. The weights of the two anchors before stay valid.
@@ -195,16 +194,16 @@ template <class T> class AnchorWeights {
         const auto compute_elements = [&](auto *logits, int64_t step) { // step: to the next anchor
             softmax(logits, reinterpret_cast<int64_t>(logits + step), to.exps, to.most, to.inverse);
         };
-        if (anchor_axes.contiguous)
+        if (by_anchor.contiguous)
             return with_elements(at(call.weights, offset), call.weights.dtype,
                                  [&](auto *logits) { compute_elements(logits, call.weights.strides[QUERY]); });
-        anchor_axes.read(offset, to.exps);
+        by_anchor.read(offset, to.exps);
         compute_elements(static_cast<const T *>(to.exps), 0);
     }
 
     // The weights of a pair, [scales, groups].
     void read(int64_t b, int64_t anchor, int64_t pair, T *to) const {
-        if (!call.with_logits) return pair_axes.read(offset_of_pair(call, call.weights, b, anchor, pair), to);
+        if (!call.with_logits) return by_pair.read(offset_of_pair(call, call.weights, b, anchor, pair), to);
         const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const T *exps = from.exps + first_row(pair) * n.groups, scale = scale_of_pair<T>(call, b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s) multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
@@ -241,8 +240,8 @@ template <class T> class AnchorWeights {
   private:
     const Call &call;
     Sizes n;
-    SomeAxes<2> pair_axes;
-    SomeAxes<4> anchor_axes;
+    SomeAxes<2> by_pair;
+    SomeAxes<4> by_anchor;
     SoftmaxTotals<T> totals;
     GroupedSoftmax<T> softmax;
     AnchorSoftmax<T> anchors[KNOWN_ANCHORS];
@@ -256,13 +255,12 @@ template <class T> class AnchorWeights {
             store<T, N>(to + g, load<T, N>(exps + g) * load<T, N>(inverse + g) * scale);
         });
     }
-    // Writes over grad_weights.
-    void find_grad_logits(const T *exps, const T *inverse, T scale, const T *mean, T *grad_weights) const {
+    // Writes over grads, those of the weights.
+    void find_grad_logits(const T *exps, const T *inverse, T scale, const T *mean, T *grads) const {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
-            const Vec<T, N> grad_softmax = load<T, N>(grad_weights + g) * scale;
-            store<T, N>(grad_weights + g,
-                        load<T, N>(exps + g) * load<T, N>(inverse + g) * (grad_softmax - load<T, N>(mean + g)));
+            const Vec<T, N> grad_softmax = load<T, N>(grads + g) * scale;
+            store<T, N>(grads + g, load<T, N>(exps + g) * load<T, N>(inverse + g) * (grad_softmax - load<T, N>(mean + g)));
         });
     }
 };

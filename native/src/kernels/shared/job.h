@@ -22,8 +22,7 @@ struct Job {
 struct Blocks {
     int64_t length, size, per_range; // of a range; of a block, at most
 
-    Blocks(int64_t range_length, int64_t block_length)
-        : length(range_length), size(block_length), per_range((length + size - 1) / size) {}
+    Blocks(int64_t range, int64_t block) : length(range), size(block), per_range((length + size - 1) / size) {}
     int64_t range(int64_t item) const { return item / per_range; }
     int64_t begin(int64_t item) const { return item % per_range * size; }
     int64_t end(int64_t item) const { return begin(item) + size < length ? begin(item) + size : length; }
