@@ -74,10 +74,10 @@ def _put_channels_last(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _make_lifted() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     depth, feat = torch.rand(1, 2, 3, 2, 2, generator=generator), torch.rand(1, 2, 2, 2, 3, generator=generator) - 0.5
-    of_depth = torch.randperm(24, generator=generator)[:20]
-    of_cell = torch.randint(12, (20,), generator=generator).sort().values
-    lengths = torch.unique_consecutive(of_cell, return_counts=True)[1]
-    ranks = (of_depth, of_depth // 12 * 4 + of_depth % 4, of_cell, (1, 1, 3, 4, 3), lengths.cumsum(0) - lengths, lengths)
+    depth_ranks = torch.randperm(24, generator=generator)[:20]
+    cells = torch.randint(12, (20,), generator=generator).sort().values
+    lengths = torch.unique_consecutive(cells, return_counts=True)[1]
+    ranks = (depth_ranks, depth_ranks // 12 * 4 + depth_ranks % 4, cells, (1, 1, 3, 4, 3), lengths.cumsum(0) - lengths, lengths)
     return depth, feat, *(r.int() if isinstance(r, Tensor) else r for r in ranks)
 
 

@@ -85,8 +85,8 @@ class MSDeformableAttention3D(DeformableLayers):
         samples = (reference_points, *self._offsets_and_logits(query))
         if counts is None:
             return _attend(rows, *maps, *samples)
-        of_pictures = zip(rows.split(1), *(t.split(list(counts), 1) for t in samples), strict=True)
-        return tuple(_attend(rows, *maps, *of_picture) for rows, *of_picture in of_pictures)
+        pictures = zip(rows.split(1), *(t.split(list(counts), 1) for t in samples), strict=True)
+        return tuple(_attend(rows, *maps, *picture) for rows, *picture in pictures)
 
     def _rows(self, value: Tensor) -> Tensor:
         return self.value_proj(cast_once(value, self.value_proj)).unflatten(2, (self.num_heads, -1))

@@ -59,7 +59,7 @@ def _ours(write: Writer, call: Call, **options: Any) -> ir.Value:
     return write.op(NODES[OURS], *call.inputs, domain=OURS)
 
 
-def _of_others(write: Writer, call: Call, domain: str, halves: bool = False, **attributes: str) -> ir.Value:
+def _call_theirs(write: Writer, call: Call, domain: str, halves: bool = False, **attributes: str) -> ir.Value:
     """Write NVIDIA's node or the vendor's: in float16 if all tensors are float16 and the node takes it, else in float32."""
     dtypes = {call.dtype(), *(v.dtype for v in call.floating)}
     if _DOUBLE in dtypes:
@@ -72,13 +72,13 @@ def _of_others(write: Writer, call: Call, domain: str, halves: bool = False, **a
 
 
 def _npu(write: Writer, call: Call, **options: Any) -> ir.Value:
-    return write.cast(_of_others(write, call, NPU), call.dtype())
+    return write.cast(_call_theirs(write, call, NPU), call.dtype())
 
 
 def _tensorrt(write: Writer, call: Call, plugin_version: str | None = None) -> ir.Value:
     """Write NVIDIA's plugin, whose output has an axis for heads and one for channels."""
     version = {"plugin_version": plugin_version} if plugin_version else {}
-    blocks = _of_others(write, call, TENSORRT, halves=True, **version)
+    blocks = _call_theirs(write, call, TENSORRT, halves=True, **version)
     return write.cast(write.like(blocks, "Reshape", write.table("shape", [0, 0, -1])), call.dtype())
 
 
@@ -112,7 +112,7 @@ class _Gathers:
     def number(self, x: Any) -> ir.Value:
         return self.write.table("number", x, self.dtype.numpy())
 
-    def of_samples(self, numbers: Any, dtype: Any = np.int64) -> ir.Value:
+    def per_sample(self, numbers: Any, dtype: Any = np.int64) -> ir.Value:
         """Return a table with one or two numbers for each level, repeated for its points."""
         return self.write.table("levels", numbers.repeat(self.points, 0), dtype)
 
@@ -140,7 +140,7 @@ class _Gathers:
     def output(self) -> ir.Value:
         op = self.op
         locations, weights = self.floats(self.call.locations, *self.axes, 2), self.floats(self.call.weights, *self.axes)
-        sides = self.of_samples(self.sides, self.dtype.numpy())
+        sides = self.per_sample(self.sides, self.dtype.numpy())
         positions = op("Sub", op("Mul", locations, sides), self.number(0.5))
         pixels, rows, bases = op("Floor", positions), self.rows(), self.bases()
         corners = [op("Add", pixels, self.number([right, down])) for right in (0, 1) for down in (0, 1)]
@@ -153,14 +153,14 @@ class _Gathers:
 
     def corner(self, positions: ir.Value, pixels: ir.Value, weights: ir.Value, rows: ir.Value, bases: ir.Value) -> ir.Value:
         op, zero = self.op, self.number(0.0)
-        last = self.of_samples(self.sides - 0.5, self.dtype.numpy())
+        last = self.per_sample(self.sides - 0.5, self.dtype.numpy())
         both = op("And", op("Greater", pixels, self.number(-0.5)), op("Less", pixels, last))
         inside = op("And", *self.pick_both(both))
         distances = op("Sub", self.number(1.0), op("Abs", op("Sub", positions, pixels)))
         coefficient = op("Where", inside, op("Mul", op("Mul", *self.pick_both(distances)), weights), zero)
         # Pixels outside the map may be too large for an integer, and become 0.
         x, y = (op("Cast", op("Where", inside, v, zero), to=ir.DataType.INT64.value) for v in self.pick_both(pixels))
-        widths = self.of_samples(self.sides[:, 0] * self.heads)
+        widths = self.per_sample(self.sides[:, 0] * self.heads)
         row = op("Add", op("Mul", y, widths), op("Mul", x, self.write.table("heads", self.heads)))
         row = op("Where", inside, op("Add", row, bases), self.write.table("zeros", 0))
         parts = op("Mul", op("Gather", rows, row, axis=0), op("Reshape", coefficient, self.shape(*self.axes, 1)))

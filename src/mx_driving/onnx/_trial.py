@@ -237,10 +237,10 @@ def prove(model: ir.Model, sampling: Sampling) -> Sampling:
 def _hold_to_sizes(model: ir.Model, session: Any, sampling: Sampling, sizes: list[ir.Value]) -> None:
     """Raise Unfit if the part of the graph broadcasts sizes of 1, as the operator does not."""
     merged = model.meta.get("merged", {})
-    of_inputs = {size for value in model.graph.inputs for size in dims(value)}
-    of_ends = {size for tensor in sampling.ends for size in dims(tensor)[:2]}
+    input_sizes = {size for value in model.graph.inputs for size in dims(value)}
+    end_sizes = {size for tensor in sampling.ends for size in dims(tensor)[:2]}
     for pair in merged.items():
-        if of_inputs.issuperset(pair) and of_ends.intersection(pair):
+        if input_sizes.issuperset(pair) and end_sizes.intersection(pair):
             raise Unfit(f"the file gives one size two names, {' and '.join(pair)}: one may be 1 where the other is not")
     for shapes in _sizes.vary_ones(sampling, {*merged, *merged.values()}):
         if _runs(session, sampling, sizes, shapes):

@@ -20,10 +20,10 @@ _LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and flo
 def _num_terms(call: RecordedCall) -> dict[str, int]:
     """Return how many terms the longest sum of each result has."""
     if call.row.kind == "pooling":
-        of_feat, of_depth, of_cell = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:])
-        return {"output": of_cell, "grad_feat": of_feat, "grad_depth": of_depth * call.inputs[0].shape[1]}
-    of_query = math.prod(call.sampling.weights.shape[2:]) * 4
-    return {"output": of_query, "grad_value": max(of_query, call.sampling.locations.numel() // 2)}
+        feat_terms, depth_terms, cell_terms = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:])
+        return {"output": cell_terms, "grad_feat": feat_terms, "grad_depth": depth_terms * call.inputs[0].shape[1]}
+    query_terms = math.prod(call.sampling.weights.shape[2:]) * 4
+    return {"output": query_terms, "grad_value": max(query_terms, call.sampling.locations.numel() // 2)}
 
 
 def _largest(t: Tensor) -> float:

@@ -70,8 +70,8 @@ def _begins(cell: Tensor) -> Tensor:
 
 def _has_largest(numbers: Callable[[Tensor], Tensor], cell: Tensor) -> Tensor:
     """Choose the points whose number is the largest of their cell's."""
-    of_points = numbers(cell)
-    return of_points == torch.zeros(int(cell.max()) + 1, dtype=torch.long).scatter_reduce(0, cell, of_points, "amax")[cell]
+    ranks = numbers(cell)
+    return ranks == torch.zeros(int(cell.max()) + 1, dtype=torch.long).scatter_reduce(0, cell, ranks, "amax")[cell]
 
 
 def _channels_last(core: Core, *arguments: Any) -> Tensor:
@@ -162,6 +162,6 @@ def _orders_of_levels(operator: str, levels: int) -> Iterator[tuple[str, Mistake
     """Yield other orders of the levels of an attention, in weights, locations or both: all orders of up to four levels."""
     orders = itertools.permutations(range(levels)) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
-        for name, of_l, of_w in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):
+        for name, i, j in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):
             words = f"levels of {name} are read in the order {', '.join(map(str, order))}"
-            yield words, lambda core, v, s, t, l, w, i=of_l, j=of_w: core(v, s, t, l[:, :, :, i], w[:, :, :, j])
+            yield words, lambda core, v, s, t, l, w, i=i, j=j: core(v, s, t, l[:, :, :, i], w[:, :, :, j])
