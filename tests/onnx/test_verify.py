@@ -113,6 +113,15 @@ def test_right_runtimes(name, runtime, tmp_path):
     assert all(one.judged.device < 0.2 for one in report.comparisons)
 
 
+def test_a_size_of_one_that_the_file_broadcasts(tmp_path):
+    path, arrays = tmp_path / "before.onnx", feeds()
+    writings.export(writings.Summed(), path, "older")
+    writings.set_size(path, "w", 1, 1)
+    report = check(path, _runtimes.find_runtime("onnxruntime"), arrays | {"w": arrays["w"][:, :1]})
+    assert report.right
+    assert [one.inputs for one in report.comparisons] == ["in the file", "across borders"]
+
+
 class Both(torch.nn.Module):
     def forward(self, value, locations, weights):
         near_miss, _ = NEAR_MISSES["padding"]

@@ -250,19 +250,20 @@ def _is_small_table(node: ir.Node) -> bool | None:
     return True if shape is not None and np.prod(shape) <= _FEW else None
 
 
-def _infer_from_names(model: ir.Model) -> tuple[_Sizes, dict[str, str]]:
-    """Return sizes by onnxruntime, which computes with names of sizes, and the names that it merged: name -> name.
+def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
+    """Return sizes by onnxruntime, which computes with names of sizes, and names of inputs' sizes that it merged.
 
     It may merge two names, but may not take a free size of an input for a number.
     """
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
     del proto.graph.value_info[:]  # among them names that onnx's own inference made up
+    names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
     for merge in (True, False):
         inference = _infer(proto, merge)
         if inference is not None and _free_axes(proto) <= _free_axes(inference.out_mp_):
-            merged = {str(name): str(other) for name, other in inference.suggested_merge_.items()} if merge else {}
-            return {info.name: _read_sizes(info) for info in inference.out_mp_.graph.value_info}, merged
-    return {}, {}
+            merged = {str(name) for pair in inference.suggested_merge_.items() for name in pair} if merge else set()
+            return {info.name: _read_sizes(info) for info in inference.out_mp_.graph.value_info}, merged & names
+    return {}, set()
 
 
 def _infer(proto: onnx.ModelProto, merge: bool) -> Any:

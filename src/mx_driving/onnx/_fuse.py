@@ -69,9 +69,29 @@ def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> 
     return write.reshape(value, sampling.num_heads, len(points), max(points), *last)
 
 
+def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.Value]:
+    """Return value, locations and weights of one batch and one number of queries, where the source broadcasts sizes of 1."""
+    value, locations, weights = ends
+    samples = [sampling.sizes(tensor) for tensor in sampling.ends]
+    weights = _expand_like(write, weights, locations, 2, samples[2])
+    weights = _expand_like(write, weights, value, 1, samples[2])
+    locations = _expand_like(write, locations, weights, 2, samples[1])
+    return [_expand_like(write, value, weights, 1, samples[0]), locations, weights]
+
+
+def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, last: tuple[int, ...]) -> ir.Value:
+    """Expand the first axes to the sizes of another tensor, and the last axes to these sizes."""
+    first = write.op("Gather", write.op("Shape", other), write.table("axes", range(axes)), axis=0)
+    shape = write.op("Concat", first, write.table("shape", [1] * (2 - axes) + list(last)), axis=0)
+    new = write.like(value, "Expand", shape)
+    new.shape = ir.Shape([None, *dims(value)[1 : 3 - axes], *[None] * (axes - 1), *last])
+    return new
+
+
 def _call(write: Writer, sampling: Sampling) -> Call:
     free = [*sampling.inputs.values()]
-    value, locations, weights = (end if end in free else write.copy(end) for end in sampling.ends)
+    ends = [end if end in free else write.copy(end) for end in sampling.ends]
+    value, locations, weights = _expand(write, sampling, ends) if sampling.broadcasts else ends
     value = write.reshape(value, sampling.num_heads, sampling.channels)
     value.shape = ir.Shape([dims(value)[0], sampling.num_keys, sampling.num_heads, sampling.channels])
     locations, weights = _samples(write, locations, sampling, 2), _samples(write, weights, sampling)

@@ -42,6 +42,7 @@ class Sampling:
     points: tuple[int, ...]  # of each level
     num_heads: int
     channels: int
+    broadcasts: bool = False  # sizes of 1 in one input stand for any size in another
 
     @property
     def ends(self) -> tuple[ir.Value, ir.Value, ir.Value]:

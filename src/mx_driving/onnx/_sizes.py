@@ -27,16 +27,33 @@ _SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide about the shape
 
 
 def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
-    """Return the size of batch (0) or queries (1) if the file fixes it, and the size that it says of each tensor."""
+    """Return the size of batch (0) or queries (1) if the file fixes it, and the size that it says of each tensor.
+
+    A size of 1 in one tensor may stand for any size in another.
+    """
     seen = [dims(tensor)[axis] for tensor in sampling.ends[axis:]]
     numbers = sorted({size for size in seen if isinstance(size, int)})
-    if len(numbers) > 1:
+    if len([size for size in numbers if size != 1]) > 1:
         raise Unfit(f"its tensors differ in {('batch', 'queries')[axis]}: {numbers}")
-    return (numbers[0] if numbers else None), seen
+    return (numbers[-1] if numbers else None), seen
 
 
-def make_shapes(sampling: Sampling, bs: int, queries: int) -> Shapes:
-    """Return shapes of value, locations and weights."""
+def make_shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[int, int]] = ()) -> Shapes:
+    """Return shapes of value, locations and weights.
+
+    Axes (tensor, axis) of `ones` have size 1, as axes that the file fixes to 1.
+    """
+    ones = {*ones, *((i, axis) for i, axis in _AXES if dims(sampling.ends[i])[axis] == 1)}
+    whole = _whole(sampling, bs, queries)
+    return tuple(tuple(1 if (i, axis) in ones else size for axis, size in enumerate(shape)) for i, shape in enumerate(whole))
+
+
+def broadcast(sampling: Sampling, shapes: Shapes) -> Shapes:
+    """Return the shapes after broadcasting."""
+    return _whole(sampling, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes[1:]))
+
+
+def _whole(sampling: Sampling, bs: int, queries: int) -> Shapes:
     first = (bs, sampling.num_keys), (bs, queries), (bs, queries)
     return tuple((*sizes, *sampling.sizes(tensor)) for sizes, tensor in zip(first, sampling.ends, strict=True))
 
@@ -52,26 +69,21 @@ def name_sizes(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
     return numbers[0] | numbers[1]
 
 
-def vary_ones(sampling: Sampling, merged: set[str]) -> Iterator[Shapes]:
-    """Yield shapes with sizes of 1 on some axes beside larger sizes, where the file does not say that these are equal.
-
-    Axes that the file fixes to 1 always have that size. Names in `merged` are of sizes that inference took to be equal.
-    """
+def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
+    """Yield shapes with sizes of 1 on some axes, where the file does not say that these axes have equal sizes."""
     numbers = [find_fixed(sampling, axis)[0] for axis in (0, 1)]
-    whole = make_shapes(sampling, *(few if size in (None, 1) else size for size, few in zip(numbers, FEW, strict=True)))
-    fixed = {(i, axis) for i, axis in _AXES if dims(sampling.ends[i])[axis] == 1}
+    bs, queries = (few if size in (None, 1) else size for size, few in zip(numbers, FEW, strict=True))
     groups: dict[Any, list[tuple[int, int]]] = {}
     for i, tensor in enumerate(sampling.ends):
         for axis, size in enumerate(dims(tensor)[: 1 if i == 0 else None]):
             others = {dims(other)[axis] for other in sampling.ends[axis:]} if axis < 2 else {None}
-            if not isinstance(size, int) and (size in merged or others != {size or ""}):
-                groups.setdefault((i, axis) if size in merged else size or (i, axis), []).append((i, axis))
+            if not isinstance(size, int) and others != {size or ""}:
+                groups.setdefault(size or (i, axis), []).append((i, axis))
     for count in {0, min(1, len(groups)), len(groups)}:
         for chosen in itertools.combinations(groups.values(), count):
-            ones = fixed.union(*chosen)
-            shapes = tuple(tuple(1 if (i, a) in ones else n for a, n in enumerate(shape)) for i, shape in enumerate(whole))
-            if shapes != make_shapes(sampling, max(s[0] for s in shapes), max(s[1] for s in shapes[1:])):
-                yield shapes
+            sizes = make_shapes(sampling, bs, queries, itertools.chain(*chosen))
+            if sizes != broadcast(sampling, sizes):
+                yield sizes
 
 
 def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,14 +131,17 @@ def _draw_locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Ten
 def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
     """Return value, locations and weights of these shapes, which have the axes of the file: constants, or random numbers."""
     random = torch.Generator().manual_seed(seed)
-    value, located, weights = shapes
+    value, located, weights = _sizes.broadcast(sampling, shapes)
     tensors = (
         torch.rand(value, generator=random) * 2 - 1,
         _draw_locations(sampling, seed, *located[:2]).reshape(located),
         torch.randn(weights, generator=random),
     )
+    random_ends = [t[tuple(map(slice, shape))] for t, shape in zip(tensors, shapes, strict=True)]
     free = [*sampling.inputs.values()]
-    return tuple(t if end in free else torch.from_numpy(constant(end)) for end, t in zip(sampling.ends, tensors, strict=True))
+    return tuple(
+        t if end in free else torch.from_numpy(constant(end)) for end, t in zip(sampling.ends, random_ends, strict=True)
+    )
 
 
 def make_tables(sampling: Sampling) -> tuple[list[list[int]], list[int]]:
@@ -158,7 +162,11 @@ def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
 def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the five inputs of the operator, of value, locations and weights in the graph's axes."""
     value, locations, weights = inputs
-    bs, queries = locations.shape[:2]
+    bs, queries = max(map(len, inputs)), max(locations.shape[1], weights.shape[1])
+    value = value.expand(bs, *value.shape[1:])
+    locations, weights = (
+        t.expand(bs, queries, *sampling.sizes(end)) for t, end in zip((locations, weights), sampling.ends[1:], strict=True)
+    )
     indices, mask = pad_points(sampling.points)
     levels, most = len(sampling.points), max(sampling.points)
     value = value.reshape(bs, sampling.num_keys, sampling.num_heads, sampling.channels)
@@ -230,31 +238,25 @@ def prove(model: ir.Model, sampling: Sampling) -> Sampling:
                 sampling,
                 *_run(session, sampling, sizes, draw_inputs(sampling, seed, _sizes.make_shapes(sampling, bs, queries))),
             )
-    _hold_to_sizes(model, session, sampling, sizes)
-    return sampling
+    one_name = {size for tensor in sampling.ends for size in dims(tensor)[:2]} & model.meta.get("merged", set())
+    broadcasts = bool(one_name) or _broadcasts(session, sampling, sizes)
+    return replace(sampling, broadcasts=broadcasts)
 
 
-def _hold_to_sizes(model: ir.Model, session: Any, sampling: Sampling, sizes: list[ir.Value]) -> None:
-    """Raise Unfit if the part of the graph broadcasts sizes of 1, as the operator does not."""
-    merged = model.meta.get("merged", {})
-    input_sizes = {size for value in model.graph.inputs for size in dims(value)}
-    end_sizes = {size for tensor in sampling.ends for size in dims(tensor)[:2]}
-    for pair in merged.items():
-        if input_sizes.issuperset(pair) and end_sizes.intersection(pair):
-            raise Unfit(f"the file gives one size two names, {' and '.join(pair)}: one may be 1 where the other is not")
-    for shapes in _sizes.vary_ones(sampling, {*merged, *merged.values()}):
-        if _runs(session, sampling, sizes, shapes):
-            fact = f"it runs with value, locations and weights of {', '.join(map(str, shapes))}"
-            raise Unfit(f"it broadcasts sizes of 1, which the operator does not: {fact}")
-
-
-def _runs(session: Any, sampling: Sampling, sizes: list[ir.Value], shapes: _sizes.Shapes) -> bool:
-    """Return whether the part of the graph runs with inputs of these shapes."""
-    try:
-        _run(session, sampling, sizes, tuple(map(torch.rand, shapes)))
-    except Unfit:
-        return False
-    return True
+def _broadcasts(session: Any, sampling: Sampling, sizes: list[ir.Value]) -> bool:
+    """Return whether the part of the graph broadcasts sizes of 1, as the operator does not. Most parts fail with such sizes."""
+    runs = False
+    for shapes in _sizes.vary_ones(sampling):
+        try:
+            results = _run(session, sampling, sizes, draw_inputs(sampling, 0, shapes))
+        except Unfit:
+            continue
+        try:
+            _compare(sampling, *results)
+        except Unfit as unfit:
+            raise Unfit(f"with value, locations and weights of {', '.join(map(str, shapes))} {unfit}") from None
+        runs = True
+    return runs
 
 
 @contextlib.contextmanager
