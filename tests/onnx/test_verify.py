@@ -382,7 +382,8 @@ BAD_INPUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "program"), [*((name, "verify") for name in BAD_INPUTS), ("an unknown name", "fuse")])
+@pytest.mark.parametrize("program", ["verify", "fuse"])
+@pytest.mark.parametrize("name", BAD_INPUTS)
 def test_bad_inputs_are_refused_in_a_sentence(name, program, mx, stacked, tmp_path):
     """None means: leave this one out. Random numbers in their place would say that all is well."""
     changes, sentence = BAD_INPUTS[name]
