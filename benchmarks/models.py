@@ -29,6 +29,12 @@ OUTPUTS = (
     "logits", "pred_boxes", "class_queries_logits", "masks_queries_logits", "decoder_class_logits", "decoder_coord_logits",
 )  # fmt: skip
 TASKS = ("ForObjectDetection", "ForUniversalSegmentation")
+TITLES = {
+    "d_fine": "D-FINE", "deformable_detr": "Deformable DETR", "deimv2": "DEIMv2", "grounding_dino": "Grounding DINO",
+    "lw_detr": "LW-DETR", "mask2former": "Mask2Former", "mm_grounding_dino": "MM Grounding DINO", "omdet_turbo": "OmDet-Turbo",
+    "oneformer": "OneFormer", "pp_doclayout_v2": "PP-DocLayout v2", "pp_doclayout_v3": "PP-DocLayout v3",
+    "pp_doclayout_v4": "PP-DocLayout v4", "rf_detr": "RF-DETR", "rt_detr": "RT-DETR", "rt_detr_v2": "RT-DETR v2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

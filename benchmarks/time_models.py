@@ -25,6 +25,7 @@ MODES = ("float32", "autocast", "bfloat16")
 
 
 def cast(subject: models.Subject) -> None:
+    models.forget(subject.model)
     subject.model.bfloat16()
     subject.inputs = {n: t.bfloat16() if t.is_floating_point() else t for n, t in subject.inputs.items()}
 
@@ -37,7 +38,7 @@ def rows_of_modes(subject: models.Subject, modes: list[str], seconds: float) -> 
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
             before, after, _ = models.before_and_after(subject, seconds)
         times = {"before s": f"{before:.3f}", "after s": f"{after:.3f}", "speed-up": f"{before / after:.2f}"}
-        yield {"model": subject.name, "mode": mode, **times}
+        yield {"model": models.TITLES.get(subject.name, subject.name), "mode": mode, **times}
 
 
 def main(
