@@ -157,6 +157,9 @@ BOUNDS = [
     (GEOMETRIC, lambda: attention(16384, 2, 64, [(32, 32)], 4, BF16), 1, FORWARD, "packed_value", f"{ONE}, 256 KB"),
     (GEOMETRIC, lambda: attention(16384, 2, 64, [(33, 32)], 4, BF16), 1, FORWARD, "packed_value", f"{ONE}, 132 KB"),
     (GEOMETRIC, lambda: attention(16384, 2, 64, [(32, 32)], 4, BF16), 1, OF_SAMPLES, "packed_value", f"{ONE}, 128 KB"),
+    # the gradients of samples read rows of 16 bits widened, where those of all levels have 15.5 MB at most
+    (MULTI_SCALE, lambda: attention(31744, 2, 64, [(248, 256)], 4, BF16), 1, OF_SAMPLES, "packed_value", f"{ONE}, 15872 KB"),
+    (MULTI_SCALE, lambda: attention(31872, 2, 64, [(249, 256)], 4, BF16), 1, OF_SAMPLES, "packed_value", f"{ONE}, 7968 KB"),
     # rows of one head lie side by side
     (MULTI_SCALE, lambda: attention(4096, 1, 16, SMALL, 4), 1, FORWARD, "packed_value", NONE),
     (MULTI_SCALE, lambda: attention(4096, 1, 16, SMALL, 4), 1, OF_VALUE, "packed_gradient", NONE),

@@ -102,10 +102,12 @@ bool value_can_be_packed(const Call &call) {
            call.sizes.queries >= QUERIES_OF_A_THREAD * num_threads(call);
 }
 
-PackedLevels choose_packed_value(const Call &call, bool near_as_computed, std::vector<int64_t> &offset) {
+int64_t own_row_bytes(const Call &call) { return call.sizes.channels * floating_size(call.value.dtype); }
+int64_t wide_row_bytes(const Call &call) { return call.sizes.channels * computed_size(call); }
+
+PackedLevels choose_packed_value(const Call &call, RowBytes row_bytes, std::vector<int64_t> &offset) {
     if (!value_can_be_packed(call)) return NONE;
-    const int64_t own = call.sizes.channels * floating_size(call.value.dtype), wide = call.sizes.channels * computed_size(call);
-    return choose_levels(call, {own, near_as_computed ? wide : own}, most_packed_bytes(call, 1), PACK_READS, offset);
+    return choose_levels(call, row_bytes, most_packed_bytes(call, 1), PACK_READS, offset);
 }
 
 // The forward widens rows of near levels when it packs them, where a level begins at a multiple of ROWS samples: rows of
@@ -114,10 +116,20 @@ PackedLevels choose_packed_value(const Call &call, bool near_as_computed, std::v
 void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const bool is_half = call.value.dtype == MXD_FLOAT16;
     plan.near_as_computed = call.op == GEOMETRIC || (is_half && call.sizes.points % ROWS == 0);
-    plan.packed_value = choose_packed_value(call, plan.near_as_computed, offset);
+    const int64_t own = own_row_bytes(call), near = plan.near_as_computed ? wide_row_bytes(call) : own;
+    plan.packed_value = choose_packed_value(call, {own, near}, offset);
     if (call.op != GEOMETRIC || all_near(plan.packed_value)) return;
     plan.near_as_computed = false;
-    plan.packed_value = choose_packed_value(call, false, offset);
+    plan.packed_value = choose_packed_value(call, {own, own}, offset);
+}
+
+// The gradients of samples widen a row of 16 bits for each of its samples, in the order of channels. They read widened rows
+// where all levels can be packed so: the encoder in bfloat16 31.3 -> 26.1 ms, float32 24.6 (2026-11-27, Intel Xeon 6/207).
+void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
+    const int64_t own = own_row_bytes(call), wide = wide_row_bytes(call);
+    if (call.op == MULTI_SCALE) plan.packed_value = choose_packed_value(call, {wide, wide}, offset);
+    plan.near_as_computed = plan.packed_value.bytes > 0 && std::count(offset.begin(), offset.end(), -1) == 0;
+    if (!plan.near_as_computed) plan.packed_value = choose_packed_value(call, {own, own}, offset);
 }
 
 // The float32 sums of a 16-bit gradient, for each thread: room for a whole head in nearly every model. With less room a
@@ -303,10 +315,11 @@ void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &pla
     }
 }
 
-void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &plan, PlanLists &lists) {
-    if (call.grad_value.data) plan_value_gradient(call, packed_value.bytes > 0, plan, lists);
+void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
+    plan_packed_backward(call, plan, lists.packed_value);
+    if (call.grad_value.data) plan_value_gradient(call, plan.packed_value.bytes > 0, plan, lists);
     plan.sample_gradients = needs_samples(call) && plan.value_gradient != ValueGradient::WITH_SAMPLES;
-    if (plan.sample_gradients) plan.packed_value = packed_value;
+    if (!plan.sample_gradients) plan.packed_value = NONE;
 }
 
 // Waking a thread takes some microseconds, in which about this many elements of rows are read: with fewer for each
@@ -352,7 +365,7 @@ Plan make_plan(const Call &call, PlanLists &lists) {
     Plan plan{};
     if (call.op == POOLING) return plan; // there is one way
     if (call.backward) {
-        plan_gradients(call, choose_packed_value(call, false, lists.packed_value), plan, lists);
+        plan_gradients(call, plan, lists);
         return plan;
     }
     plan.heads_together = choose_heads_of_forward(call);

@@ -30,7 +30,7 @@ struct PackedLevels {
 // Where a field is of no use to the way that is taken, it is zero.
 struct Plan {
     PackedLevels packed_value; // read by the forward and by the gradients of samples in a pass of their own
-    bool near_as_computed;     // near levels of packed_value have rows of the type computed in, not of value's
+    bool near_as_computed;     // packed rows are of the type computed in, not of value's: of near levels, backward of all
     bool sample_gradients;     // in a pass of their own
     ValueGradient value_gradient;
     PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none,

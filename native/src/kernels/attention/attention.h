@@ -36,8 +36,7 @@ class Forward : QueryWorker<Near, T, Rule> {
         const bool as_computed = side_by_side && output.dtype == OWN<T>;
         const QueryRows outputs(output, b, h, this->n.channels);
         this->find_value(job, b, h);
-        this->reader.reads_16_bits = Rule<T>::CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !this->rows.far;
-        this->reader.open(b, h);
+        this->open_queries(b, h);
         this->template queries<true>(
             blocks.begin(item), blocks.end(item),
             [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
@@ -95,8 +94,14 @@ template <class T, class Worker> inline bool add_to_zero(const Job &job) {
                                    [&](int64_t, int64_t chunk) { set_to_zero<T>(job.call, chunk); });
 }
 
+template <class V, class T, template <class> class Rule> inline bool sample_gradients(const Job &job) {
+    if constexpr (Rule<T>::CORNERS == 4)
+        if (job.plan.near_as_computed) return over_queries<V, SampleGradients<T, T, Rule>>(job);
+    return over_queries<V, SampleGradients<V, T, Rule>>(job);
+}
+
 template <class V, class T, template <class> class Rule> inline bool all_gradients(const Job &job) {
-    if (job.plan.sample_gradients && !over_queries<V, SampleGradients<V, T, Rule>>(job)) return false;
+    if (job.plan.sample_gradients && !sample_gradients<V, T, Rule>(job)) return false;
     switch (job.plan.value_gradient) {
     case ValueGradient::NOT_WANTED: return true;
     case ValueGradient::WITH_SAMPLES:

@@ -337,13 +337,13 @@ template <class V, class T> class WindowGradients {
     }
 
     void open(int64_t b, int64_t h) {
-        for (int64_t i = 0; i < heads; ++i) pack_as<V, T>(call, levels(), b, h + i, packed_value + i * levels().bytes);
+        for (int64_t i = 0; i < heads; ++i) pack<V, T>(call, levels(), b, h + i, packed_value + i * levels().bytes, 0, 1);
         memset(packed_value + heads * levels().bytes, 0, size_t(row_bytes()));
         memset(packed_gradient, 0, size_t(bytes(job)));
         queries.open(b, h, [&](int64_t i) { return packed_value + i * levels().bytes; });
     }
     void close(int64_t b, int64_t h) {
-        for (int64_t i = 0; i < heads; ++i) unpack_as<T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i);
+        for (int64_t i = 0; i < heads; ++i) unpack<T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i);
     }
 
     // Both for all rows of a query: the products with grad_output, and what is added to the gradient.

@@ -41,8 +41,8 @@ template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevel
     return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
 }
 
-// fn(row of value, its row in packed memory, whether its level is widened) for the rows of packed levels, as far as chunk
-// `chunk` of `chunks` holds them.
+// fn(row of value, its row in packed memory, bytes of the packed row) for the rows of packed levels, as far as chunk `chunk`
+// of `chunks` holds them.
 template <class Byte, class Fn>
 inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t chunk, int64_t chunks, Fn &&fn) {
     if (levels.bytes == 0) return;
@@ -52,8 +52,7 @@ inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *pack
         const int64_t rows = level.height * level.width, end = rows * (chunk + 1) / chunks;
         Byte *first = packed + levels.offset[l];
         const int64_t row_bytes = row_bytes_of(levels, l);
-        const bool widened = row_bytes != levels.far_row_bytes;
-        for (int64_t r = rows * chunk / chunks; r < end; ++r) fn(level.start + r, first + r * row_bytes, widened);
+        for (int64_t r = rows * chunk / chunks; r < end; ++r) fn(level.start + r, first + r * row_bytes, row_bytes);
     }
 }
 
@@ -67,44 +66,49 @@ MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
     if (i < bytes) memcpy(to + i, from + i, size_t(bytes - i));
 }
 
-// Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them. Rows of near levels become Near.
+// Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them. Rows that have the size of Near become Near.
 template <class V, class Near>
-inline void pack(const Call &call, const PackedLevels &levels, HeadRows rows, char *packed, int64_t chunk, int64_t chunks) {
+inline void pack(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk,
+                 int64_t chunks) {
+    const HeadRows rows(call.value, b, h);
     const int64_t channels = call.sizes.channels;
-    packed_rows(call, levels, packed, chunk, chunks, [&](int64_t row, char *to, bool widened) {
+    packed_rows(call, levels, packed, chunk, chunks, [&](int64_t row, char *to, int64_t row_bytes) {
         const char *from = rows.first + row * rows.step;
         if constexpr (!same_type<V, Near>) {
-            if (widened) return widen_row<V, Near>(reinterpret_cast<const V *>(from), reinterpret_cast<Near *>(to), channels);
+            if (row_bytes == channels * int64_t(sizeof(Near)))
+                return widen_row<V, Near>(reinterpret_cast<const V *>(from), reinterpret_cast<Near *>(to), channels);
         }
         copy_row(from, to, channels * int64_t(sizeof(V)));
     });
 }
 
-// Copies all rows of packed levels as T, in the order of channels.
-template <class V, class T>
-inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed) {
-    const HeadRows rows(call.value, b, h);
-    const int64_t channels = call.sizes.channels;
-    packed_rows(call, levels, packed, 0, 1, [&](int64_t i, char *to, bool) {
-        widen_row<V, T>(reinterpret_cast<const V *>(rows.first + i * rows.step), reinterpret_cast<T *>(to), channels);
-    });
-}
 // Packed rows of the gradient go to where they belong, whatever its dtype and strides are.
-template <class T>
-inline void unpack_as(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h) {
+template <class T> inline void unpack(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h) {
     const Tensor &t = call.grad_value;
     const HeadRows rows(t, b, h);
     const int64_t channels = call.sizes.channels, row_bytes = channels * int64_t(sizeof(T));
     const bool as_it_is = t.dtype == OWN<T> && t.strides[CHANNEL] == 1;
-    packed_rows(call, levels, packed, 0, 1, [&](int64_t i, const char *from, bool) {
+    packed_rows(call, levels, packed, 0, 1, [&](int64_t i, const char *from, int64_t) {
         char *const to = rows.first + i * rows.step;
         if (as_it_is) return copy_row(from, to, row_bytes);
         write_elements(reinterpret_cast<const T *>(from), to, t.dtype, t.strides[CHANNEL], channels);
     });
 }
 
-// Runs a worker over query_blocks. Where levels are packed, a head is a stage: all threads pack its levels, near levels as
-// rows of Worker::Row, then work on its items. V: the type of value.
+// Packs a chunk of a head. `pack` is an address, so that the loop of a worker is compiled once for all types of value.
+struct PackHead {
+    const Call &call;
+    const PackedLevels &levels;
+    char *packed;
+    void (*pack_chunk)(const Call &, const PackedLevels &, int64_t, int64_t, char *, int64_t, int64_t);
+
+    void operator()(int64_t head, int64_t chunk) const {
+        pack_chunk(call, levels, head / call.sizes.heads, head % call.sizes.heads, packed, chunk, STAGE_CHUNKS);
+    }
+};
+
+// Runs a worker over query_blocks. Where levels are packed, a head is a stage: all threads pack its levels, those that the plan
+// widens as rows of Worker::Row, then work on its items. V: the type of value.
 template <class V, class Worker> inline bool over_queries(const Job &unpacked) {
     typedef typename Worker::Row Row;
     const Call &call = unpacked.call;
@@ -116,9 +120,8 @@ template <class V, class Worker> inline bool over_queries(const Job &unpacked) {
     const Job job{call, plan, packed, unpacked.partial_sums};
     const int64_t items = n.batch * n.heads * query_blocks(call, packed != nullptr).per_range;
     if (!packed) return parallel<Worker>(call.num_threads, items, job);
-    return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {
-        pack<V, Row>(call, levels, {call.value, head / n.heads, head % n.heads}, packed, chunk, STAGE_CHUNKS);
-    });
+    return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job,
+                                   PackHead{call, levels, packed, pack<V, Row>});
 }
 
 } // namespace

@@ -32,7 +32,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
                                          scatter_add<T>(prepared.address, prepared.coefficient, next.address, this->num_rows,
                                                         this->n.channels, grad_output.of(q));
                                      });
-        unpack_as<T>(call, plan.packed_gradient, packed, b, h);
+        unpack<T>(call, plan.packed_gradient, packed, b, h);
     }
 
   private:
@@ -42,9 +42,9 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
     void open(int64_t b, int64_t h, int64_t first_level, int64_t last_level) {
         memset(packed, 0, size_t(plan.packed_gradient.bytes));
         this->use_levels(first_level, last_level);
-        this->reader.open(b, h);
         find_levels(this->call, this->n, first_level, {this->call.grad_value, b, h}, plan.packed_gradient,
                     plan.packed_gradient.bytes > 0 ? packed : nullptr, this->rows);
+        this->open_queries(b, h);
     }
 };
 
@@ -135,7 +135,7 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
                                                  this->n.channels, g, samples.dot);
                 samples.write(q, prepared.query, this->reader);
             });
-        if (PACKED) unpack_as<T>(call, levels, packed_gradient, b, h);
+        if (PACKED) unpack<T>(call, levels, packed_gradient, b, h);
     }
 
   private:
@@ -149,7 +149,7 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
         const Call &call = this->call;
         const HeadRows value(call.value, b, h), gradient(call.grad_value, b, h);
         if (PACKED) {
-            pack_as<V, T>(call, levels, b, h, packed_value);
+            pack<V, T>(call, levels, b, h, packed_value, 0, 1);
             memset(packed_gradient, 0, size_t(levels.bytes));
         }
         find_levels(call, this->n, 0, value, levels, PACKED ? packed_value : nullptr, this->rows);

@@ -48,6 +48,12 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
         find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value, rows);
     }
 
+    // Selects a (batch, head), whose levels are found. Of its queries nothing may be read but rows and coefficients.
+    void open_queries(int64_t b, int64_t h) {
+        reader.reads_16_bits = CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !rows.far;
+        reader.open(b, h);
+    }
+
     // For queries begin..end-1 of the open (batch, head): finds the rows of all samples of a query, with or without
     // their coefficients, and PIPELINE_DEPTH queries later finish(query, it as prepared, the query prepared last).
     template <bool COEFFICIENTS, class Finish> MXD_INLINE void queries(int64_t begin, int64_t end, Finish &&finish) {
