@@ -29,6 +29,7 @@ OUTPUTS = (
     "logits", "pred_boxes", "class_queries_logits", "masks_queries_logits", "decoder_class_logits", "decoder_coord_logits",
 )  # fmt: skip
 TASKS = ("ForObjectDetection", "ForUniversalSegmentation")
+# by folder of transformers: the names on the pages
 TITLES = {
     "d_fine": "D-FINE", "deformable_detr": "Deformable DETR", "deimv2": "DEIMv2", "grounding_dino": "Grounding DINO",
     "lw_detr": "LW-DETR", "mask2former": "Mask2Former", "mm_grounding_dino": "MM Grounding DINO", "omdet_turbo": "OmDet-Turbo",

@@ -162,8 +162,9 @@ def of_mode(file: str, direction: str) -> dict[str, list[str]]:
 def numbers() -> str:
     """Whole models by their gain, modules and operators, in each mode that was measured."""
     models: dict[str, list[str]] = {}
-    gains = {row["model"]: float(row["speed-up"]) for row in read(BY_MODE) if row["mode"] == MODES[0]}
-    for row in sorted(read(BY_MODE), key=lambda row: -gains[row["model"]]):
+    measured = read(BY_MODE)
+    gains = {row["model"]: float(row["speed-up"]) for row in measured if row["mode"] == MODES[0]}
+    for row in sorted(measured, key=lambda row: -gains[row["model"]]):
         models.setdefault(row["model"], []).append(from_to(float(row["before s"]) * 1e3, float(row["after s"]) * 1e3))
     models_own = [name for name in bare_workloads("forward", BENCH) if not name.startswith("Vendor example")]
     cells = of_mode(BENCH, "forward")
