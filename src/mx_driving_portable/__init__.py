@@ -88,4 +88,9 @@ def main() -> None:
             raise
         print(f"mx-driving: torch must be installed (pip install torch); got: {error}", file=sys.stderr)
         sys.exit(2)
+    except ValueError as error:
+        if not str(error).startswith("MX_DRIVING_"):  # a word in the environment
+            raise
+        print(f"mx-driving: {error}", file=sys.stderr)
+        sys.exit(2)
     main()

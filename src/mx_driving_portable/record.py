@@ -476,7 +476,10 @@ class Recorder:
         packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
         facts = {"program": sys.argv, "python": sys.version, "system": platform.platform(), "packages": packages}
         try:
-            (self.folder / "manifest.json").write_text(json.dumps(facts, indent=1))
+            with (self.folder / "manifest.json").open("x") as file:  # another process may have found the folder empty, too
+                file.write(json.dumps(facts, indent=1))
+        except FileExistsError:
+            raise ValueError(f"out must be a new or an empty folder; got {str(self.folder)!r}, one with files") from None
         except OSError as error:
             self._fail(error)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
+import sys
 
 import cases
 import logits_cases
@@ -225,3 +227,13 @@ def test_words_of_flags(name, word, monkeypatch):
         with pytest.raises(ValueError) as caught:
             flag(name)
         assert str(caught.value) == f"{name} must be 1, true, yes or on, or 0, false, no, off or empty; got {word!r}"
+
+
+@pytest.mark.parametrize("name", ["MX_DRIVING_CHECK", "MX_DRIVING_TRITON", "MX_DRIVING_CTYPES", "MX_DRIVING_ATLAS_LIMITS"])
+@pytest.mark.parametrize("command", [("-c", "from mx_driving_portable import main; main()"), ("-m", "mx_driving")])
+def test_a_command_says_in_a_sentence_what_the_environment_must_be(name, command):
+    env = {**os.environ, name: "2"}
+    done = subprocess.run([sys.executable, *command, "--help"], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(rf"mx-driving: {name} must be 1, true, yes or on.*; got '2'\n", done.stderr)

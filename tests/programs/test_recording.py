@@ -515,6 +515,18 @@ def test_wrong_options_are_refused_before_anything_is_wrapped(tmp_path, options,
     assert sys.meta_path == before
 
 
+def test_of_two_processes_that_start_at_once_one_has_the_folder(attention, recording, tmp_path):
+    first, second = (record.Recorder(tmp_path / "calls", every=1, functions=NAMED) for _ in range(2))  # both find it empty
+    first.start()
+    before = list(sys.meta_path)
+    with pytest.raises(ValueError, match=r"^out must be a new or an empty folder; got '.*calls', one with files$"):
+        second.start()
+    assert sys.meta_path == before
+    attention.attend(*inputs(()))
+    first.stop()
+    assert list(recorded(tmp_path / "calls")) == ["call-000000"]
+
+
 def test_each_process_of_a_distributed_program_has_its_folder(attention, recording, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

@@ -95,18 +95,16 @@ LIMITS = (
 )
 
 
-def _check_release(release: Any, name: str = "release", words: str = "") -> str:
-    if release not in RELEASES:
-        rules.fail(ValueError, name, f"be {words}{', '.join(RELEASES[:-1])} or {NEWEST}", repr(release))
-    return release
+_RULE = f"{', '.join(RELEASES[:-1])} or {NEWEST}"
 
 
 def _releases_of_environment() -> list[str]:
     word = os.environ.get(_VARIABLE, "")
     if word.lower() in rules.OFF:
         return []
-    switches = "1, true, yes or on; 0, false, no, off or empty; or a release: "
-    return [NEWEST if word.lower() in rules.ON else _check_release(word, _VARIABLE, switches)]
+    if word.lower() not in (*rules.ON, *RELEASES):
+        rules.fail_setting(_VARIABLE, f"be 1, true, yes or on; 0, false, no, off or empty; or a release: {_RULE}", word)
+    return [NEWEST if word.lower() in rules.ON else word]
 
 
 # The releases of all open atlas_limits(), after the environment's. Process-wide, like torch.backends' flags.
@@ -131,7 +129,9 @@ def atlas_limits(release: str = NEWEST) -> Iterator[None]:
     Raises:
         ValueError: a release that is not one of these.
     """
-    _open.append(_check_release(release))
+    if release not in RELEASES:
+        rules.fail(ValueError, "release", f"be {_RULE}", repr(release))
+    _open.append(release)
     try:
         yield
     finally:

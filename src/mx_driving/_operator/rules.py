@@ -109,8 +109,17 @@ def flag(name: str, default: bool = False) -> bool:
     if not word:
         return default
     if word.lower() not in ON + OFF:
-        fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))
+        fail_setting(name, "be 1, true, yes or on, or 0, false, no, off or empty", word)
     return word.lower() in ON
+
+
+def fail_setting(name: str, rule: str, word: str) -> NoReturn:
+    """Raise ValueError for a word in the environment. `python -m mx_driving` imports the package before any code could catch it,
+    and ends with the sentence here."""
+    if sys.argv[:1] == ["-m"] and "mx_driving" in [argument.removeprefix("-m") for argument in sys.orig_argv]:
+        print(f"mx-driving: {name} must {rule}; got {word!r}", file=sys.stderr)
+        sys.exit(2)
+    fail(ValueError, name, rule, repr(word))
 
 
 def patch_target(target: object) -> NoReturn:
