@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import published
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mx_driving
@@ -452,6 +455,94 @@ def every_module():
     in_view = torch.tensor([[0.1, 0.0, 0.0, 1.0], [0.0, 0.1, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 1.0]])
     cameras = in_view.expand(1, 2, 4, 4)  # see every point that is less than 10 away from the middle
     yield aggregation, (query, torch.rand(1, 7, 8), query, features, scales, firsts, cameras)
+
+
+class Scaled(torch.Tensor):
+    """A weight as quantisers have it: torch's functions see another class, and each computes with twice its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        args = tuple(a.as_subclass(torch.Tensor) * 2 if isinstance(a, cls) else a for a in args)
+        return super().__torch_function__(func, types, args, kwargs) if func is not F.linear else func(*args, **kwargs or {})
+
+
+def scale_weight(layer):
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Scaled), requires_grad=False)
+
+
+def clamp_forward(layer):
+    forward = layer.forward
+
+    def clamped(*args):
+        out = forward(*args)
+        return tuple(t.clamp(-0.1, 0.1) for t in out) if isinstance(out, tuple) else out.clamp(-0.1, 0.1)
+
+    layer.forward = clamped
+
+
+def clamp_all(layer):
+    return torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _inputs, output: output.clamp(-0.1, 0.1) if module is layer else None
+    )
+
+
+CHANGES = {
+    "own forward": clamp_forward,
+    "hook": lambda layer: layer.register_forward_hook(lambda _layer, _inputs, output: output.clamp(-0.1, 0.1)),
+    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _layer, inputs: (inputs[0].clamp(-0.1, 0.1),)),
+    "global hook": clamp_all,
+    "weight of a subclass": scale_weight,
+    "no bias": lambda layer: setattr(layer, "bias", None),
+}
+
+
+class Through(torch.nn.Module):
+    """Calls a layer, whatever it is, and nothing else: no module may read the weights of this one."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_modules_call_layers_that_are_not_plain(change):
+    """The module computes the same as where the changed layer is inside of another one."""
+    for module, args in every_module():
+        randomise(module).float().eval()
+        for name, layer in list(module.named_modules()):
+            if not isinstance(layer, torch.nn.Linear) or "camera_encoder" in name:
+                continue
+            changed = copy.deepcopy(module)
+            before, handle = changed(*args), CHANGES[change](layer := changed.get_submodule(name))
+            after = changed(*args)
+            changed.set_submodule(name, Through(layer))
+            expected = changed(*args)
+            if change == "global hook":
+                handle.remove()
+            assert (after - before).abs().max() > 1e-4, name
+            torch.testing.assert_close(after, expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_traced_module_calls_an_inner_module_that_is_not_plain():
+    module, args = spatial()
+    clamp_forward(module.eval().deformable_attention)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.trace(module, args)(*args), module(*args))
+
+
+def test_backward_hooks_of_each_layer_run():
+    seen = []
+    for module, args in every_module():
+        layers = [layer for layer in module.modules() if type(layer) is torch.nn.Linear]
+        for layer in layers:
+            layer.register_full_backward_hook(lambda layer, *_: seen.append(layer))
+            layer.register_full_backward_pre_hook(lambda layer, *_: seen.append(layer))
+        module(*args).sum().backward()
+        assert all(seen.count(layer) >= 2 for layer in layers)
 
 
 def test_a_replaced_layer_acts_and_so_does_a_hook():

@@ -114,8 +114,8 @@ def flag(name: str, default: bool = False) -> bool:
 
 
 def fail_setting(name: str, rule: str, word: str) -> NoReturn:
-    """Raise ValueError for a word in the environment. `python -m mx_driving` imports the package before any code could catch it,
-    and ends with the sentence here."""
+    """Raise ValueError for a word in the environment. `python -m mx_driving` imports the package before its main could catch
+    that, so it ends here."""
     if sys.argv[:1] == ["-m"] and "mx_driving" in [argument.removeprefix("-m") for argument in sys.orig_argv]:
         print(f"mx-driving: {name} must {rule}; got {word!r}", file=sys.stderr)
         sys.exit(2)

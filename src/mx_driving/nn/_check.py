@@ -8,9 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from .._dispatch.functions import autocasts
 from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, tensors
+
+# As torch has them: libraries may set others later.
+_FORWARDS: dict[type, Any] = {nn.Linear: nn.Linear.forward, nn.Dropout: nn.Dropout.forward}
+_HOOKS = (module._global_forward_pre_hooks, module._global_forward_hooks)  # of all modules
+_HOOKS += (module._global_backward_pre_hooks, module._global_backward_hooks)
 
 
 def settings(embed_dims: int, **arguments: object) -> None:
@@ -110,9 +116,20 @@ def mask(name: str, t: Tensor) -> None:
     need_dtype(name, t, frozenset((torch.bool,)), "have dtype bool")
 
 
+def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Return whether a call of the layer does what its class does, unseen: it has no forward of its own, which accelerate sets,
+    no hook, which may change or observe the call, and no weight of a subclass, which a quantiser sets."""
+    if type(layer) is not kind or getattr(layer.forward, "__func__", None) is not _FORWARDS.get(kind, kind.forward):
+        return False
+    hooked = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+    weights = (getattr(layer, name, None) for name in ("weight", "bias"))
+    plain = all(t is None or (type(t) in (Tensor, nn.Parameter) and t.is_floating_point()) for t in weights)
+    return plain and not hooked and not any(_HOOKS)
+
+
 def layer_dtype(layer: nn.Module, **inputs: Tensor) -> None:
     """Check that inputs have the dtype of the linear layer that reads them, unless autocast converts them."""
-    dtype = layer.weight.dtype if type(layer) is nn.Linear else None
+    dtype = layer.weight.dtype if is_plain(layer) else None  # pyright: ignore[reportAttributeAccessIssue]
     for name, t in inputs.items():
         if dtype not in (None, t.dtype) and not autocasts(t.device.type):
             rule = f"have the dtype of the module's parameters, {str(dtype).removeprefix('torch.')}"

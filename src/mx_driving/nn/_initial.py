@@ -24,15 +24,21 @@ def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
     steps = torch.arange(1.0, num_points + 1)
     nn.init.zeros_(offsets.weight)
     levels = offsets.out_features // (num_heads * num_points * 2)
-    fill(offsets.bias, (direction[:, None] * steps[:, None])[:, None].expand(-1, levels, -1, -1).flatten())
+    if offsets.bias is not None:
+        fill(offsets.bias, (direction[:, None] * steps[:, None])[:, None].expand(-1, levels, -1, -1).flatten())
+
+
+def _zero_bias(layer: nn.Linear) -> None:
+    if layer.bias is not None:  # of a layer that a program has put in a module's place
+        nn.init.zeros_(layer.bias)
 
 
 def equal_weights(logits: nn.Linear) -> None:
     nn.init.zeros_(logits.weight)
-    nn.init.zeros_(logits.bias)
+    _zero_bias(logits)
 
 
 def xavier(*layers: nn.Linear) -> None:
     for layer in layers:
         nn.init.xavier_uniform_(layer.weight)
-        nn.init.zeros_(layer.bias)
+        _zero_bias(layer)

@@ -54,11 +54,6 @@ class DeformableLayers(nn.Module):
         return list_settings(self, "embed_dims", "num_heads", "num_levels", "num_points")
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer is torch's own, without hooks: neither replaced nor observed."""
-    return type(layer) in (nn.Linear, nn.Dropout) and not layer._forward_hooks and not layer._forward_pre_hooks
-
-
 def is_exported() -> bool:
     """Return whether torch.export or torch.jit.trace is tracing."""
     exporting = getattr(torch.compiler, "is_exporting", bool)  # torch 2.7 has it
@@ -72,7 +67,7 @@ def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:
     """
     if is_exported() or torch.compiler.is_compiling() or x.dtype != torch.float32:
         return x
-    if not (autocasts(x.device.type) and all(map(is_plain, layers))):
+    if not (autocasts(x.device.type) and all(map(_check.is_plain, layers))):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type)).contiguous()
 
@@ -80,7 +75,7 @@ def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:
 def project_and_add(samples: Tensor, output_proj: nn.Module, dropout: nn.Module, query: Tensor) -> Tensor:
     """Return dropout(output_proj(samples)) + query. Without gradients in place: page faults take longer than the sum."""
     out = dropout(output_proj(samples))
-    ours = type(out) is Tensor and is_plain(output_proj) and is_plain(dropout)
+    ours = type(out) is Tensor and _check.is_plain(output_proj) and _check.is_plain(dropout, nn.Dropout)
     if ours and not (out.requires_grad or is_exported()):
         return out.to(torch.promote_types(out.dtype, query.dtype)).add_(query)
     return out + query

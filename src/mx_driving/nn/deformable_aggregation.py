@@ -184,13 +184,15 @@ class DeformableFeatureAggregation(nn.Module):
 
     def _logits(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
         """[bs, anchor, cam, scale, pts, group]"""
-        by_anchor = self.weights_fc(feature)
         sizes = (self.num_levels, self.num_pts, self.num_groups)
         if self.camera_encoder is None:
-            return by_anchor.unflatten(2, (-1, *sizes))
-        # W (feature + camera) + b = (W feature + b) + (W camera + b) - b: one product for each anchor, not for each anchor
-        # and camera; by calls of the layer, which may have been replaced by another
+            return self.weights_fc(feature).unflatten(2, (-1, *sizes))
         cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2).to(feature.dtype))
+        if not _check.is_plain(self.weights_fc):  # it may not be affine
+            return self.weights_fc(feature[:, :, None] + cameras[:, None]).unflatten(3, sizes)
+        # W (feature + camera) + b = (W feature + b) + (W camera + b) - b: one product for each anchor, not for each anchor
+        # and camera
+        by_anchor = self.weights_fc(feature)
         of_cameras_and_zero = self.weights_fc(F.pad(cameras, (0, 0, 0, 1)))
         by_camera = of_cameras_and_zero[:, :-1] - of_cameras_and_zero[:, -1:]
         return (by_anchor[:, :, None] + by_camera[:, None]).unflatten(3, sizes)
@@ -212,9 +214,9 @@ def _camera_encoder(embed_dims: int) -> nn.Sequential:
     """Layers that turn the upper 3 x 4 of a projection matrix into an embedding."""
     return nn.Sequential(
         nn.Linear(12, embed_dims),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         nn.LayerNorm(embed_dims),
         nn.Linear(embed_dims, embed_dims),
-        nn.ReLU(inplace=True),
+        nn.ReLU(),
         nn.LayerNorm(embed_dims),
     )

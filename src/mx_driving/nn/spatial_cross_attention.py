@@ -225,9 +225,14 @@ class SpatialCrossAttention(nn.Module):
     ) -> Tensor:
         """Return the same mean by a graph whose sizes do not depend on the visible cells: all cells sample all cameras."""
         inner, cams = self.deformable_attention, seen.shape[1]
-        offsets, logits = inner._offsets_and_logits(query)
-        in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in (offsets, logits)]
-        features = _attend(inner._rows(value.flatten(0, 1)), shapes, starts, reference_points.flatten(0, 1), *in_each)
+        rows, pillars = value.flatten(0, 1), reference_points.flatten(0, 1)
+        is_plain = _check.is_plain(inner, MSDeformableAttention3D)  # else it is called, which repeats its layers by camera
+        by_query = inner._offsets_and_logits(query) if is_plain else [query]
+        in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in by_query]
+        if is_plain:
+            features = _attend(inner._rows(rows), shapes, starts, pillars, *in_each)
+        else:
+            features = inner(*in_each, pillars, rows, shapes, starts)
         seen = seen[..., None]
         return features.view(*seen.shape[:3], self.embed_dims).where(seen, 0).sum(1) / seen.sum(1).clamp(min=1)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check
-from ._layers import DeformableLayers, cast_once, is_exported, is_plain, project_and_add
+from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
 
 __all__ = ["TemporalSelfAttention"]
 
@@ -22,7 +22,7 @@ def _project_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query
     channels = query.shape[-1]
     half = F.linear(query, weight[:, channels:], bias)
     both = torch.addmm(half.flatten(0, 1), previous.flatten(0, 1), weight[:, :channels].t()).view_as(half)
-    return both.split([layer.out_features for layer in layers], -1)
+    return both.split([layer.weight.shape[0] for layer in layers], -1)
 
 
 def _mean_of_maps(samples: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class TemporalSelfAttention(DeformableLayers):
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """[bs, 2, num_queries, num_heads, num_levels, num_points, 2], and without the last axis."""
         layers = self.sampling_offsets, self.attention_weights
-        if all(is_plain(layer) for layer in layers):
+        if all(_check.is_plain(layer) and layer.bias is not None for layer in layers):
             offsets, logits = _project_halves(layers, previous, query)
         else:
             offsets, logits = (layer(torch.cat([previous, query], -1)) for layer in layers)
