@@ -21,6 +21,7 @@ vendor's tests and models run on a PC.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,9 +33,10 @@ from mx_driving_portable.record import FUNCTIONS
 
 from ._dispatch.functions import as_compiled, backward_as_compiled
 from ._operator.description import OPERATORS
-from ._operator.rules import fail
+from ._operator.rules import fail, need_axes, need_shape, need_some_sizes, tensors
 from ._replacing import MadeModules
 from .ops import _extension, _pooling
+from .ops._arguments import explain_arguments
 from .ops._other_shapes import aggregation_inputs, attention_inputs
 from .ops.bev_pool_v3 import bev_pool_v3
 from .ops.geometric_kernel_attention import geometric_kernel_attention
@@ -47,7 +49,7 @@ __all__ = ["NAMES", "install", "uninstall"]
 Function = Callable[..., Any]
 
 
-def _make_forward(public: Function) -> Function:
+def _make_forward(name: str, public: Function) -> Function:
     """Return the operator under mmcv's names of the arguments. The im2col_step is not used."""
     compiled = as_compiled(public)
 
@@ -62,89 +64,186 @@ def _make_forward(public: Function) -> Function:
         tables = value_spatial_shapes, value_level_start_index
         return compiled(*attention_inputs(value, *tables, sampling_locations, attention_weights))
 
-    return forward
+    forward.__name__ = name
+    return explain_arguments(forward)
 
 
-def _make_backward(operator: str, to_inputs: Function = attention_inputs) -> Function:
+def _make_backward(name: str, operator: str, to_inputs: Function = attention_inputs) -> Function:
     """Return a function of an operator's five inputs and grad_output: a list of the gradients, in the inputs' own shapes.
 
     Callers give more, mmcv an im2col_step, which is not used.
     """
     run, differentiable = backward_as_compiled(operator, list), OPERATORS[operator].differentiable
 
-    def backward(*arguments: Tensor, im2col_step: int = 64) -> list[Tensor]:
-        inputs, grad_output = arguments[:5], arguments[5]
+    def backward(
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        grad_output: Tensor,
+        *unused: Any,
+        im2col_step: int = 64,
+    ) -> list[Tensor]:
+        inputs = value, shapes, starts, locations, weights
         gradients = run(*to_inputs(*inputs), grad_output)
         return [g.view(inputs[i].shape) for i, g in zip(differentiable, gradients, strict=True)]
 
-    return backward
+    backward.__name__ = name
+    return explain_arguments(backward)
 
 
-_multi_scale_backward = _make_backward("multi_scale_deformable_attn")
-_gradients_of_aggregation = _make_backward("deformable_aggregation", aggregation_inputs)
+_multi_scale_backward = _make_backward("ms_deform_attn_backward", "multi_scale_deformable_attn")
+_gradients_of_aggregation = _make_backward("deformable_aggregation_backward", "deformable_aggregation", aggregation_inputs)
 
 
-def _aggregation(*inputs: Tensor) -> Tensor:
-    return deformable_aggregation(*aggregation_inputs(*inputs))
+@explain_arguments
+def _deformable_aggregation_forward(
+    feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sample_locations: Tensor, weights: Tensor
+) -> Tensor:
+    return deformable_aggregation(
+        *aggregation_inputs(feature_maps, spatial_shape, scale_start_index, sample_locations, weights)
+    )
 
 
-def _aggregation_backward(*arguments: Tensor) -> None:
-    """Add the gradients of six inputs to three outputs, as the compiled function does."""
-    for out, gradient in zip(arguments[6:], _gradients_of_aggregation(*arguments[:6]), strict=True):
-        out.add_(gradient)
+@explain_arguments
+def _deformable_aggregation_backward(
+    feature_maps: Tensor,
+    spatial_shape: Tensor,
+    scale_start_index: Tensor,
+    sample_locations: Tensor,
+    weights: Tensor,
+    grad_output: Tensor,
+    grad_feature_maps: Tensor,
+    grad_sample_locations: Tensor,
+    grad_weights: Tensor,
+) -> None:
+    """Add the gradients to three outputs, as the compiled function does."""
+    inputs = feature_maps, spatial_shape, scale_start_index, sample_locations, weights
+    outputs = {
+        "grad_feature_maps": grad_feature_maps,
+        "grad_sample_locations": grad_sample_locations,
+        "grad_weights": grad_weights,
+    }
+    _extension.write_outputs(_gradients_of_aggregation(*inputs, grad_output), outputs, add=True)
 
 
-def _mmcv_backward(*arguments: Tensor, im2col_step: int = 64) -> None:
-    """Write the gradients of six inputs to three outputs, as mmcv's compiled function does."""
-    for out, gradient in zip(arguments[6:], _multi_scale_backward(*arguments[:6]), strict=True):
-        out.copy_(gradient)
+@explain_arguments
+def _ms_deform_attn_backward(
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    grad_output: Tensor,
+    grad_value: Tensor,
+    grad_sampling_loc: Tensor,
+    grad_attn_weight: Tensor,
+    im2col_step: int = 64,
+) -> None:
+    """Write the gradients to three outputs, as mmcv's compiled function does."""
+    inputs = value, spatial_shapes, level_start_index, sampling_locations, attention_weights
+    outputs = {"grad_value": grad_value, "grad_sampling_loc": grad_sampling_loc, "grad_attn_weight": grad_attn_weight}
+    _extension.write_outputs(_multi_scale_backward(*inputs, grad_output), outputs)
 
 
 @torch.no_grad()
-def _bev_pool_v2_forward(depth: Tensor, feat: Tensor, out: Tensor, *ranks_and_intervals: Any) -> None:
+@explain_arguments
+def _bev_pool_v2_forward(
+    depth: Tensor,
+    feat: Tensor,
+    out: Tensor,
+    ranks_depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_bev: Tensor,
+    interval_lengths: Tensor,
+    interval_starts: Tensor,
+) -> None:
     """Write to out [b, d, h, w, c]."""
-    out.copy_(_extension.bev_pool_v2_forward(depth, feat, *ranks_and_intervals, *out.shape[:4]))
+    tensors(("out", out))
+    need_axes("out", out, "B, D, H, W, C")
+    ranks_and_intervals = ranks_depth, ranks_feat, ranks_bev, interval_lengths, interval_starts
+    _extension.write_outputs([_extension.bev_pool_v2_forward(depth, feat, *ranks_and_intervals, *out.shape[:4])], {"out": out})
 
 
 @torch.no_grad()
-def _bev_pool_v2_backward(grad_out: Tensor, grad_depth: Tensor, grad_feat: Tensor, *inputs: Tensor) -> None:
+@explain_arguments
+def _bev_pool_v2_backward(
+    grad_out: Tensor,
+    grad_depth: Tensor,
+    grad_feat: Tensor,
+    depth: Tensor,
+    feat: Tensor,
+    ranks_depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_bev: Tensor,
+    *intervals: Tensor,
+) -> None:
     """Add to grad_depth and grad_feat."""
-    gradients = _extension.bev_pool_v3_backward(grad_out, *inputs)
-    for out, gradient in zip((grad_depth, grad_feat), gradients, strict=True):
-        out.add_(gradient)
+    gradients = _extension.bev_pool_v3_backward(grad_out, depth, feat, ranks_depth, ranks_feat, ranks_bev, *intervals)
+    _extension.write_outputs(gradients, {"grad_depth": grad_depth, "grad_feat": grad_feat}, add=True)
+
+
+def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
+    """Return the points as [*sizes, 3]: the compiled functions read memory, not shapes."""
+    tensors(("geom_xyz", geom_xyz))
+    if geom_xyz.numel() != 3 * math.prod(sizes):
+        fail(ValueError, "geom_xyz", f"hold {math.prod(sizes)} points (x, y, z)", f"shape {tuple(geom_xyz.shape)}")
+    return geom_xyz.reshape(*sizes, 3)
 
 
 @torch.no_grad()
-def _voxel_pooling_train(*arguments: Any) -> int:
+@explain_arguments
+def _voxel_pooling_train(
+    B: int, n: int, C: int, X: int, Y: int, Z: int, geom_xyz: Tensor, features: Tensor, output: Tensor, memo: Tensor
+) -> int:
     """Add to the output [B, Y, X, C], and write (batch, y, x) of each point inside the grid to the memo [B, n, 3]."""
-    batches, points, _, x, y, z, geom_xyz, features, output, memo = arguments
-    sizes, coords = (int(x), int(y), int(z)), geom_xyz.view(batches, points, 3)
-    output.add_(npu_voxel_pooling_train(coords, features, sizes).permute(0, 2, 3, 1))
+    sizes, coords = (int(X), int(Y), int(Z)), _view_points(geom_xyz, B, n)
+    tensors(("memo", memo))
+    need_shape("memo", memo, "B, n, 3", B, n, 3)
+    pooled = npu_voxel_pooling_train(coords, features, sizes).permute(0, 2, 3, 1)
+    _extension.write_outputs([pooled], {"output": output}, add=True)
     inside, cells = _pooling.points_inside(coords, sizes)
-    columns = torch.unravel_index(cells, (batches, sizes[1], sizes[0]))
+    columns = torch.unravel_index(cells, (B, sizes[1], sizes[0]))
     memo.view(-1, 3)[inside] = torch.stack(columns, 1).to(memo.dtype)
     return 1
 
 
 @torch.no_grad()
-def _voxel_pooling_inference(*arguments: Any) -> int:
+@explain_arguments
+def _voxel_pooling_inference(
+    B: int,
+    cams: int,
+    D: int,
+    H: int,
+    W: int,
+    C: int,
+    X: int,
+    Y: int,
+    Z: int,
+    geom_xyz: Tensor,
+    depth: Tensor,
+    context: Tensor,
+    output: Tensor,
+) -> int:
     """Add to the output [B, Y, X, C]. Depth is [B * cams, D, H, W], context [B * cams, C, H, W]."""
-    batches, cameras, bins, height, width, channels, x, y, z, geom_xyz, depth, context, output = arguments
-    coords = geom_xyz.view(batches, cameras, bins, height, width, 3)
-    ranks_depth, ranks_feat, ranks_bev = _pooling.lifted_points(coords, (int(x), int(y), int(z)))
-    shape = (batches, 1, int(y), int(x), channels)
+    coords = _view_points(geom_xyz, B, cams, D, H, W)
+    tensors(("depth", depth), ("context", context))
+    need_some_sizes("context", context, "B * cams, C, H, W", None, C, None, None)
+    ranks_depth, ranks_feat, ranks_bev = _pooling.lifted_points(coords, (int(X), int(Y), int(Z)))
+    shape = (B, 1, int(Y), int(X), C)
     pooled = bev_pool_v3(depth, context.permute(0, 2, 3, 1), ranks_depth, ranks_feat, ranks_bev, shape)
-    output.add_(pooled[:, :, 0].permute(0, 2, 3, 1))
+    _extension.write_outputs([pooled[:, :, 0].permute(0, 2, 3, 1)], {"output": output}, add=True)
     return 1
 
 
 _STAND_INS: dict[str, Function] = {
-    "ms_deform_attn_forward": _make_forward(multi_scale_deformable_attn),
+    "ms_deform_attn_forward": _make_forward("ms_deform_attn_forward", multi_scale_deformable_attn),
     "ms_deform_attn_backward": _multi_scale_backward,
-    "deformable_aggregation_forward": as_compiled(_aggregation),
-    "deformable_aggregation_backward": _aggregation_backward,
-    "geometric_kernel_attn_cuda_forward": _make_forward(geometric_kernel_attention),
-    "geometric_kernel_attn_cuda_backward": _make_backward("geometric_kernel_attention"),
+    "deformable_aggregation_forward": as_compiled(_deformable_aggregation_forward),
+    "deformable_aggregation_backward": _deformable_aggregation_backward,
+    "geometric_kernel_attn_cuda_forward": _make_forward("geometric_kernel_attn_cuda_forward", geometric_kernel_attention),
+    "geometric_kernel_attn_cuda_backward": _make_backward("geometric_kernel_attn_cuda_backward", "geometric_kernel_attention"),
     "bev_pool_v2_forward": _bev_pool_v2_forward,
     **dict.fromkeys(("bev_pool_v2_backward", "bev_pool_v2_backward_opt"), _bev_pool_v2_backward),
     "bev_pool_forward": _extension.bev_pool_forward,
@@ -160,7 +259,7 @@ for _row in FUNCTIONS:
     if _row.module != "mx_driving":
         modules = _PARTS if "." in _row.module else _EXTENSIONS
         modules.setdefault(_row.module, {})[_row.name] = _STAND_INS[_row.name]
-_PARTS["mmcv._ext"]["ms_deform_attn_backward"] = _mmcv_backward
+_PARTS["mmcv._ext"]["ms_deform_attn_backward"] = _ms_deform_attn_backward
 
 
 def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:

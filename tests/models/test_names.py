@@ -103,7 +103,7 @@ def test_the_step_of_an_extension_is_taken():
     assert torch.equal(older(value, PAIRS, STARTS, locations, weights=weights, im2col_step=64), expected)
     for operator in (MULTI_SCALE, GEOMETRIC):
         args, public = GOOD[operator](), getattr(mx_driving, operator)
-        forward = compat._make_forward(public)
+        forward = compat._make_forward("attend", public)
         assert torch.equal(forward(**dict(zip(ATTENTION, args, strict=True)), im2col_step=64), public(*args))
     assert torch.equal(GeometricKernelAttentionFunc.apply(*args, 64), public(*args))
 

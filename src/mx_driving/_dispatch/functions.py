@@ -95,4 +95,5 @@ def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[
     ) -> Any:
         return gather(backward_op(grad_output, value, shapes, starts, locations, weights, mask))
 
+    function.__name__ = f"{operator}_backward"
     return function

@@ -5,12 +5,15 @@ Like the vendor's, they know neither autograd nor autocast; gradients are separa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .._dispatch.functions import as_compiled, backward_as_compiled
 from .._operator.rules import explain_missing
 from ..ops import _extension
+from ..ops._arguments import explain_arguments
 from ..ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn as _multi_scale
 from ..ops.npu_deformable_aggregation import deformable_aggregation as _aggregation
@@ -37,19 +40,24 @@ __all__ = [
 ]
 
 
+def _make_backward(operator: str) -> Callable[..., tuple[Tensor, ...]]:
+    return torch.no_grad()(explain_arguments(backward_as_compiled(operator, tuple)))
+
+
 multi_scale_deformable_attn = torch.no_grad()(as_compiled(_multi_scale))
-multi_scale_deformable_attn_backward = torch.no_grad()(backward_as_compiled("multi_scale_deformable_attn", tuple))
+multi_scale_deformable_attn_backward = _make_backward("multi_scale_deformable_attn")
 npu_deformable_aggregation = torch.no_grad()(as_compiled(_aggregation))
-npu_deformable_aggregation_backward = torch.no_grad()(backward_as_compiled("deformable_aggregation", tuple))
+npu_deformable_aggregation_backward = _make_backward("deformable_aggregation")
 geometric_kernel_attention = torch.no_grad()(as_compiled(_geometric))
-geometric_kernel_attention_backward = torch.no_grad()(backward_as_compiled("geometric_kernel_attention", tuple))
+geometric_kernel_attention_backward = _make_backward("geometric_kernel_attention")
 
 
+@explain_arguments
 def geometric_kernel_attention_forward(
     value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, output: Tensor
 ) -> None:
     """Writes to the caller's output."""
-    output.copy_(geometric_kernel_attention(value, shapes, starts, locations, weights))
+    _extension.write_outputs([geometric_kernel_attention(value, shapes, starts, locations, weights)], {"output": output})
 
 
 npu_multi_scale_deformable_attn_function = multi_scale_deformable_attn

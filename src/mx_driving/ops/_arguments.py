@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -40,16 +41,17 @@ def check(operator: str, *inputs: Any) -> tuple[Any, ...]:
 def explain_arguments(public: F) -> F:
     """Check the names and the number of the arguments of a public function before it is called. Python's sentences would name
     the wrong argument."""
-    parameters = inspect.signature(public).parameters
-    names, most = tuple(parameters), len(parameters)
-    required = sum(p.default is p.empty for p in parameters.values())
+    parameters = [p for p in inspect.signature(public).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    names = tuple(p.name for p in parameters)
+    most = len(names) if len(names) == len(inspect.signature(public).parameters) else sys.maxsize
+    required = sum(p.default is p.empty for p in parameters)
 
     @functools.wraps(public)
     def call(*args: Any, **named: Any) -> Any:
         if not named and required <= len(args) <= most:
             return public(*args)
         if not required <= len(args) + len(named) <= most or any(name not in names for name in named):
-            _refuse(public.__name__, names, required, args, named)
+            _refuse(public.__name__.removeprefix("_"), names, required, args, named)
         return public(*args, **named)
 
     return call  # pyright: ignore[reportReturnType]

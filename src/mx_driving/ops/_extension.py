@@ -6,13 +6,15 @@ which gives the same where an interval is a run of one cell, or of one row of fe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._dispatch.functions import as_compiled
-from .._operator.rules import INDEX, INDEX_RULE, need_dtype, tensors
+from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, tensors
+from ._arguments import explain_arguments
 from ._pooling import gradients
 from .bev_pool import bev_pool
 from .bev_pool_v2 import bev_pool_v2
@@ -21,18 +23,34 @@ from .bev_pool_v3 import bev_pool_v3
 _v1, _v2, _v3 = as_compiled(bev_pool), as_compiled(bev_pool_v2), as_compiled(bev_pool_v3)
 
 
+def write_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any], add: bool = False) -> None:
+    """Write results to a caller's outputs, or add them there. Nothing is written if one output has another shape."""
+    for (name, out), result in zip(outputs.items(), results, strict=True):
+        tensors((name, out))
+        need_dtype(name, out, FLOATING, FLOATING_RULE)
+        if result is not None and out.shape != result.shape:
+            fail(ValueError, name, f"have shape {tuple(result.shape)}", tuple(out.shape))
+    for out, result in zip(outputs.values(), results, strict=True):
+        if result is not None:
+            out.add_(result) if add else out.copy_(result)
+
+
 def _channels_last(out: Tensor) -> Tensor:
     return out.permute(0, 2, 3, 4, 1)
 
 
 @torch.no_grad()
-def bev_pool_forward(feat: Tensor, geom_feat: Tensor, interval_lengths: Any, interval_starts: Any, *sizes: int) -> Tensor:
-    """[b, d, h, w, c]; sizes are b, d, h, w."""
+@explain_arguments
+def bev_pool_forward(
+    feat: Tensor, geom_feat: Tensor, interval_lengths: Any, interval_starts: Any, b: int, d: int, h: int, w: int
+) -> Tensor:
+    """[b, d, h, w, c]"""
     _check_intervals(interval_lengths, interval_starts)
-    return _channels_last(_v1(feat, geom_feat, *sizes))
+    return _channels_last(_v1(feat, geom_feat, b, d, h, w))
 
 
 @torch.no_grad()
+@explain_arguments
 def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes: Any) -> Tensor:
     """The gradient of feat, [n, c]."""
     tensors(("grad_out", grad_out), ("geom_feat", geom_feat))
@@ -42,6 +60,7 @@ def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes:
 
 
 @torch.no_grad()
+@explain_arguments
 def bev_pool_v2_forward(
     depth: Tensor,
     feat: Tensor,
@@ -50,25 +69,38 @@ def bev_pool_v2_forward(
     ranks_bev: Tensor,
     interval_lengths: Tensor,
     interval_starts: Tensor,
-    *sizes: int,
+    b: int,
+    d: int,
+    h: int,
+    w: int,
 ) -> Tensor:
-    """[b, d, h, w, c]; sizes are b, d, h, w."""
+    """[b, d, h, w, c]"""
     tensors(("feat", feat))
-    shape = (*sizes, *feat.shape[-1:])
+    shape = (b, d, h, w, *feat.shape[-1:])
     return _channels_last(_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths))
 
 
 @torch.no_grad()
+@explain_arguments
 def bev_pool_v3_forward(
-    depth: Tensor | None, feat: Tensor, ranks_depth: Tensor | None, ranks_feat: Tensor | None, ranks_bev: Tensor, *sizes: int
+    depth: Tensor | None,
+    feat: Tensor,
+    ranks_depth: Tensor | None,
+    ranks_feat: Tensor | None,
+    ranks_bev: Tensor,
+    b: int,
+    d: int,
+    h: int,
+    w: int,
 ) -> Tensor:
-    """[b, d, h, w, c]; sizes are b, d, h, w. Without depth feat's second axis is c."""
+    """[b, d, h, w, c]. Without depth feat's second axis is c."""
     tensors(("feat", feat))
     channels = feat.shape[1:2] if depth is None else feat.shape[-1:]
-    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (*sizes, *channels)))
+    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (b, d, h, w, *channels)))
 
 
 @torch.no_grad()
+@explain_arguments
 def bev_pool_v3_backward(
     grad_out: Tensor,
     depth: Tensor | None,

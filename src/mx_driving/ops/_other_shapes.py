@@ -35,6 +35,11 @@ def aggregation_inputs(
     is an anchor of one point then."""
     inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weights)
     if not isinstance(feature_maps, Tensor) or feature_maps.dim() != 4:
+        if isinstance(spatial_shape, Tensor) and spatial_shape.dim() == 2 and isinstance(feature_maps, Tensor):
+            fact = (
+                f"{tuple(spatial_shape.shape)}, as the older interface has it, beside feature_maps {tuple(feature_maps.shape)}"
+            )
+            fail(ValueError, "spatial_shape", "have shape (cam, scale, 2) where feature_maps are [bs, num_feat, c]", fact)
         return inputs
     _check_maps_apart(*inputs)
     cameras, rows = feature_maps.shape[1:3]

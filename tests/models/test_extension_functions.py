@@ -1,0 +1,92 @@
+"""Functions of compiled extensions: the number of their arguments, and the outputs that they write to."""
+
+from __future__ import annotations
+
+import inspect
+
+import cases
+import pytest
+import torch
+
+from mx_driving import _C, compat
+
+B, D, H, W, C = 2, 1, 2, 3, 8
+RANKS = [torch.arange(4, dtype=torch.int32)] * 3
+STARTS, LENGTHS = torch.tensor([0, 2]), torch.tensor([2, 2])
+GRID = torch.zeros(B, 4, 3, dtype=torch.int32)
+PLACES = torch.zeros(4, 4, dtype=torch.int32)
+ATTENTION, AGGREGATION = cases.multi_scale(2, 5, 8, 3, [(4, 6)], 2), cases.aggregation(2, 5, 3, 8, 2, [[(4, 6)]] * 2)
+
+
+def backward(inputs, grad, *written):
+    """The arguments of a backward, and outputs like the inputs."""
+    return [*inputs, grad, *(torch.zeros_like(inputs[i]) for i in written)]
+
+
+MAP, ROWS = torch.zeros(B, D, H, W, C), torch.rand(4, C)
+GRID_SIZES = (W, H, 1)
+_OF_POOL = [torch.rand(4), ROWS, *RANKS]
+_AGGREGATED, _ATTENDED = torch.rand(2, 5, 8), torch.rand(2, 5, 24)
+# function -> a call: name, arguments, which of them are written
+CALLS = {
+    "deformable_aggregation_forward": (AGGREGATION, ()),
+    "deformable_aggregation_backward": (backward(AGGREGATION, _AGGREGATED, 0, 3, 4), (6, 7, 8)),
+    "ms_deform_attn_forward": (ATTENTION, ()),
+    "ms_deform_attn_backward": ([*ATTENTION, _ATTENDED], ()),
+    "bev_pool_v2_forward": ([*_OF_POOL[:2], MAP, *RANKS, LENGTHS, STARTS], (2,)),
+    "bev_pool_v2_backward": ([MAP, torch.zeros(4), torch.zeros(4, C), *_OF_POOL, LENGTHS, STARTS], (1, 2)),
+    "bev_pool_forward": ([ROWS, PLACES, LENGTHS, STARTS, B, D, H, W], ()),
+    "voxel_pooling_train_forward_wrapper": (
+        [B, 4, C, *GRID_SIZES, GRID, torch.rand(B, 4, C), torch.zeros(B, H, W, C), torch.zeros(B, 4, 3).int()],
+        (8, 9),
+    ),
+    "voxel_pooling_inference_forward_wrapper": (
+        [B, 1, 4, 1, 1, C, *GRID_SIZES, GRID, torch.rand(B, 4, 1, 1), torch.rand(B, C, 1, 1), torch.zeros(B, H, W, C)],
+        (12,),
+    ),
+}
+CALLS = {name: (compat._STAND_INS[name], *call) for name, call in CALLS.items()}
+CALLS |= {
+    "mmcv": (compat._PARTS["mmcv._ext"]["ms_deform_attn_backward"], backward(ATTENTION, _ATTENDED, 0, 3, 4), (6, 7, 8)),
+    "_C": (
+        _C.geometric_kernel_attention_forward,
+        [*cases.geometric(2, 5, 8, 3, [(4, 6)], 2), torch.zeros(2, 5, 24, dtype=torch.float64)],
+        (5,),
+    ),
+    "_C backward": (_C.npu_deformable_aggregation_backward, backward(AGGREGATION, _AGGREGATED), ()),
+    "_C pool": (_C.npu_bev_pool_v3, [*_OF_POOL, B, D, H, W], ()),
+}
+WRITTEN = [(name, index) for name, (_, _, written) in CALLS.items() for index in written]
+
+
+def copies(arguments):
+    return [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_number_of_arguments(name):
+    function, arguments, _ = CALLS[name]
+    function(*copies(arguments))
+    for given in (arguments[:1], arguments[:4]):
+        missing = rf"^\w+ must be given as argument {len(given) + 1} of [a-z]\w+; got {len(given)} arguments$"
+        with pytest.raises(TypeError, match=missing):
+            function(*given)
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        most = len(parameters)
+        with pytest.raises(TypeError, match=rf"^[a-z]\w+ must be called with {most} arguments; got {most + 1}"):
+            function(*arguments, *[None] * (most + 1 - len(arguments)))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda out: None, lambda out: out[None], lambda out: out[..., :1].clone(), lambda out: out.clone().unsqueeze(-1)]
+)
+@pytest.mark.parametrize(("name", "index"), WRITTEN)
+def test_an_output_of_another_shape_is_refused_and_none_is_written(name, index, change):
+    function, arguments, written = CALLS[name]
+    arguments = copies(arguments)
+    arguments[index] = change(arguments[index])
+    before = copies(arguments)
+    with pytest.raises((TypeError, ValueError), match=r"^[a-z_]\w+ must (be a torch.Tensor|have (a )?shape|hold)\b.*; got "):
+        function(*arguments)
+    assert all(before[i] is None or torch.equal(before[i], arguments[i]) for i in written)
