@@ -113,7 +113,7 @@ def kernel_calls():
 @pytest.fixture
 def mx(monkeypatch, capsys):
     """`mx-driving` as a shell runs it: (exit status, standard output, standard error)."""
-    from mx_driving_portable import main
+    from mx_driving_portable.command import main
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["mx-driving", *map(str, args)])

@@ -1,5 +1,5 @@
 """`python -m mx_driving` is `mx-driving`."""
 
-from mx_driving_portable import main
+from mx_driving_portable.command import main
 
 main()

@@ -1,9 +1,9 @@
-"""Is the package `mx_driving` here ours? And the command `mx-driving`, which says so if it is not.
+"""Is the package `mx_driving` here ours?
 
 The vendor's distribution `mx-driving` has the same import name, and eight of its files, `__init__.py` among them, have the
 paths of ours. The later installation overwrites them, and uninstalling either removes them. After that `import mx_driving`
 runs the vendor's `__init__.py` or none at all, so nothing inside `mx_driving` could say what is the matter. This package has
-a name of its own, and imports `mx_driving` only after a look at its files.
+a name of its own and looks at the files; command.py imports `mx_driving` only after that.
 
 An editable installation records no Python file: nothing of it can be overwritten, and none is looked at.
 """
@@ -15,10 +15,8 @@ import functools
 import hashlib
 import importlib.metadata
 import pathlib
-import sys
-import warnings
 
-__all__ = ["beside", "lost_files", "main"]
+__all__ = ["beside", "lost_files"]
 
 _OURS, _VENDORS = "mx-driving-portable", "mx-driving"
 _REMEDY = f"run `pip uninstall {_VENDORS} {_OURS}`, then install the one that you want"
@@ -69,28 +67,3 @@ def beside() -> str | None:
     if vendor:
         return f"{distribution} is installed under the same import name, and uninstalling one breaks the other: {_REMEDY}"
     return None
-
-
-def main() -> None:
-    """The command `mx-driving`. `record` imports neither the package nor torch: a recorded program does, as it would alone."""
-    if sys.argv[1:2] == ["record"]:
-        from .record import main
-
-        return main("mx-driving", sys.argv[2:])
-    if lost_files():
-        print(f"mx-driving: {beside()}", file=sys.stderr)
-        sys.exit(2)
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; the commands that need NumPy say so themselves
-    try:
-        from mx_driving.cli.app import main
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        print(f"mx-driving: torch must be installed (pip install torch); got: {error}", file=sys.stderr)
-        sys.exit(2)
-    except ValueError as error:
-        if not str(error).startswith("MX_DRIVING_"):  # a word in the environment
-            raise
-        print(f"mx-driving: {error}", file=sys.stderr)
-        sys.exit(2)
-    main()

@@ -140,7 +140,7 @@ def test_somebodys_own_change_is_not_the_vendors(tmp_path):
     assert look(tmp_path) == [BESIDE, []]
 
 
-COMMAND = "import mx_driving_portable\nmx_driving_portable.main()\n"
+COMMAND = "from mx_driving_portable.command import main\nmain()\n"
 
 
 @pytest.mark.parametrize("order", ["ours, theirs", "theirs, ours, -theirs"])

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import mx_driving
 from mx_driving.cli.app import app
 
-BLOCKED = "import sys; sys.modules['torch'] = None; import mx_driving_portable; mx_driving_portable.main()"
+BLOCKED = "import sys; sys.modules['torch'] = None; from mx_driving_portable.command import main; main()"
 
 
 def run(*arguments):

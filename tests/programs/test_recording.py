@@ -88,7 +88,7 @@ def test_a_program_is_recorded_computes_the_same_and_is_right(tmp_path):
 PROGRAMS = {
     "script": (["-m", "mx_driving_portable.record"], "module.py"),
     "module": (["-m", "mx_driving_portable.record"], "-m", "module"),
-    "command": (["-c", "from mx_driving_portable import main; main()", "record"], "module.py"),
+    "command": (["-c", "from mx_driving_portable.command import main; main()", "record"], "module.py"),
     "command of the whole package": (["-m", "mx_driving", "record"], "module.py"),
 }
 

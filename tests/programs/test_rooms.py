@@ -9,8 +9,9 @@ import pathlib
 import pytest
 
 import mx_driving
+import mx_driving_portable
 
-SOURCES = pathlib.Path(mx_driving.__file__).parent
+SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving, mx_driving_portable))
 # The lowest floor first. A room is a folder, a file that lies in none, or a file of a folder that only programs import.
 # Rooms of one floor do not import each other.
 FLOORS = (
@@ -37,49 +38,50 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def name_of(file):
-    parts = file.relative_to(SOURCES).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)
+    parts = file.relative_to(SOURCES.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(file): file for file in sorted(SOURCES.rglob("*.py"))}
+MODULES = {name_of(file): file for file in sorted((*SOURCES.rglob("*.py"), *PORTABLE.rglob("*.py")))}
+OURS = [module for module in MODULES if module.partition(".")[0] == "mx_driving"]
 
 
 def imports(module):
-    """The modules of the package that a module imports anywhere, functions' bodies too."""
-    home = MODULES[module].relative_to(SOURCES).parent.parts
+    """Return the modules of the two packages that a module imports anywhere, functions' bodies too."""
+    home = MODULES[module].relative_to(SOURCES.parent).parent.parts
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = ["mx_driving", *home[: len(home) + 1 - node.level]] if node.level else []
+            base = home[: len(home) + 1 - node.level] if node.level else ()
             names = [".".join([*base, *filter(None, [node.module]), name.name]) for name in node.names]
         else:
             continue
-        yield from (module_of(name) for name in names if name.split(".")[0] == "mx_driving")
+        yield from filter(None, map(module_of, names))
 
 
 def module_of(name):
-    """The module that a name is, or is in: `mx_driving.ops.levels` is in `ops`."""
-    parts = name.split(".")[1:]
-    while parts and ".".join(parts) not in MODULES:
-        parts.pop()
-    return ".".join(parts) or "__init__"
+    """Return the module that a name is, or is in: `mx_driving.ops.levels` is in `mx_driving.ops`."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def room_of(module):
-    while module not in FLOOR and "." in module:
-        module = module.rpartition(".")[0]
-    return module
+    room = module.partition(".")[2] or "__init__"
+    while room not in FLOOR and "." in room:
+        room = room.rpartition(".")[0]
+    return room
 
 
 def upward(room):
     """(module, what it imports) where that is in another room of its floor or higher."""
-    found = ((module, name) for module in MODULES if room_of(module) == room for name in imports(module))
+    found = ((module, name) for module in OURS if room_of(module) == room for name in imports(module) if name in OURS)
     return [(module, name) for module, name in found if room_of(name) != room and FLOOR[room_of(name)] >= FLOOR[room]]
 
 
 def test_every_room_has_a_floor():
-    assert {room_of(module) for module in MODULES} == set(FLOOR)
+    assert {room_of(module) for module in OURS} == set(FLOOR)
 
 
 @pytest.mark.parametrize("room", FLOOR)
@@ -87,7 +89,7 @@ def test_imports_go_downwards(room):
     assert upward(room) == []
 
 
-def test_no_circle_of_modules():
+def test_no_circle_of_the_two_packages():
     graph = {module: set(imports(module)) - {module} for module in MODULES}
     assert sum(map(len, graph.values())) > len(graph)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

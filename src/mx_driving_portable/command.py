@@ -1,0 +1,35 @@
+"""The command `mx-driving`, which says so if the vendor's files replaced ours."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from . import beside, lost_files
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """The command `mx-driving`. `record` imports neither the package nor torch: a recorded program does, as it would alone."""
+    if sys.argv[1:2] == ["record"]:
+        from . import record
+
+        return record.main("mx-driving", sys.argv[2:])
+    if lost_files():
+        print(f"mx-driving: {beside()}", file=sys.stderr)
+        sys.exit(2)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; the commands that need NumPy say so themselves
+    try:
+        from mx_driving.cli.app import main as run
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"mx-driving: torch must be installed (pip install torch); got: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ValueError as error:
+        if not str(error).startswith("MX_DRIVING_"):  # a word in the environment
+            raise
+        print(f"mx-driving: {error}", file=sys.stderr)
+        sys.exit(2)
+    run()
