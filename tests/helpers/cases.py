@@ -210,9 +210,11 @@ def wanted_implementations(small: bool = False) -> list[str]:
 
 
 def on_gpu(t: Any) -> Any:
-    """A copy with the same strides, offset and surroundings."""
+    """A copy with the same strides, offset and surroundings; of a tensor with a gradient, one that autograd sees."""
     if not isinstance(t, Tensor):
         return t
+    if t.requires_grad:
+        return t.cuda()
     whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
     return whole.cuda().as_strided(t.shape, t.stride(), t.storage_offset())
 

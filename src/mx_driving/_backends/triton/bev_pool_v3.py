@@ -1,13 +1,14 @@
-"""bev_pool_v3 on a GPU: points are sorted by cell, and a program sums the points of a cell.
+"""bev_pool_v3 on a GPU: points in the order of the call, sums of runs of equal ranks in registers, and atomics at their ends.
 
 The gradient of feat is the same sum with cells and rows of feat exchanged; the same program has all that the gradient of depth
-needs of a point. No program adds to what another writes, so the bits are the same in every run; PyTorch's `index_add` sums the
-gradient of an element of depth that several points have.
+needs of a point. Sums are float32, and their bits may differ from run to run. In deterministic mode points are sorted, and a
+program sums the points of a cell: no program adds to what another writes, and PyTorch's `index_add` sums the gradient of depth.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,17 +16,94 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .sampling import add
 
 
 @triton.jit
 def _ranks(ranks, point, here, count):
-    """The ranks of points, and whether they are rows of a tensor of `count` rows."""
-    rank = tl.load(ranks + point, mask=here, other=-1).to(tl.int64)
-    return rank, rank.to(tl.uint64, bitcast=True) < count.to(tl.uint64)  # 0 <= rank < count
+    """The ranks of points in their own dtype, and whether they are rows of a tensor of `count` rows."""
+    rank = tl.load(ranks + point, mask=here, other=-1)
+    return rank, rank.to(tl.int64).to(tl.uint64, bitcast=True) < count.to(tl.uint64)  # 0 <= rank < count
+
+
+@triton.jit
+def _point(ranks_row, ranks_depth, ranks_target, point, end, num_rows, num_depth, num_targets):
+    """Return the ranks of points and whether all three exist. The target is -1 if one of them does not."""
+    row, in_rows = _ranks(ranks_row, point, point < end, num_rows)
+    at, in_depth = _ranks(ranks_depth, point, point < end, num_depth)
+    target, in_targets = _ranks(ranks_target, point, point < end, num_targets)
+    here = in_rows & in_depth & in_targets
+    return row, at, tl.where(here, target, -1), here
+
+
+@triton.jit
+def _operands(
+    rows, depth, others, row, at, target, here, c,
+    CHANNELS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
+):  # fmt: skip
+    """Return the row of points, their depth and the row of their targets; zeros for what does not exist or is not needed."""
+    channel = here & (c < CHANNELS)
+    values = tl.load(rows + row.to(tl.int64) * CHANNELS + c, mask=channel, other=0.0)
+    factor = tl.load(depth + at, mask=here & SUMS, other=0.0)
+    other = tl.load(others + target.to(tl.int64) * CHANNELS + c, mask=channel & DOTS, other=0.0)
+    return values, factor, other
+
+
+@triton.jit(do_not_specialize=["num_points", "num_rows", "num_depth", "num_targets"])
+def _walk(
+    rows, depth, ranks_row, ranks_depth, ranks_target, others, sums, dots, num_points, num_rows, num_depth, num_targets,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
+    SUMS: tl.constexpr, DOTS: tl.constexpr,
+):  # fmt: skip
+    """sums[target] += depth * row, dots[depth's rank] += product of the point's row and of others[target].
+
+    Each row of a tile walks LENGTH consecutive points. Ranks are read two points ahead, and rows one point ahead.
+    """
+    c = tl.arange(0, COLUMNS)[None, :]
+    i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]) * LENGTH
+    end = tl.minimum(i + LENGTH, num_points)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    row, at, target, here = _point(ranks_row, ranks_depth, ranks_target, i, end, num_rows, num_depth, num_targets)
+    values, factor, other = _operands(rows, depth, others, row, at, target, here, c, CHANNELS, SUMS, DOTS)
+    row, next_at, next_target, next_here = _point(
+        ranks_row, ranks_depth, ranks_target, i + 1, end, num_rows, num_depth, num_targets
+    )
+    for k in range(LENGTH):
+        next_values, next_factor, next_other = _operands(
+            rows, depth, others, row, next_at, next_target, next_here, c, CHANNELS, SUMS, DOTS
+        )
+        row, then_at, then_target, then_here = _point(
+            ranks_row, ranks_depth, ranks_target, i + (k + 2), end, num_rows, num_depth, num_targets
+        )
+        if SUMS:
+            total += factor.to(tl.float32) * values.to(tl.float32)
+            ends = target != next_target  # also at the end of a walk, where the next target is -1
+            add(sums + target.to(tl.int64) * CHANNELS + c, total, ends & here & (c < CHANNELS))
+            total = tl.where(ends, 0.0, total)
+        if DOTS:
+            dot = tl.sum(values.to(tl.float32) * other.to(tl.float32), 1, keep_dims=True)
+            add(dots + at + 0 * c, dot + 0.0 * c, here & (c == 0))
+        at, target, here = next_at, next_target, next_here
+        next_at, next_target, next_here = then_at, then_target, then_here
+        values, factor, other = next_values, next_factor, next_other
+
+
+@triton.jit(do_not_specialize=["height", "width"])
+def _transposed(source, target, height, width, TILE: tl.constexpr):
+    """target [..., width, height] = source [..., height, width], in target's dtype."""
+    down, across = tl.cdiv(height, TILE), tl.cdiv(width, TILE)
+    program = tl.program_id(0)
+    first = (program // (down * across)).to(tl.int64) * height * width
+    y = (program // across % down).to(tl.int64) * TILE + tl.arange(0, TILE)
+    x = (program % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (y < height)[:, None] & (x < width)[None, :]
+    tile = tl.load(source + first + y[:, None] * width + x[None, :], mask=inside)
+    inside = (x < width)[:, None] & (y < height)[None, :]
+    tl.store(target + first + x[:, None] * height + y[None, :], tl.trans(tile).to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_depth"])
-def _sums(
+def _sorted_sums(
     rows, depth, ranks_row, ranks_depth, order, starts, others, sums, dots, num_rows, num_depth,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +127,7 @@ def _sums(
     left = end - first
     while left > 0:
         here = in_rows & in_depth
-        values = tl.load(rows + row * CHANNELS + c, mask=here & (c < CHANNELS), other=0.0).to(tl.float32)
+        values = tl.load(rows + row.to(tl.int64) * CHANNELS + c, mask=here & (c < CHANNELS), other=0.0).to(tl.float32)
         if SUMS:
             total += tl.load(depth + at, mask=here, other=0.0).to(tl.float32) * values
         if DOTS:
@@ -65,16 +143,21 @@ def _sums(
         tl.store(sums + target * CHANNELS + c, result, mask=c < CHANNELS)
 
 
-# Points of a cell that a program reads at once. A cell near the camera has hundreds, and its program ends last.
+# How many consecutive points a row of a tile walks: fewer are more programs, more are fewer atomics. Not measured on a GPU yet.
+_LENGTH = 32
+_WARPS = 1  # of a walk: sums over channels are shuffles
+_TILE = 32  # rows and columns that a program transposes
+# Of the sum of sorted points: points of a cell that a program reads at once. A cell near the camera has hundreds, and its
+# program ends last.
 _FEWEST_ROWS = 16
-_WARPS = 4
+_SORTED_WARPS = 4
 
 
 @functools.lru_cache(maxsize=256)
-def _options(channels: int, itemsize: int, lanes: int) -> dict[str, int]:
-    tile = launch.tile(channels, min(16 // itemsize, launch.MOST_HELD), _WARPS, lanes)
-    rows = max(tile.rows, _FEWEST_ROWS)
-    return {"CHANNELS": channels, "ROWS": rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
+def _options(channels: int, itemsize: int, lanes: int, walk: bool) -> dict[str, int]:
+    tile = launch.tile(channels, min(16 // itemsize, launch.MOST_HELD), _WARPS if walk else _SORTED_WARPS, lanes)
+    rows, length = (tile.rows, {"LENGTH": _LENGTH}) if walk else (max(tile.rows, _FEWEST_ROWS), {})
+    return {"CHANNELS": channels, "ROWS": rows, "COLUMNS": tile.columns, **length, "num_warps": tile.warps}
 
 
 def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -89,15 +172,42 @@ def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(ordered, firsts.to(ranks.dtype) if rows < 1 << 31 else firsts)
 
 
-def _run(
-    rows: Tensor, depth: Tensor, ranks: Tensor, ranks_depth: Tensor, targets: Tensor, others: Tensor, sums: Tensor, dots: Tensor
-) -> None:
-    """Write sums [targets, channels] and dots [points], as far as they have elements."""
-    order, starts = _sorted(targets, len(others))
-    options = _options(others.shape[1], rows.element_size(), launch.gpu().lanes)
-    tensors = (rows, depth, ranks, ranks_depth, order, starts, others, sums, dots)
-    flags = {"SUMS": sums.numel() > 0, "DOTS": dots.numel() > 0}
-    launch.run(_sums, len(others), tensors, (len(rows), len(depth)), options, **flags)
+def _transpose(source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return [b, height, width] as a contiguous [b, width, height], perhaps of another dtype."""
+    b, height, width = source.shape
+    target = torch.empty((b, width, height), dtype=dtype or source.dtype, device=source.device)
+    programs = b * -(-height // _TILE) * -(-width // _TILE)
+    if source.numel():
+        options = {"TILE": _TILE, "num_warps": 4}
+        launch.run(_transposed, programs, (source.contiguous(), target), (height, width), options)
+    return target
+
+
+class _Points(NamedTuple):
+    """Points in the order of the call: their rows and depth, and the rows of their targets."""
+
+    rows: Tensor
+    depth: Tensor
+    ranks_row: Tensor
+    ranks_depth: Tensor
+    ranks_target: Tensor
+    others: Tensor
+
+    def walk(self, sums: Tensor, dots: Tensor) -> None:
+        """Add to sums [targets, channels] and dots [depth], as far as they have elements. Both must be float32."""
+        options = _options(self.others.shape[1], self.rows.element_size(), launch.gpu().lanes, True)
+        numbers = len(self.ranks_row), len(self.rows), len(self.depth), len(self.others)
+        programs = -(-len(self.ranks_row) // (options["ROWS"] * options["LENGTH"]))
+        if programs:
+            launch.run(_walk, programs, (*self, sums, dots), numbers, options, SUMS=sums.numel() > 0, DOTS=dots.numel() > 0)
+
+    def sum_sorted(self, sums: Tensor, dots: Tensor) -> None:
+        """Write sums [targets, channels] and dots [points], as far as they have elements."""
+        order, starts = _sorted(self.ranks_target, len(self.others))
+        options = _options(self.others.shape[1], self.rows.element_size(), launch.gpu().lanes, False)
+        tensors = (*self[:4], order, starts, self.others, sums, dots)
+        flags = {"SUMS": sums.numel() > 0, "DOTS": dots.numel() > 0}
+        launch.run(_sorted_sums, len(self.others), tensors, (len(self.rows), len(self.depth)), options, **flags)
 
 
 def forward(
@@ -112,11 +222,16 @@ def forward(
     w: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    cells = feat.new_empty((bs * d * h * w, feat.shape[1]), dtype=dtype)
+    channels, dtype = feat.shape[1], dtype or feat.dtype
+    shape, none = (bs * d * h * w, channels), torch.empty(0, device=feat.device, dtype=torch.float32)
+    if torch.are_deterministic_algorithms_enabled():
+        cells, run = feat.new_empty(shape, dtype=dtype), _Points.sum_sorted
+    else:
+        cells, run = torch.zeros(shape, device=feat.device, dtype=torch.float32), _Points.walk
     if cells.numel():
         ranks = (t.contiguous() for t in (ranks_feat, ranks_depth, ranks_bev))
-        _run(feat.contiguous(), depth.contiguous(), *ranks, cells, cells, depth.new_empty(0))
-    return cells.view(bs, d, h, w, feat.shape[1]).movedim(-1, 1).contiguous()
+        run(_Points(feat.contiguous(), depth.contiguous(), *ranks, cells), cells, none)
+    return _transpose(cells.view(bs, d * h * w, channels), dtype).view(bs, channels, d, h, w)
 
 
 def backward(
@@ -132,14 +247,28 @@ def backward(
     w: int,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    cells = grad_output.movedim(1, -1).reshape(bs * d * h * w, feat.shape[1])
-    cells, feat, depth = cells.contiguous(), feat.contiguous(), depth.contiguous()
-    ranks_feat, ranks_depth, ranks_bev = (t.contiguous() for t in (ranks_feat, ranks_depth, ranks_bev))
-    grad_feat = torch.empty_like(feat) if output_mask[0] else feat.new_empty(0)
-    dots = torch.zeros(len(ranks_bev) if output_mask[1] else 0, device=feat.device)
+    cells = grad_output.movedim(1, -1)
+    if not cells.is_contiguous():
+        cells = _transpose(grad_output.reshape(bs, feat.shape[1], d * h * w))
+    ranks = (t.contiguous() for t in (ranks_bev, ranks_depth, ranks_feat))
+    points = _Points(cells.view(bs * d * h * w, feat.shape[1]), depth.contiguous(), *ranks, feat.contiguous())
+    if torch.are_deterministic_algorithms_enabled():
+        return _sorted_gradients(points, output_mask)
+    sizes = (points.others.shape if output_mask[0] else 0), (depth.shape if output_mask[1] else 0)
+    grad_feat, grad_depth = (torch.zeros(size, device=feat.device, dtype=torch.float32) for size in sizes)
     if feat.numel() and any(output_mask):
-        _run(cells, depth, ranks_bev, ranks_depth, ranks_feat, feat, grad_feat, dots)
-    return grad_feat, _sum_by_depth(dots, ranks_depth, depth) if output_mask[1] else depth.new_empty(0)
+        points.walk(grad_feat, grad_depth)
+    return grad_feat.to(feat.dtype), grad_depth.to(depth.dtype)
+
+
+def _sorted_gradients(points: _Points, output_mask: list[bool]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of feat and depth in an order fixed by the inputs."""
+    feat, depth = points.others, points.depth
+    grad_feat = torch.empty_like(feat) if output_mask[0] else feat.new_empty(0)
+    dots = torch.zeros(len(points.ranks_row) if output_mask[1] else 0, device=feat.device, dtype=torch.float32)
+    if feat.numel() and any(output_mask):
+        points.sum_sorted(grad_feat, dots)
+    return grad_feat, _sum_by_depth(dots, points.ranks_depth, depth) if output_mask[1] else depth.new_empty(0)
 
 
 def _sum_by_depth(dots: Tensor, ranks: Tensor, depth: Tensor) -> Tensor:
