@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 
 import attention_modules as libraries
 import pytest
@@ -224,81 +223,6 @@ def test_classes_that_share_a_forward_are_both_served():
     assert [operators(module, **inputs) for module in modules] == [[], []]
 
 
-class Factor(torch.nn.Module):
-    def __init__(self, factor=1.0):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
-def cool(module, logits):
-    return logits / module.cooling
-
-
-class WithOptions(libraries.Paper):
-    """Factors and a switch that the trial leaves at their defaults: its own, a layer's and a configuration's."""
-
-    temperature, cooling, doubled = 1.0, 1.0, False
-    forward = make_forward(PAPER + ", input_level_start_index")
-
-    def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4, times=1):
-        super().__init__(d_model, n_levels, n_heads, n_points)
-        self.factor, self.config, self.times = Factor(), types.SimpleNamespace(scale=1.0), times
-
-    def logits(self, query):
-        return cool(self, self.factor(self.attention_weights(query)) / self.temperature * self.config.scale) * self.times
-
-    def attend(self, **named):
-        return super().attend(**named) * (lambda: 2 if self.doubled else 1)()
-
-
-OPTIONS = [{"temperature": 2.0}, {"doubled": True}, {"cooling": 2.0}, {"factor": Factor(2.0)}]
-OPTIONS += [{"config": types.SimpleNamespace(scale=2.0)}, {"times": 2}]
-
-
-@pytest.mark.parametrize(("options", "called"), [({}, WITH_LOGITS), *((options, BARE) for options in OPTIONS)], ids=str)
-def test_a_module_with_other_options_than_the_tried_one_keeps_its_code(options, called):
-    module = build(WithOptions)
-    for name, value in options.items():
-        setattr(module, name, value)
-    answers(WithOptions, module, arguments_for(module, masked=False), called)
-
-
-class Sampler(torch.nn.Module):
-    """A core that is a layer, as that of transformers, with a switch and a method that may be another one."""
-
-    def __init__(self, scaled=False):
-        super().__init__()
-        self.scaled = scaled
-
-    def forward(
-        self, value, value_spatial_shapes, value_spatial_shapes_list, level_start_index, sampling_locations, attention_weights,
-        im2col_step,
-    ):  # fmt: skip
-        return self.finish(plain_core(value, value_spatial_shapes_list, sampling_locations, attention_weights))
-
-    def finish(self, out):
-        return 2 * out if self.scaled else out
-
-
-class Finishing(Sampler):
-    def finish(self, out):
-        return -out
-
-
-@pytest.mark.parametrize(("layer", "is_served"), [(Sampler(), True), (Sampler(True), False), (Finishing(), False)], ids=str)
-def test_a_layer_with_other_options_than_the_tried_one_keeps_its_code(layer, is_served):
-    table, (value, sizes, *rest) = torch.tensor(libraries.SIZES), CORE
-    arguments = value, table, sizes, torch.tensor([0, 20]), *rest, 64
-    expected = layer(*arguments)
-    with mx_driving.patched(library(Sampler)) as done:
-        assert done.replaced == (f"{__name__}.Sampler",)
-        assert operators(layer, *arguments) == ([BARE] if is_served else [])
-        close(layer(*arguments), expected)
-
-
 class BoxesRefused(libraries.Paper):
     """A copy that knows points alone."""
 
@@ -326,18 +250,6 @@ class WithoutMasks(libraries.Mmcv):
 def test_a_module_that_does_not_read_its_mask_is_replaced_and_ignores_it():
     module = build(WithoutMasks)
     assert answers(WithoutMasks, module, arguments_for(module)).skipped == {}
-
-
-class WithoutMasksAndSharper(libraries.Layers):
-    forward = make_forward(MMCV + "**kwargs", mask="None", position="None", identity="None")
-
-    def logits(self, query):
-        return 2 * self.attention_weights(query)
-
-
-def test_the_reason_names_the_arguments_that_are_not_read():
-    with pytest.warns(UserWarning, match="does not read identity, query_pos, key_padding_mask"):
-        mx_driving.patch(library(WithoutMasksAndSharper, plain_core)).restore()
 
 
 def int_core(value, value_spatial_shapes, sampling_locations, attention_weights):

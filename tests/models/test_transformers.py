@@ -112,10 +112,12 @@ def test_outputs_and_gradients_in_float64(name):
     subject = _in_double(name)
     run = subject.backward if name in FIRST else lambda: (_without_a_graph(subject), {})
     outputs, gradients = run()
-    with mx_driving.patched(subject.model, modules=False), mx_driving.viz.recording() as looks:
+    with mx_driving.patched(subject.model, modules=False, prove=False), mx_driving.viz.recording() as looks:
         of_cores = _without_a_graph(subject)
-    with mx_driving.patched(subject.model):
+    with mx_driving.patched(subject.model) as done:
+        run()
         of_modules, found = run()
+        assert (done.kept, done.uncalled) == ({}, ())
     assert len(looks) >= 2
     assert all(float(look.table.std(1).mean()) > 1e-4 for look in looks)  # the models are alive: a wrong sample would show
     assert max(models.largest(ours, outputs) for ours in (of_cores, of_modules)) < 1e-13
@@ -136,9 +138,9 @@ def test_weights_have_the_operators_gradients(name):
     models.forget(subject.model)
     subject = models.Subject(name, copy.deepcopy(subject.model), subject.inputs)  # it keeps the hooks of what it was asked for
     weights, gradients = _weights_and_gradients(subject)
-    with mx_driving.patched(subject.model, modules=False):
+    with mx_driving.patched(subject.model, modules=False, prove=False):
         found = _weights_and_gradients(subject)
-    with mx_driving.patched(subject.model):
+    with mx_driving.patched(subject.model, prove=False):
         of_modules = _asked_for_weights(subject)[1]
     assert any(g is not None for g in gradients)  # Mask2Former of two layers returns one layer's
     assert name not in ("deformable_detr", "grounding_dino") or any(t.dim() == 5 for t in weights)  # [..., levels, points]

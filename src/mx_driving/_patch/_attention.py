@@ -36,7 +36,6 @@ from ._forms import (
     repeat_levels,
 )
 from ._parameters import find_source
-from ._state import Tried
 
 LEVELS = 0  # in a shape: as many as there are levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
@@ -63,8 +62,8 @@ class Attention(Form):
     masked: bool = True  # whether the trial gives a mask
     layout: ValueLayout = ROWS  # of memory, which has its heads already where this is another one
     needs: frozenset[str] = frozenset(("query", "reference"))  # roles of forward's parameters
-    tried: Tried | None = None
-    examples: frozenset[tuple[int, bool]] = frozenset()  # of each, the numbers of a reference and whether there was memory
+    tried: Any = None
+    described = ("query", "value", "reference", "trajectories")
     kind: str = MODULE
     reads_all = False
     roles = frozenset(
@@ -79,10 +78,7 @@ class Attention(Form):
         if not masks or not all(is_table(t) for t in shapes_and_starts if isinstance(t, Tensor)):
             return False
         reference = arguments.get("reference", arguments.get("trajectories"))
-        example = isinstance(reference, Tensor) and (reference.shape[-1], arguments.get("value") is not None)
-        if self.tried is None or example not in self.examples or not self.tried.covers(module):
-            return False
-        return self.usual(module, arguments)
+        return isinstance(reference, Tensor) and isinstance(module, self.tried[0]) and self.usual(module, arguments)
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         query, identity = arguments["query"], arguments.get("identity")

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from ._attention import LEVELS, Attention, get_heads
-from ._forms import FUNCTION, ROWS, SPLIT, Arguments, make_tables
-from ._pools import Pool
+from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Arguments, find_role, make_tables
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an example. Two examples have no size in common, so that a number in a library's code stands for one size."""
+    """Sizes of an example, all of them different, so that two axes that change places show."""
 
     batches: int
     queries: int
@@ -29,8 +28,7 @@ class Sizes:
     counts: tuple[int, ...]  # points of each level, where a level has its own number of them
     points: int
     maps: tuple[tuple[int, int], ...]  # more than there are levels, for classes of fixed sizes
-    spread: float  # of parameters, and with them of offsets and logits, for limits that a library puts to them
-    training: bool
+    spread: float  # of parameters, and with them of offsets and logits
 
     @property
     def width(self) -> int:
@@ -54,20 +52,21 @@ class Sizes:
         return {**small, **lists, "config": SimpleNamespace(**{**configuration, **lists})}
 
 
-SMALL = Sizes(2, 14, 3, 4, 2, (2, 4), 4, ((3, 2), (2, 4), (1, 3), (2, 1), (1, 1)), 1, True)
-LARGE = Sizes(1, 5, 2, 8, 3, (2, 6, 4), 6, ((12, 10), (5, 7), (2, 3), (2, 2), (4, 1)), 4, False)
-CORE = Sizes(2, 5, 3, 4, 2, (2, 4), 2, ((5, 4), (3, 6)), 1, True)
-OTHER_CORE = Sizes(1, 7, 2, 5, 3, (1, 2, 3), 3, ((4, 3), (2, 5), (6, 1)), 1, True)
+SMALL = Sizes(2, 14, 3, 4, 2, (2, 4), 4, ((3, 2), (2, 4), (1, 3), (2, 1), (1, 1)), 1)
+CORE = Sizes(2, 5, 3, 4, 2, (2, 4), 2, ((5, 4), (3, 6)), 1)
 
 
 def make_core_examples(form: Any, sizes: Sizes) -> Iterator[list[Arguments]]:
     """Return an example of every kind that the form serves, each in the ways to write it."""
-    if isinstance(form, Pool):
-        yield [dict(zip(form.parameters, form.example(), strict=True))]
+    if getattr(form, "example", None) is not None:
+        yield [dict(zip(map(find_role, form.parameters), form.example(), strict=True))]
         return
     shapes, starts = make_tables(sizes.maps, torch.device("cpu"))
     common = {"sizes": list(sizes.maps), "starts": starts, "counts": list(sizes.counts), "step": 64, "value_shape": "default"}
     split = (sizes.levels, sizes.points)
+    if form.kind == AUTOGRAD:
+        yield [{**common, **_make_core_tensors(sizes, split), "shapes": shapes}]
+        return
     for axes, method in itertools.product(form.axes, form.methods):
         points = (sum(sizes.counts),) if form.uneven else split if axes == SPLIT else (math.prod(split),)
         inputs = {**common, **_make_core_tensors(sizes, points), "method": method}

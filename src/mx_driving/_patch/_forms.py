@@ -24,7 +24,7 @@ from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ..ops.npu_deformable_aggregation import deformable_aggregation
 from ._parameters import Parameters
-from ._state import Tried
+from ._snapshot import list_plain_state
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 Arguments = Mapping[str, Any]  # by role where the name has one, else by name
@@ -79,6 +79,8 @@ class Form:
     reads_all: bool  # whether arguments that the original's code does not read count
     needs: frozenset[str] = frozenset()  # roles that parameters must have
     roles: frozenset[str] = frozenset()  # roles that parameters which the code reads may have
+    described: tuple[str, ...]  # roles of the tensors whose sizes matter
+    tried: Any = None  # the class of a layer, and the plain state of the layer that was tried
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         """Return whether something of this kind, with this name and these parameters, may be written in this form."""
@@ -94,8 +96,12 @@ class Form:
         return f"two parameters of one meaning: {', '.join(used)}" if len(collect_roles(used)) < len(used) else ""
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether the form was tried on such arguments. The original's own code does the rest."""
+        """Return whether the form can answer such a call. The original's own code does the rest."""
         raise NotImplementedError
+
+    def trusts(self, layer: Any) -> bool:
+        """Return whether a layer has the class and the plain attributes of the layer that was tried, and nothing else."""
+        return self.tried is not None and self.tried[1] is not None and self.tried[1] == list_plain_state(layer)
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         """Return what the original returns for such arguments."""
@@ -111,7 +117,13 @@ class Exact(Form):
     run: Callable[..., Any]
     called: str  # a pattern: autograd functions of different operators have the same parameters
     inputs: Callable[..., tuple[Any, ...]] | None = None  # from an extension's tensors to those of the operator `run`
+    example: Callable[[], tuple[Any, ...]] | None = None  # arguments for a trial, where they are not those of a core
+    tried: Any = None  # an autograd function that needs a compiled file is not tried
     reads_all = True
+
+    @property
+    def described(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(map(find_role, self.parameters))
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         has_name = kind == self.kind and re.search(self.called, name) is not None
@@ -121,8 +133,12 @@ class Exact(Form):
         is_same = parameters.all == self.parameters and not parameters.variadic
         return "" if is_same else f"the parameters {parameters}"
 
+    def serves(self, module: Any, arguments: Arguments) -> bool:
+        return True
+
     def answer(self, module: Any, arguments: Arguments) -> Any:
-        return self.run(*arguments.values())
+        values = list(arguments.values())
+        return self.run(*values) if self.inputs is None else self.run(*self.inputs(*values[:5]))  # without im2col_step
 
 
 def is_table(t: Any) -> bool:
@@ -240,7 +256,8 @@ class Core(Form):
     needs: frozenset[str] = _NEEDED
     pixels: bool = False  # locations are whole pixels, as MapTR's
     kind: str = FUNCTION
-    tried: Tried | None = None  # of a layer
+    tried: Any = None
+    described = ("value", "locations", "weights")
 
     @property
     def reads_all(self) -> bool:  # type: ignore[override]
@@ -258,10 +275,10 @@ class Core(Form):
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         locations, starts = arguments["locations"], arguments.get("starts")
-        tried = arguments.get("value_shape", "default") == "default" and arguments.get("method", "default") in self.methods
-        tried = tried and (starts is None or is_table(starts) or self.kind == MODULE)
+        known = arguments.get("value_shape", "default") == "default" and arguments.get("method", "default") in self.methods
+        known = known and (starts is None or is_table(starts) or self.kind == MODULE)
         whole = not self.pixels or not locations.is_floating_point()  # MapTR rounds fractions, its compiled kernel cuts them
-        return tried and whole and locations.dim() in self.axes and (self.tried is None or self.tried.covers(module))
+        return known and whole and locations.dim() in self.axes and (module is None or isinstance(module, self.tried[0]))
 
     def answer(self, module: Any, arguments: Arguments) -> Tensor:
         locations = arguments["locations"]
@@ -292,8 +309,19 @@ CORES = (
 )
 _MMCV = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights", "im2col_step")
 _SPARSE4D = ("mc_ms_feat", "spatial_shape", "scale_start_index", "sampling_location", "weights")
+
+
+def _make_aggregation() -> tuple[Tensor, ...]:
+    """Return features of 2 cameras with 2 levels each, and 5 anchors of 3 points, in 2 groups."""
+    generator = torch.Generator().manual_seed(0)
+    shapes, starts = torch.tensor([[[3, 4], [2, 2]]] * 2), torch.tensor([[0, 12], [16, 28]])
+    sides = ((2, 32, 4), (2, 5, 3, 2, 2), (2, 5, 3, 2, 2, 2))
+    features, places, weights = (torch.rand(side, generator=generator) for side in sides)
+    return features - 0.5, shapes.int(), starts.int(), 1.4 * places - 0.2, weights
+
+
 EXTENSIONS = (
     Exact(AUTOGRAD, _MMCV, multi_scale_deformable_attn, "(?i)(ms|multi_?scale)_?deform", attention_inputs),
     Exact(AUTOGRAD, _MMCV, geometric_kernel_attention, "(?i)geometric", attention_inputs),
-    Exact(AUTOGRAD, _SPARSE4D, deformable_aggregation, "(?i)deformable_?aggregation", aggregation_inputs),
+    Exact(AUTOGRAD, _SPARSE4D, deformable_aggregation, "(?i)deformable_?aggregation", aggregation_inputs, _make_aggregation),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -114,48 +113,3 @@ def collect_words(function: Any) -> set[str]:
 def list_attributes(kind: type, name: str) -> list[Any]:
     """Return what a class and its bases have under a name: a method may call the one that it overrides by `super()`."""
     return [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
-
-
-def list_called(kind: type, method: Any) -> list[Any]:
-    """Return a class's method, and the methods and global functions that its code and theirs name, without torch's."""
-    functions, names, waiting = [], set(), [method]
-    while waiting:
-        functions.append(function := waiting.pop())
-        more, own = collect_words(function) - names, getattr(find_source(function), "__globals__", {})
-        names |= more
-        waiting += [getattr(a, "fget", a) for name in more for a in list_attributes(kind, name)]
-        named = [own[name] for name in more if isinstance(own.get(name), types.FunctionType)]
-        waiting += [f for f in named if str(f.__module__).partition(".")[0] != "torch"]
-    return functions
-
-
-def collect_attributes(kind: type, method: Any) -> frozenset[str]:
-    """Return the names in the code of a class's method, and in that of the methods and global functions that it names."""
-    return frozenset().union(*map(collect_words, list_called(kind, method)))
-
-
-def collect_constants(kind: type, method: Any) -> set[int]:
-    """Return the whole numbers in the code of a class's method, and in that of the methods and functions that it names."""
-    codes = (code for function in list_called(kind, method) for code in list_code(function))
-    return {c for code in codes for c in code.co_consts if type(c) is int}
-
-
-def collect_optional(kind: type, method: Any) -> set[str]:
-    """Return the attributes that the code of the class's own files reads of local variables, or by `hasattr` and `getattr`."""
-    names, files = set(), {base.__module__ for base in kind.__mro__} - {"torch.nn.modules.module"}
-    functions = (f for f in list_called(kind, method) if getattr(find_source(f), "__module__", None) in files)
-    for code in (code for function in functions for code in list_code(function)):
-        for step, following in itertools.pairwise(dis.get_instructions(code)):
-            if "LOAD_FAST" in step.opname and following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                names.add(following.argval)
-        if {"hasattr", "getattr"} & set(code.co_names):
-            names |= {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
-    return names
-
-
-def overrides(derived: type, kind: type, names: frozenset[str]) -> bool:
-    """Return whether a class overrides one of these names of a base class. An unrelated class that shares a method does."""
-    if kind not in derived.__mro__:
-        return True
-    nearer_bases = derived.__mro__[: derived.__mro__.index(kind)]
-    return any(name in vars(base) for base in nearer_bases for name in names if name[:2] != "__")

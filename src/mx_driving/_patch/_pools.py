@@ -28,9 +28,7 @@ _FEATURES = {"depth", "feat", "feats", "x", "input_features", "depth_features", 
 
 @dataclass(frozen=True)
 class Pool(Exact):
-    """A function that sums points into cells. `example` makes arguments for its trial."""
-
-    example: Callable[[], tuple[Any, ...]] = tuple
+    """A function that sums points into cells."""
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         """Return whether operators take the call. They refuse coordinates that are not whole numbers, and features that are."""
@@ -43,6 +41,11 @@ class Pool(Exact):
 def _pool_bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
     """Sum in float32, whatever the dtypes."""
     return bev_pool_v2(depth, feat.float(), *ranks_shape_and_intervals)
+
+
+def _pool_alike(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
+    """Sum as forks in plain torch: the dtype of the products is that of the result."""
+    return bev_pool_v2(depth, feat.to(torch.promote_types(depth.dtype, feat.dtype)), *ranks_shape_and_intervals)
 
 
 def _pool_bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) -> Tensor:
@@ -73,7 +76,7 @@ def _put_channels_last(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _make_lifted() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
-    depth, feat = torch.rand(1, 2, 3, 2, 2, generator=generator), torch.rand(1, 2, 2, 2, 3, generator=generator) - 0.5
+    depth, feat = (torch.rand(*sides, generator=generator).double() - 0.5 for sides in ((1, 2, 3, 2, 2), (1, 2, 2, 2, 3)))
     depth_ranks = torch.randperm(24, generator=generator)[:20]
     cells = torch.randint(12, (20,), generator=generator).sort().values
     lengths = torch.unique_consecutive(cells, return_counts=True)[1]
@@ -93,6 +96,13 @@ def _make_frustum() -> tuple[Any, ...]:
     return geometry, torch.rand(2, 40, 3, generator=generator) - 0.5, torch.tensor([4, 3, 2])
 
 
+def _make_image() -> tuple[Any, ...]:
+    """Return a frustum of 2 cameras, 3 depths and 2 x 2 pixels of a batch."""
+    geometry, features, sizes = _make_frustum()
+    depth, context = (features.flatten()[first : first + 24].view(2, 3, 2, 2) for first in (0, 24))
+    return geometry[:1, :24].view(1, 2, 3, 2, 2, 3), depth, context, sizes
+
+
 def _sort_rows() -> tuple[Any, ...]:
     feats, coords, *sizes = _make_rows()
     ranks = coords @ torch.tensor([16, 4, 2, 1])
@@ -110,6 +120,7 @@ _LIFTED = ("geom_xyz", "depth_features", "context_features", "voxel_num")
 _CLASSES = "(?i)cumsum|pool"
 _FUNCTIONS = (
     Pool(FUNCTION, _BEVDET, _pool_bevdet, "bev_pool", example=_make_lifted),
+    Pool(FUNCTION, _BEVDET, _pool_alike, "bev_pool", example=_make_lifted),
     Pool(FUNCTION, ("feats", "coords", *_SIZES), _pool_bevfusion, "bev_pool", example=_make_rows),
     Pool(
         FUNCTION,
@@ -123,10 +134,10 @@ _FUNCTIONS = (
 POOLS = (
     *_FUNCTIONS,
     *(replace(form, run=torch.no_grad()(form.run)) for form in _FUNCTIONS),  # MapTR's have no gradient
-    Pool(AUTOGRAD, _BEVDET, _put_channels_last(_pool_bevdet), _CLASSES),
-    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", *_SIZES), _put_channels_last(_pool_sorted), _CLASSES),
-    Pool(AUTOGRAD, _VOXEL, npu_voxel_pooling_train, _CLASSES),
-    Pool(AUTOGRAD, _LIFTED, _pool_bevdepth_inference, _CLASSES),
+    Pool(AUTOGRAD, _BEVDET, _put_channels_last(_pool_bevdet), _CLASSES, example=_make_lifted),
+    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", *_SIZES), _put_channels_last(_pool_sorted), _CLASSES, example=_sort_rows),
+    Pool(AUTOGRAD, _VOXEL, npu_voxel_pooling_train, _CLASSES, example=_make_frustum),
+    Pool(AUTOGRAD, _LIFTED, _pool_bevdepth_inference, _CLASSES, example=_make_image),
 )
 
 
@@ -136,15 +147,19 @@ def looks_like_one(name: str) -> bool:
 
 
 def calls_compiled(function: Any, seen: tuple[Any, ...] = ()) -> bool:
-    """Return whether a function, or a function of its module that it calls, calls a compiled file."""
+    """Return whether a function, or a function of its module that it calls, calls a compiled file or our stand-in for it."""
     if not isinstance(function, types.FunctionType) or function in seen:
         return False
     things = [function.__globals__.get(name) for name in function.__code__.co_names]
     loaders = [getattr(getattr(m, "__spec__", None), "loader", None) for m in things if isinstance(m, types.ModuleType)]
-    if any(isinstance(loader, importlib.machinery.ExtensionFileLoader) for loader in loaders):
+    if any(isinstance(loader, importlib.machinery.ExtensionFileLoader) or _is_ours(type(loader)) for loader in loaders):
         return True
-    if any(isinstance(thing, types.BuiltinFunctionType) for thing in things):
+    if any(isinstance(thing, types.BuiltinFunctionType) or _is_ours(thing) for thing in things):
         return True
     things += [k.forward for k in things if isinstance(k, type) and issubclass(k, torch.autograd.Function)]
     own = [thing for thing in things if getattr(thing, "__globals__", None) is function.__globals__]
     return any(calls_compiled(thing, (*seen, function)) for thing in own)
+
+
+def _is_ours(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from ._forms import AUTOGRAD, MODULE, Form, map_to_roles
+from ._forms import AUTOGRAD, MODULE, Form, find_role, map_to_roles
 from ._parameters import STAND_IN, Parameters, unwrap
+from ._proof import Proof
 
-# What new code calls, by the function's id. An entry stays when a patch ends: another thread may be about to call it.
+# The new code's callee, by the function's id. An entry stays when a patch ends: another thread may be about to call it.
 SERVED: dict[int, Callable[..., Any]] = {}
 # A function takes only code with as many free variables as its own. Code whose bytecode does not begin with them, as
 # CodeType.replace makes it, ends the process in a debugger. Decorators, such as mmcv's, ask code for its parameters.
@@ -40,21 +41,34 @@ def find_holder(thing: Any) -> Any:
     return thing
 
 
-def replace(form: Form, holder: Any) -> Callable[[], None]:
-    """Change an object in place, and return a function that changes it back."""
+def replace(form: Form, holder: Any, prove: bool) -> tuple[Proof | None, Callable[[], None]]:
+    """Change an object in place. Return the proof of what it computes, and a function that changes it back."""
     if form.kind == AUTOGRAD:
-        originals, replacements = dict(vars(holder)), _make_methods(form, holder)
+        proof = Proof(form, _copy_class(holder).apply, _name(holder)) if prove and form.tried else None
+        replacements = _make_methods(form, holder) if proof is None else {"apply": _make_apply(form, holder, proof)}
+        originals = dict(vars(holder))
     else:
-        originals, replacements = {"__code__": holder.__code__}, {"__code__": _make_code(form, holder)}
-        replacements["__wrapped__"] = SERVED[id(holder)].__wrapped__  # for find_source
+        original = _copy_function(holder)
+        proof = Proof(form, original, _name(form.tried[0] if form.kind == MODULE else holder)) if prove else None
+        SERVED[id(holder)] = make_stand_in(original, form, proof, original)
+        originals = {"__code__": holder.__code__}
+        replacements = {"__code__": _make_code(holder), "__wrapped__": original}  # find_source reads the second
     for name, value in replacements.items():
         setattr(holder, name, value)
-    return functools.partial(_give_back, holder, originals, replacements)
+    return proof, functools.partial(_give_back, holder, originals, replacements)
 
 
-def add_form(form: Form, function: types.FunctionType) -> None:
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def add_form(form: Form, function: types.FunctionType, prove: bool) -> Proof | None:
     """Let a replaced forward serve another class, too, which shares it with the first."""
-    SERVED[id(function)] = make_stand_in(SERVED[id(function)], form)
+    stand_in: Any = SERVED[id(function)]
+    original = stand_in.__wrapped__
+    proof = Proof(form, original, _name(form.tried[0])) if prove else None
+    SERVED[id(function)] = make_stand_in(original, form, proof, stand_in)
+    return proof
 
 
 def _give_back(holder: Any, originals: dict[str, Any], replacements: dict[str, Any]) -> None:
@@ -67,23 +81,29 @@ def _give_back(holder: Any, originals: dict[str, Any], replacements: dict[str, A
             delattr(holder, name)
 
 
-def _make_code(form: Form, function: types.FunctionType) -> types.CodeType:
-    """Return code that calls what SERVED has for the function, which keeps its own globals and closure."""
-    code = function.__code__
-    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+def _copy_function(function: types.FunctionType) -> types.FunctionType:
+    own = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    original = types.FunctionType(function.__code__, *own)
     original.__kwdefaults__ = function.__kwdefaults__
-    SERVED[id(function)] = make_stand_in(original, form)
-    names, free = Parameters(function), ", ".join(code.co_freevars)
+    return original
+
+
+def _make_code(function: types.FunctionType) -> types.CodeType:
+    """Return code that calls what SERVED has for the function, which keeps its own globals and closure."""
+    code, names = function.__code__, Parameters(function)
     arguments = ", ".join([*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic])
-    source = _SOURCE.format(free=free, parameters=names, key=id(function), arguments=arguments)
+    source = _SOURCE.format(free=", ".join(code.co_freevars), parameters=names, key=id(function), arguments=arguments)
     nested = compile(source, STAND_IN, "exec")
     for _ in range(2):
         nested = next(constant for constant in nested.co_consts if isinstance(constant, types.CodeType))
     return nested.replace(co_name=code.co_name)
 
 
-def make_stand_in(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """Return a function with the original's parameters. The original answers what the form does not serve."""
+def make_stand_in(
+    original: Callable[..., Any], form: Form, proof: Proof | None, fallback: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function with the original's parameters. The fallback answers what the form does not serve: the original, or
+    the stand-in of another form. Without a proof the form is trusted."""
     bound = int(form.kind == MODULE)
     parameters = Parameters(original, bound)
     bind = parameters.binder(parameters.all if form.reads_all else parameters.read)
@@ -94,8 +114,10 @@ def make_stand_in(original: Callable[..., Any], form: Form) -> Callable[..., Any
         if named_arguments is not None:
             arguments = map_to_roles(named_arguments)
             if form.serves(module, arguments):
-                return form.answer(module, arguments)
-        return original(*args, **kwargs)
+                if proof is None:
+                    return form.answer(module, arguments)
+                return proof.serve(module, arguments, args, kwargs)
+        return fallback(*args, **kwargs)
 
     return call
 
@@ -129,8 +151,26 @@ def _read_casts(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
     return casts
 
 
+def _copy_class(kind: Any) -> Any:
+    """Return an autograd function with the methods that a class has now."""
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind)(kind.__name__, kind.__bases__, own)
+
+
+def _make_apply(form: Form, kind: Any, proof: Proof) -> staticmethod:
+    """Return an `apply` that is proven. torch.compile reads forward and backward, which stay."""
+    roles, original = list(map(find_role, Parameters(kind.forward, 1).all)), proof.original
+
+    def apply(*args: Any) -> Any:
+        arguments = dict(zip(roles, args, strict=False))
+        served = len(args) == len(roles) and form.serves(None, arguments)
+        return proof.serve(None, arguments, args, {}) if served else original(*args)
+
+    return staticmethod(apply)
+
+
 def _make_methods(form: Any, kind: Any) -> dict[str, staticmethod]:
-    """Return the new methods of an autograd function, by name."""
+    """Return the new methods of an autograd function that is taken by its name."""
     run = _dispatch.functions.as_compiled(form.run)
     apply, forward, backward = (_wrap_operator if form.inputs else _wrap_function)(form, run, kind)
     wrapped = functools.wraps(kind.forward)(forward), functools.wraps(kind.backward)(backward)

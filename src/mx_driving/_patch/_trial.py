@@ -1,15 +1,15 @@
-"""Try a core or an attention module before it is replaced. Code with other numbers than ours is left alone, whatever its name.
+"""Try a core or an attention module before it is replaced, to find its form. Code with other numbers than ours is left alone,
+whatever its name.
 
-There is no table of versions. A version that nobody has seen either gives the same numbers or is left alone.
+There is no table of versions. A version that nobody has seen either gives the same numbers or is left alone. The trial is one
+small example. Whether a layer computes the same on the caller's inputs is proven on these (_proof.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
@@ -17,32 +17,20 @@ import torch
 from torch import Tensor
 
 from ._attention import Attention, get_levels
-from ._examples import CORE, LARGE, OTHER_CORE, SMALL, Sizes, make_core_examples, make_module_examples, make_random
-from ._forms import AUTOGRAD, ROLES, ROWS, Arguments, Form, find_role, map_to_roles
-from ._parameters import Parameters, collect_constants, unwrap
+from ._comparison import Results
+from ._examples import CORE, SMALL, Sizes, make_core_examples, make_module_examples, make_random
+from ._forms import AUTOGRAD, FUNCTION, MODULE, ROWS, Arguments, Form, find_role, map_to_roles
+from ._parameters import Parameters, unwrap
 from ._pools import Pool, calls_compiled
-from ._state import DIFFERS, FOLLOWED, RAISES, SAME, Tried, describe_tried, list_tensors, randomize
+from ._snapshot import list_changes, list_plain_state, take_snapshot
 
 _Run = Callable[[Arguments], Any]  # of arguments by role, value in our layout
 _CLOSE = 1e-4  # float32 sums of 12 terms of size 1
-_MOST_QUERIES = 2_000
 _LISTED = {"value_spatial_shapes", "value_shapes"}  # modules' names for shapes that are a list
 
 
-def _try_sizes(attempt: Callable[[Sizes], Any], sizes: Sizes) -> Any:
-    """Return what the attempt returns for these sizes, or with two levels, which some code expects."""
-    try:
-        return attempt(sizes)
-    except _TheirsRaises as refusal:
-        if sizes.levels == 2:
-            raise
-        with contextlib.suppress(_TheirsRaises):
-            return attempt(dataclasses.replace(sizes, levels=2, counts=sizes.counts[:2], maps=sizes.maps[:2]))
-        raise refusal
-
-
 class _Differs(Exception):
-    """The numbers of a thing differ from the operator's by `args[0]`."""
+    """The numbers of a thing differ from the operator's: `args[0]` by how much, or why it cannot be replaced."""
 
 
 class _TheirsRaises(Exception):
@@ -52,12 +40,12 @@ class _TheirsRaises(Exception):
 def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
     """Return the first form that the thing agrees with, else None and the reason.
 
-    Of several reasons, the numbers come first, then that the thing does not run, then that a form of ours does not.
+    Of several reasons, the numbers come first, then that the thing does not run, then that a form of ours does not. An
+    autograd function that does not run here needs a compiled extension, and is taken by its name.
     """
-    if forms[0].kind == AUTOGRAD:  # its compiled extension may be missing, which is a reason to replace it
-        return forms[0], ""
-    if isinstance(forms[0], Pool) and calls_compiled(thing):
-        return None, "it calls a compiled file, which has no CPU path to compare with"
+    by_name = forms[0].kind == AUTOGRAD
+    if calls_compiled(thing.forward if by_name else thing) and (by_name or isinstance(forms[0], Pool)):
+        return (forms[0], "") if by_name else (None, "it calls a compiled file, which has no CPU path to compare with")
     differences, theirs, ours, built = [], [], [], {}
     with (
         _one_thread(),
@@ -76,21 +64,10 @@ def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
             except Exception as error:  # a form may raise anything over an unknown thing
                 ours.append(f"no known form fits it: {type(error).__name__}: {error}")
     if differences:
-        reason = f"its result on a small example differs from the operator's by {min(differences):.1e}"
-        return None, reason + _name_unread(thing, built)
-    return None, (theirs or ours)[0]
-
-
-def _name_unread(thing: Any, built: dict[Any, Any]) -> str:
-    """Return which usual arguments an attention module does not read, and which tensors it keeps, for a reason."""
-    if not isinstance(thing, type):
-        return ""
-    parameters = Parameters(vars(thing)["forward"], bound=1)
-    usual = {name for role in ("mask", "position", "identity") for name in ROLES[role]}
-    unread = [name for name in parameters.all if name in usual and name not in parameters.read]
-    kept = sorted({name for module in built.values() for name, _ in list_tensors(module)})
-    reason = f"; its code does not read {', '.join(unread)}" if unread else ""
-    return f"{reason}; it keeps other tensors: {', '.join(kept)}" if kept else reason
+        words = [reason for reason in differences if isinstance(reason, str)]
+        nearest = min((number for number in differences if not isinstance(number, str)), default=0.0)
+        return None, words[0] if words else f"its result on a small example differs from the operator's by {nearest:.1e}"
+    return (forms[0], "") if by_name else (None, next(filter(None, (*theirs, *ours)), "it does not run on a small example"))
 
 
 @contextlib.contextmanager
@@ -107,7 +84,8 @@ def _one_thread() -> Iterator[None]:
 def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int, int]]) -> tuple[_Run, _Run]:
     """Return what the original and the form compute of arguments by role, with the same random numbers each time."""
     bound = [] if module is None else [module]
-    parameters, layout = Parameters(function, len(bound)), getattr(form, "layout", ROWS)
+    own = function.forward if form.kind == AUTOGRAD else function
+    parameters, layout = Parameters(own, int(form.kind != FUNCTION)), getattr(form, "layout", ROWS)
 
     def name_arguments(inputs: Arguments) -> dict[str, Any]:
         torch.default_generator.manual_seed(0)  # not those of GPUs, which fork_rng does not give back here
@@ -117,6 +95,8 @@ def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int
         return {name: inputs.get(find_role(name), parameters.defaults.get(name)) for name in parameters.all}
 
     def theirs(inputs: Arguments) -> Any:
+        if form.kind == AUTOGRAD:
+            return function.apply(*name_arguments(inputs).values())
         return function(*bound, **name_arguments(inputs))
 
     def ours(inputs: Arguments) -> Any:
@@ -128,23 +108,19 @@ def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int
 
 def _try_core(form: Any, thing: Any) -> Form:
     """Return the form if a core or a pool gives our outputs and gradients; raise where it does not."""
-    function, module = (unwrap(vars(thing)["forward"]), thing()) if isinstance(thing, type) else (thing, None)
-    if module is not None:
-        randomize(module, make_random(torch.float32), 1)
-    agreed: list[Any] = []
-    for sizes in (CORE,) if isinstance(form, Pool) else (CORE, OTHER_CORE):
-        _try_sizes(functools.partial(_try_core_examples, form, module, function, agreed), sizes)
-    return form if module is None else dataclasses.replace(form, tried=_describe(module, thing(), function, agreed))
+    is_layer = form.kind == MODULE
+    function, module = (unwrap(vars(thing)["forward"]), thing()) if is_layer else (thing, None)
+    _try_core_examples(form, module, function, CORE)
+    return dataclasses.replace(form, tried=(thing, list_plain_state(module) if is_layer else None))
 
 
-def _try_core_examples(form: Any, module: Any, function: Any, agreed: list[Any], sizes: Sizes) -> None:
+def _try_core_examples(form: Any, module: Any, function: Any, sizes: Sizes) -> None:
     theirs, ours = _make_runs(form, function, module, sizes.maps)
     for ways in make_core_examples(form, sizes):
         refusals = []
         for inputs in ways:  # until the thing takes one of them
             try:
                 _compare(theirs, ours, inputs)
-                agreed.append((theirs, ours, inputs))
                 break
             except _TheirsRaises as error:
                 refusals.append(error)
@@ -153,31 +129,24 @@ def _try_core_examples(form: Any, module: Any, function: Any, agreed: list[Any],
 
 
 def _try_module(form: Attention, kind: type, built: dict[Any, Any]) -> Attention:
-    """Try each shape of reference points at two sizes, of which one is in training: its dropout draws the same numbers twice.
+    """Try each shape of reference points, in training: dropout draws the same numbers twice.
 
-    A shape that the module itself refuses is no objection. In use it goes to the module's own code. `built` holds the modules
-    of earlier forms, by their sizes and the arguments of their constructors.
+    A shape that the module itself refuses is no objection. `built` holds the modules of earlier forms, by their sizes and the
+    arguments of their constructors.
     """
     function = unwrap(vars(kind)["forward"])
-    attempt = functools.partial(_try_examples, form, kind, function, built)
-    small, examples, agreed = _try_sizes(attempt, SMALL)
-    # code may compare the number of queries with its constants
-    limits = (constant + 1 for constant in collect_constants(kind, function) if constant < _MOST_QUERIES)
-    large, others, _ = _try_sizes(attempt, dataclasses.replace(LARGE, queries=max((LARGE.queries, *limits))))
-    if not any(has_memory for _, has_memory in examples & others):
-        raise _TheirsRaises("it does not run on the same examples at two sizes")
-    tried = _describe(small, large, function, agreed)
-    return dataclasses.replace(form, tried=tried, examples=frozenset(examples & others))
+    module = _try_examples(form, kind, function, built, SMALL)
+    return dataclasses.replace(form, tried=(kind, list_plain_state(module)))
 
 
-def _try_examples(form: Attention, kind: type, function: Any, built: dict[Any, Any], sizes: Sizes) -> tuple[Any, set[Any], Any]:
-    """Return a module of these sizes, the kinds of examples that it runs and that agree, and the examples."""
+def _try_examples(form: Attention, kind: type, function: Any, built: dict[Any, Any], sizes: Sizes) -> Any:
+    """Return a module of these sizes that agrees on all examples that it runs."""
     if (key := (sizes, form.uneven)) not in built:
         built[key] = _build(kind, sizes, form.uneven)
     module = built[key]
     if not form.reads_points_of(module):
         raise ValueError("it has its own number of points for each level, or one for all")
-    maps, kinds, agreed, refusals = list(sizes.maps[: get_levels(module)]), set(), [], []
+    maps, kinds, refusals = list(sizes.maps[: get_levels(module)]), set(), []
     theirs, ours = _make_runs(form, function, module, maps)
     for example, inputs in make_module_examples(form, module, maps, sizes):
         if example in kinds:  # with another number of queries
@@ -185,27 +154,28 @@ def _try_examples(form: Attention, kind: type, function: Any, built: dict[Any, A
         if _LISTED & set(Parameters(function).all):
             inputs = {**inputs, "shapes": maps}
         try:
-            _compare(theirs, ours, inputs, list(module.parameters()))
+            _compare(theirs, ours, inputs, module)
             kinds.add(example)
-            agreed.append((theirs, ours, inputs))
         except _TheirsRaises as error:
             refusals.append(error)
     if not any(has_memory for _, has_memory in kinds):
         raise refusals[0]
-    return module, kinds, agreed
+    return module
 
 
 def _build(kind: type, sizes: Sizes, uneven: Set[str]) -> Any:
-    """Return an instance in float64 with random numbers in its tensors: of these sizes, or of the class's own fixed ones."""
+    """Return an instance in float64 with random parameters: of these sizes, or of the class's own fixed ones."""
     small = sizes.arguments(uneven)
     try:
         module = kind(**{name: small[name] for name in inspect.signature(kind).parameters if name in small})
         if module.sampling_offsets.in_features not in (sizes.width, 2 * sizes.width):
             module = kind()
-        module = module.to(torch.float64).train(sizes.training)
+        module = module.to(torch.float64).train()
     except Exception as error:
-        raise _TheirsRaises(_describe_error(error)) from error
-    randomize(module, make_random(torch.float64), sizes.spread)
+        raise _TheirsRaises("" if uneven else _describe_error(error)) from error
+    rand = make_random(torch.float64)
+    for p in module.parameters():
+        p.data = sizes.spread * (2 * rand(*p.shape) - 1)
     return module
 
 
@@ -213,74 +183,28 @@ def _describe_error(error: Exception) -> str:
     return f"it does not run on a small example: {type(error).__name__}: {error}"
 
 
-def _describe(module: Any, other: Any, function: Any, agreed: Sequence[tuple[_Run, _Run, Arguments]]) -> Tried:
-    """Return what of a module's state the trial holds for, by changes of it on the examples that agreed."""
-    called: list[Any] = []
-    with torch.nn.modules.module.register_module_forward_pre_hook(lambda layer, _: called.append(layer)):
-        for _, ours, inputs in agreed:
-            ours(inputs)
-
-    def examples() -> Iterator[tuple[_Run, _Run, Arguments]]:
-        for training in (True, False):
-            module.train(training)
-            yield from agreed
-
-    before = [theirs(inputs) for theirs, _, inputs in examples()]
-
-    def compare() -> str:
-        outcomes = {_compare_outputs(*example, out) for example, out in zip(examples(), before, strict=True)}
-        return next((outcome for outcome in (DIFFERS, FOLLOWED, SAME) if outcome in outcomes), RAISES)
-
-    return describe_tried(module, other, function, called, compare)
-
-
-def _compare_outputs(theirs: _Run, ours: _Run, inputs: Arguments, before: Any) -> str:
-    """Return what a change of a module did to its output, and whether ours is the same."""
-    try:
-        expected = theirs(inputs)
-    except Exception:  # the change is not possible alone, as that of most sizes
-        return RAISES
-    try:
-        agrees = _measure(ours(inputs), expected) < _CLOSE
-    except Exception:  # a form may raise anything over an unknown thing
-        return DIFFERS
-    return DIFFERS if not agrees else SAME if _measure(before, expected) == 0 else FOLLOWED
-
-
-def _measure(results: Any, expected: Any) -> float:
-    """Return the largest difference of two outputs, or infinity where they are not the same tensors."""
-    ours, theirs = ([*r] if isinstance(r, tuple) else [r] for r in (results, expected))
-    if [t.shape for t in ours] != [t.shape for t in theirs]:
-        return math.inf
-    return max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
-
-
-def _compare(theirs: _Run, ours: _Run, inputs: Arguments, parameters: Sequence[Tensor] = ()) -> None:
+def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any = None) -> None:
     """Raise unless outputs and the gradients of all floating inputs and parameters agree."""
+    parameters = [] if module is None else [p for p in module.parameters() if p.requires_grad]
     try:
-        expected = _compute_results(theirs, inputs, parameters)
+        expected, written = _compute_results(theirs, inputs, module, parameters)
     except Exception as error:  # an unknown core may raise anything
         raise _TheirsRaises(_describe_error(error)) from error
-    results = _compute_results(ours, inputs, parameters)
-    difference = _measure(tuple(results), tuple(expected))
-    if not difference < _CLOSE:  # a NaN, too
-        raise _Differs(difference)
+    for out in expected.others:
+        raise TypeError(f"it returns {type(out).__name__} instead of a tensor")
+    results, done = _compute_results(ours, inputs, module, parameters)
+    worst = max(results.measure_outputs(expected), results.measure_gradients(expected))
+    if not worst < _CLOSE or results.dtypes != expected.dtypes:
+        raise _Differs(worst)
+    if written - done:
+        raise _Differs(f"its code writes {', '.join(sorted(written - done)[:3])}, which outlives the call")
 
 
-def _compute_results(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return outputs and gradients; zeros where nothing that is returned has one. Trajectories have none."""
+def _compute_results(run: _Run, inputs: Arguments, module: Any, parameters: Sequence[Tensor]) -> tuple[Results, set[str]]:
+    """Return outputs and gradients, and what the run writes to the layer. Trajectories have no gradient."""
     floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point() and n != "trajectories"}
     tensors = {n: i.clone().requires_grad_() for n, i in floating.items()}
-    leaves = [*tensors.values(), *parameters]
+    before = take_snapshot(module, ())
     returned = run({**inputs, **tensors})
-    outputs = list(returned) if isinstance(returned, tuple) else [returned]
-    for out in outputs:
-        if not isinstance(out, Tensor):
-            raise TypeError(f"it returns {type(out).__name__} instead of a tensor")
-    directions = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape) for out in outputs]
-    ends = [(out, way) for out, way in zip(outputs, directions, strict=True) if out.requires_grad]
-    gradients: Sequence[Tensor | None] = [None] * len(leaves)
-    if ends:
-        gradients = torch.autograd.grad([out for out, _ in ends], leaves, [way for _, way in ends], allow_unused=True)
-    zeroed = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
-    return [*(out.detach() for out in outputs), *zeroed]
+    written = list_changes(before, take_snapshot(module, ()))
+    return Results(returned, [*tensors.values(), *parameters]), written

@@ -1,0 +1,286 @@
+"""Compare a replacement with the original on one call of a caller."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from .. import _agreement
+from ._snapshot import list_changes, take_snapshot
+
+PLACES = ("reference", "locations", "trajectories", "sampling_location")  # roles of the tensors that place samples
+_LOW = (torch.float16, torch.bfloat16)
+_UNAVAILABLE = (ImportError, NameError, AttributeError, NotImplementedError, torch.OutOfMemoryError)  # it cannot run here
+_JITTER = 0.01
+
+
+class Results:
+    """The outputs of a run, and the gradients of one random direction of them."""
+
+    def __init__(self, returned: Any, leaves: Sequence[Tensor]) -> None:
+        flat, self.structure = tree_flatten(returned)
+        self.outputs = [o for o in flat if isinstance(o, Tensor)]
+        self.others = [o for o in flat if not isinstance(o, Tensor)]
+        self.dtypes = [o.dtype for o in self.outputs]
+        self.recorded = [o.requires_grad for o in self.outputs]
+        ends = [o for o in self.outputs if o.requires_grad]
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
+        if ends and leaves:
+            gradients = torch.autograd.grad(ends, leaves, [_make_direction(o) for o in ends], allow_unused=True)
+        self.gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
+        self.outputs = [o.detach() for o in self.outputs]
+
+    def measure_outputs(self, theirs: Results) -> float:
+        """Return the largest difference of an output. It is infinite if the original returns something else, or if one
+        has a gradient where the other has none."""
+        if (self.structure, self.others, self.recorded) != (theirs.structure, theirs.others, theirs.recorded):
+            return math.inf
+        return max(map(_agreement.output_difference, self.outputs, theirs.outputs), default=0.0)
+
+    def measure_gradients(self, theirs: Results) -> float:
+        return max(_agreement.gradient_differences(self.gradients, theirs.gradients), default=0.0)
+
+
+def _make_direction(out: Tensor) -> Tensor:
+    generator = torch.Generator(out.device).manual_seed(0)
+    return torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32).to(out.dtype)
+
+
+class Comparison:
+    """One call, answered and compared.
+
+    Attributes:
+        reason: why the original must answer such calls, or nothing.
+        dtypes: of the original's outputs, where ours have others.
+        is_complete: whether there was a comparison.
+    """
+
+    def __init__(
+        self,
+        form: Any,
+        original: Callable[..., Any],
+        layer: Any,
+        arguments: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._form, self._original, self._layer, self._arguments = form, original, layer, dict(arguments)
+        self._inputs = args[layer is not None :], kwargs
+        self._tensors = [t for t in tree_leaves(self._arguments) if isinstance(t, Tensor)]
+        self._device = next((t.device for t in self._tensors), torch.device("cpu"))
+        self.reason, self.is_complete = "", True
+        self.dtypes: Sequence[torch.dtype] = ()
+
+    def run(self, can_trust: Callable[[], bool]) -> Any:
+        """Return the result of the call.
+
+        The original answers, so that what it does to its inputs and to the layer is done once, and its graph is the caller's.
+        In 16 bits, where plain PyTorch may give NaN, and under hooks of saved tensors, by which checkpoints run a forward
+        again and count its tensors, the operator answers where it agrees.
+
+        Args:
+            can_trust: whether the operator may answer where the original cannot run.
+        """
+        self._random = _save_random(self._device)
+        dtype = self._find_low_dtype()
+        if dtype is None and not _has_saved_tensors_hooks():
+            return self._run_original(can_trust)
+        try:
+            if dtype is not None:
+                self._compare_in_16_bits(dtype)
+            else:
+                self._compare(self._layer)
+        except _UNAVAILABLE:
+            self.is_complete, self.reason = False, "" if can_trust() else "it cannot run"
+        except Exception as error:  # the original raises for the caller, or what is done for the comparison is not for it
+            self.reason = _explain_failure(error)
+        _restore_random(self._device, self._random)
+        return self._run_theirs(self._layer, self._inputs) if self.reason else self.answer()
+
+    def answer(self) -> Any:
+        return answer_in(self.dtypes, self._form, self._layer, self._arguments)
+
+    def _run_original(self, can_trust: Callable[[], bool]) -> Any:
+        before = take_snapshot(self._layer, self._inputs)
+        try:
+            result = self._run_theirs(self._layer, self._inputs)
+        except _UNAVAILABLE:
+            self.is_complete = False
+            if not can_trust():
+                raise
+            return self.answer()
+        written = list_changes(before, take_snapshot(self._layer, self._inputs))
+        try:
+            self._compare(self._layer, result, written)
+        except Exception as error:
+            self.reason = _explain_failure(error)
+        return result
+
+    def _run_theirs(self, layer: Any, inputs: tuple[Any, Any]) -> Any:
+        return self._original(*([] if layer is None else [layer]), *inputs[0], **inputs[1])
+
+    def _compare(
+        self, layer: Any, result: Any = None, written: set[str] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Compare on copies. `result` and `written` are of the original's run for the caller; without them it runs unseen."""
+        with _isolate(layer, self._device):
+            inputs, arguments, leaves = self._copy(layer, dtype)
+            theirs = None
+            if written is None or (leaves and not written):
+                theirs, written = self._compute(layer, inputs, leaves, lambda: self._run_theirs(layer, inputs))
+            theirs = theirs or Results(result, [])
+            try:
+                ours, done = self._compute(layer, inputs, leaves, lambda: self._form.answer(layer, arguments))
+            except Exception as error:  # a form may raise anything over an unknown call
+                self.reason = _explain_refusal(error)
+                return
+            if written - done:
+                self.reason = f"its code writes {', '.join(sorted(written - done)[:3])}, which outlives the call"
+            else:
+                self._judge(layer, ours, theirs, dtype)
+
+    def _judge(self, layer: Any, ours: Results, theirs: Results, dtype: torch.dtype | None) -> None:
+        """Gradients of locations jump at pixel centres, where fresh models have their samples. Gradients that differ there
+        are compared again with the samples a little beside."""
+        single = any(t.dtype != torch.float64 for t in (*self._tensors, *theirs.outputs) if t.is_floating_point())
+        precision = torch.float32 if single or dtype else torch.float64
+        if not (worst := ours.measure_outputs(theirs)) <= _agreement.OUTPUT_LIMITS[precision]:
+            self.reason = f"its result differs from the operator's by {worst:.1e} of its size"
+            return
+        if dtype is None and ours.dtypes != theirs.dtypes:
+            self.dtypes = theirs.dtypes
+        if not theirs.gradients or (worst := ours.measure_gradients(theirs)) <= _agreement.GRADIENT_LIMITS[precision]:
+            return
+        inputs, arguments, leaves = self._copy(layer, dtype, _JITTER)
+        theirs, _ = self._compute(layer, inputs, leaves, lambda: self._run_theirs(layer, inputs))
+        ours, _ = self._compute(layer, inputs, leaves, lambda: self._form.answer(layer, arguments))
+        if not (worst := ours.measure_gradients(theirs)) <= _agreement.GRADIENT_LIMITS[precision]:
+            self.reason = f"its gradients differ from the operator's by {worst:.1e} of their size"
+
+    def _compute(self, layer: Any, inputs: Any, leaves: Sequence[Tensor], run: Callable[[], Any]) -> tuple[Results, set[str]]:
+        """Return the results of a run, and what it writes to the layer or its arguments."""
+        _restore_random(self._device, self._random)
+        before = take_snapshot(layer, inputs)
+        returned = run()
+        written = list_changes(before, take_snapshot(layer, inputs))
+        return Results(returned, leaves), written
+
+    def _copy(self, layer: Any, dtype: torch.dtype | None, jitter: float = 0.0) -> tuple[Any, dict[str, Any], list[Tensor]]:
+        """Return copies of the call's arguments, also by role, and the tensors that record gradients: copies and parameters.
+        A tensor that is given twice has one copy."""
+        copies: dict[int, Tensor] = {}
+        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        places = {id(t) for role in PLACES for t in tree_leaves(self._arguments.get(role)) if isinstance(t, Tensor)}
+
+        def copy_tensor(t: Any) -> Any:
+            if not isinstance(t, Tensor) or id(t) in copies:
+                return copies.get(id(t), t)
+            twin = t.detach().clone()
+            if t.is_floating_point():
+                twin = twin if dtype is None else twin.to(dtype)
+                if jitter and id(t) in places:
+                    twin += jitter * torch.rand(t.shape, generator=torch.Generator().manual_seed(0)).to(twin)
+                twin.requires_grad_(recorded and t.requires_grad)
+            copies[id(t)] = twin
+            return twin
+
+        inputs, arguments = tree_map(copy_tensor, self._inputs), tree_map(copy_tensor, self._arguments)
+        parameters = [] if layer is None or not recorded else [p for p in layer.parameters() if p.requires_grad]
+        return inputs, arguments, [*(t for t in copies.values() if t.requires_grad), *parameters]
+
+    def _find_low_dtype(self) -> torch.dtype | None:
+        """Return the dtype of 16 bits in which the call computes, or None."""
+        if torch.is_autocast_enabled(self._device.type):
+            return torch.get_autocast_dtype(self._device.type)
+        parameters = [] if self._layer is None else self._layer.parameters()
+        return next((t.dtype for t in (*self._tensors, *parameters) if t.dtype in _LOW), None)
+
+    def _compare_in_16_bits(self, low: torch.dtype) -> None:
+        """Compare with the original in float32, tightly in float32 and loosely in 16 bits, on copies of the layer."""
+        twin = copy.deepcopy(self._layer)
+        try:
+            dtypes, ours = self._run_low(twin)
+        except Exception as error:
+            self.reason = _explain_refusal(error)
+            return
+        if twin is not None:
+            twin.float()
+        with torch.autocast(self._device.type, enabled=False):
+            self._compare(twin, dtype=torch.float32)
+        if self.reason:
+            return
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            inputs, _, _ = self._copy(twin, torch.float32)
+            theirs, _ = self._compute(twin, inputs, [], lambda: self._run_theirs(twin, inputs))
+        worst = max(map(_agreement.output_difference, ours.outputs, theirs.outputs), default=0.0)
+        if not worst <= _agreement.OUTPUT_LIMITS[low]:
+            self.reason = f"its result in float32 differs from the operator's in 16 bits by {worst:.1e} of its size"
+        self.dtypes = () if dtypes == ours.dtypes else dtypes
+
+    def _run_low(self, twin: Any) -> tuple[Sequence[torch.dtype], Results]:
+        """Return the dtypes of the original's outputs in 16 bits, where it runs, and our outputs."""
+        dtypes: Sequence[torch.dtype] = ()
+        with torch.no_grad(), _isolate(twin, self._device):
+            inputs, arguments, _ = self._copy(twin, None)
+            ours, _ = self._compute(twin, inputs, [], lambda: self._form.answer(twin, arguments))
+            with contextlib.suppress(Exception):  # plain PyTorch may not have its operators in 16 bits
+                dtypes = self._compute(twin, inputs, [], lambda: self._run_theirs(twin, inputs))[0].dtypes
+        return dtypes, ours
+
+
+def _explain_refusal(error: Exception) -> str:
+    return f"the operator does not take the call: {type(error).__name__}: {error}"
+
+
+def _explain_failure(error: Exception) -> str:
+    return f"its own code cannot be compared: {type(error).__name__}: {error}"
+
+
+def answer_in(dtypes: Sequence[torch.dtype], form: Any, layer: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return the operator's outputs in the dtypes of the original's, where they differ. A function that returns more digits
+    than it gets computes with them."""
+    if not dtypes:
+        return form.answer(layer, arguments)
+    if layer is None and torch.float32 in dtypes:
+        arguments = {role: a.float() if isinstance(a, Tensor) and a.dtype in _LOW else a for role, a in arguments.items()}
+    returned = form.answer(layer, arguments)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    outputs = tuple([o.to(dtype) for o, dtype in zip(outputs, dtypes, strict=True)])
+    return outputs if isinstance(returned, tuple) else outputs[0]
+
+
+@contextlib.contextmanager
+def _isolate(layer: Any, device: torch.device) -> Iterator[None]:
+    """Keep what is computed from the caller: its hooks of saved tensors, its random numbers, and buffers of the layer."""
+    random = _save_random(device)
+    buffers = [] if layer is None else [(b, b.detach().clone()) for b in layer.buffers()]
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    try:
+        with hooks if _has_saved_tensors_hooks() else contextlib.nullcontext():
+            yield
+    finally:
+        _restore_random(device, random)
+        for buffer, values in buffers:
+            buffer.data.copy_(values)  # leaves its version, which a graph of the caller's may count
+
+
+def _has_saved_tensors_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore
+
+
+def _save_random(device: torch.device) -> tuple[Tensor, Any]:
+    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return torch.get_rng_state(), own
+
+
+def _restore_random(device: torch.device, states: tuple[Tensor, Any]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.get_device_module(device).set_rng_state(states[1], device)

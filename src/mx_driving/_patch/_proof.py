@@ -1,0 +1,289 @@
+"""Prove a replacement on the caller's own calls.
+
+A trial on a small example finds the form of a core or of an attention module. Whether a layer computes what the form says may
+depend on its state, on its inputs and on the process, and no list of reasons is complete. The first call of a layer in a
+situation therefore runs the original for the caller, then both on copies of the inputs, and compares outputs and gradients.
+Where they agree, later calls of the situation run the operator. Where they differ, the layer keeps its own code.
+
+A situation is what `describe` reads of a call: training or not, gradients recorded or not and of which inputs, autocast,
+dtypes, the device, numbers of axes, and which optional inputs are given. It is proven for the sizes between the smallest and
+the largest that were compared, and for the attributes that the layer had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ._comparison import PLACES, Comparison, answer_in
+from ._snapshot import VERDICTS
+
+Arguments = Mapping[str, Any]  # by role
+_TENSOR = operator.attrgetter("dtype", "requires_grad", "device", "shape")
+_FURTHER = operator.attrgetter("dtype", "requires_grad")
+_MAIN = 3  # tensors that most calls have: query, value and reference, or value, locations and weights
+_PLAIN = (bool, int, float, str, type(None))
+_MOST_STATES = 16  # a layer whose attributes change in each call would be compared in each call
+_MOST_CALLS = 4096
+_numbers = itertools.count()
+_proving = threading.RLock()
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+
+
+class Verdict:
+    """What became of the comparisons of a layer in a situation. It is proven where `reason` is empty."""
+
+    def __init__(self, reason: str, dtypes: Sequence[Any], sizes: Sequence[int], state: tuple[Any, ...]) -> None:
+        self.reason, self.dtypes, self.state = reason, dtypes, state
+        self.low, self.high = list(sizes), list(sizes)
+        self.num_states = 1
+
+    def covers(self, sizes: Sequence[int], state: tuple[Any, ...]) -> bool:
+        """Return whether nothing is left to compare."""
+        inside = all(low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True))
+        return bool(self.reason) or (inside and _is_same(self.state, state))
+
+    def add(self, other: Verdict) -> None:
+        """Take over a further comparison in the same situation."""
+        self.num_states += not _is_same(self.state, other.state)
+        self.reason, self.dtypes, self.state = other.reason, other.dtypes, other.state
+        self.low, self.high = list(map(min, self.low, other.low)), list(map(max, self.high, other.high))
+        if self.num_states > _MOST_STATES:
+            self.reason = "its attributes change from call to call"
+
+
+class Verdicts:
+    """The verdicts of one layer: by situation, and by all that a look at a call shows. A copy of a layer has none."""
+
+    def __init__(self) -> None:
+        self.situations: dict[Any, Verdict] = {}
+        self.calls: dict[Any, Verdict] = {}
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class Proof:
+    """The verdicts of the layers of one replaced class, or of one replaced function.
+
+    Args:
+        form: `answer(layer, arguments)` is what replaces the original, `described` has the roles of its main tensors, and
+            `trusts(layer)` says whether the layer is like that of the trial.
+        original: the original's own code. It takes the layer first, if there is one.
+        name: of the class or the function, for warnings.
+    """
+
+    def __init__(self, form: Any, original: Callable[..., Any], name: str) -> None:
+        self.form, self.original, self.name = form, original, name
+        self.number = next(_numbers)  # a layer may be of two replaced classes, and may be patched again
+        self.verdicts = Verdicts()  # of a function
+        self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._looks: dict[tuple[type, ...], _Look] = {}
+        self._is_warned = False
+
+    def serve(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the original returns for a call that the form takes."""
+        if torch.compiler.is_compiling():
+            return self._serve_unseen(layer, arguments, args, kwargs)
+        verdicts = self.verdicts if layer is None else layer.__dict__.get(VERDICTS) or self._add(layer)
+        types = tuple(map(type, arguments.values()))
+        look = self._looks.get(types) or self._looks.setdefault(types, _Look(self.form.described, arguments))
+        mode = _any_autocast() and (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
+        call = self.number, torch.is_grad_enabled(), mode, look, look.read(arguments)
+        verdict = verdicts.calls.get(call)
+        if verdict is None or not (verdict.reason or _is_same(verdict.state, _read_state(layer))):
+            return self._serve_slowly(verdicts, call, layer, arguments, args, kwargs)
+        return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
+
+    def _add(self, layer: Any) -> Verdicts:
+        layer.__dict__[VERDICTS] = verdicts = Verdicts()
+        self.layers.add(layer)
+        return verdicts
+
+    def _answer(self, verdict: Verdict, layer: Any, arguments: Arguments) -> Any:
+        return answer_in(verdict.dtypes, self.form, layer, arguments)
+
+    def _serve_slowly(
+        self, verdicts: Verdicts, call: Any, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compare if the situation is new, or larger, or the layer has other attributes. While another thread compares, the
+        original answers."""
+        if not can_compare(arguments):
+            return self._serve_unseen(layer, arguments, args, kwargs)
+        situation, sizes = describe(self.number, layer, arguments), list_sizes(arguments)
+        verdict = verdicts.situations.get(situation)
+        if verdict is None or not verdict.covers(sizes, _read_state(layer)):
+            if not _proving.acquire(blocking=False):
+                return self.original(*args, **kwargs)
+            try:
+                comparison = Comparison(self.form, self.original, layer, arguments, args, kwargs)
+                result = comparison.run(lambda: self._trusts(layer))
+            finally:
+                _proving.release()
+            if comparison.is_complete:
+                new = Verdict(comparison.reason, comparison.dtypes, sizes, _read_state(layer))
+                self._record(verdicts, situation, new, layer)
+            return result
+        if len(verdicts.calls) > _MOST_CALLS:
+            verdicts.calls.clear()
+        verdicts.calls[call] = verdict
+        return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
+
+    def _record(self, verdicts: Verdicts, situation: Any, verdict: Verdict, layer: Any) -> None:
+        known = verdicts.situations.setdefault(situation, verdict)
+        if known is not verdict:
+            known.add(verdict)
+        if known.reason:
+            where = spell(situation)
+            warnings.warn(f"mx_driving.patch: {self.get_name(layer)} keeps its own code {where}: {known.reason}", stacklevel=5)
+
+    def _serve_unseen(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call whose numbers cannot be compared. torch.compile reads this function."""
+        verdicts = self.verdicts if layer is None else getattr(layer, VERDICTS, None)
+        verdict = None if verdicts is None else verdicts.situations.get(describe(self.number, layer, arguments))
+        if verdict is not None:
+            return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
+        if not torch.compiler.is_dynamo_compiling() and self._trusts(layer):
+            return self.form.answer(layer, arguments)
+        _warn_of_unproven(self.name)
+        return self.original(*args, **kwargs)
+
+    def _trusts(self, layer: Any) -> bool:
+        """Return whether nothing tells the layer from that of the trial, or the function from the function of the trial."""
+        return self.form.trusts(layer) if layer is not None else not getattr(self.original, "__closure__", None)
+
+    def name_layers(self, model: torch.nn.Module) -> None:
+        """Remember the names that a model has for its layers whose forward is the replaced class's."""
+        for name, layer in model.named_modules():
+            if next(base for base in type(layer).__mro__ if "forward" in vars(base)) is self.form.tried[0]:
+                self.names.setdefault(layer, name or self.name)
+
+    def list_verdicts(self) -> list[tuple[str, dict[str, str]]]:
+        """Return the name of all that was called, and its situations in words -> why it keeps its own code, or nothing."""
+        things = [(self.name, self.verdicts), *((self.get_name(layer), vars(layer).get(VERDICTS)) for layer in self.layers)]
+        lists = []
+        for name, verdicts in things:
+            own = {spell(s): v.reason for s, v in (verdicts.situations if verdicts else {}).items() if s[0] == self.number}
+            if own:
+                lists.append((name, {words: reason and f"{words}: {reason}" for words, reason in own.items()}))
+        return lists
+
+    def get_name(self, layer: Any) -> str:
+        return self.name if layer is None else self.names.get(layer, self.name)
+
+    def forget(self) -> None:
+        """Remove the verdicts from all layers."""
+        for layer in list(self.layers):
+            vars(layer).pop(VERDICTS, None)
+
+
+class _Look:
+    """What to read of arguments of certain types, so that calls of equal readings have one verdict. Written out, because it is
+    done in each call."""
+
+    def __init__(self, described: Sequence[str], arguments: Arguments) -> None:
+        tensors = [role for role, a in arguments.items() if isinstance(a, Tensor)]
+        main = [role for role in tensors if role in described]
+        self._main = operator.itemgetter(*main) if len(main) == _MAIN else None
+        further = [role for role in tensors if arguments[role].is_floating_point() and (self._main is None or role not in main)]
+        plain = [role for role, a in arguments.items() if isinstance(a, _PLAIN) and a is not None]
+        self._tensors, self._further, self._plain = tensors, further, plain
+        lists = [role for role, a in arguments.items() if isinstance(a, (list, tuple))]
+        self._lists = [role for role in lists if any(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments[role]))]
+
+    def read(self, arguments: Arguments) -> Any:
+        rest = [arguments[role] for role in self._plain]
+        for role in self._further:
+            rest += _FURTHER(arguments[role])
+        if self._lists:
+            rest += [_read_entry(entry) for role in self._lists for entry in arguments[role]]
+        if self._main is None:
+            tensors = [arguments[role] for role in self._tensors]
+            return *rest, *[t.shape for t in tensors], *[t.device for t in tensors[:1]]
+        a, b, c = self._main(arguments)
+        sides, dtypes = (a.shape, b.shape, c.shape), (a.dtype, b.dtype, c.dtype)
+        return sides, dtypes, a.requires_grad, b.requires_grad, c.requires_grad, a.device, *rest
+
+
+def _read_entry(entry: Any) -> Any:
+    return _TENSOR(entry) if isinstance(entry, Tensor) else entry if isinstance(entry, _PLAIN) else type(entry)
+
+
+def _read_state(layer: Any) -> tuple[Any, ...]:
+    """Return the attributes of a layer."""
+    if layer is None:
+        return ()
+    kept = layer.__dict__
+    return (*kept.values(), *kept["_modules"].values(), *kept["_buffers"].values())
+
+
+def _is_same(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    try:
+        return state == other  # what is identical is equal, without a comparison
+    except (RuntimeError, ValueError, TypeError):  # other tensors or arrays of several numbers
+        return False
+
+
+def can_compare(arguments: Arguments) -> bool:
+    """Return whether a call has numbers, and nothing but the caller looks at what is computed."""
+    tensors = [t for a in arguments.values() for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
+    if any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type == "meta" for t in tensors):
+        return False
+    captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()  # pyright: ignore
+    is_traced = torch._C._get_tracing_state() is not None
+    return not (captures or modes or is_traced or torch.autograd.forward_ad._current_level >= 0)
+
+
+def describe(number: int, layer: Any, arguments: Arguments) -> tuple[Any, ...]:
+    """Return the situation of a call. torch.compile reads this function."""
+    recorded = torch.is_grad_enabled()
+    device = [*(t.device.type for t in arguments.values() if isinstance(t, Tensor)), "cpu"][0]
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    facts = tuple([_describe_argument(role, a, recorded) for role, a in arguments.items()])
+    return number, layer is not None and layer.training, recorded, autocast, device, facts
+
+
+def _describe_argument(role: str, argument: Any, recorded: bool) -> Any:
+    if isinstance(argument, Tensor):
+        width = argument.shape[-1] if role in PLACES and argument.dim() else None
+        return role, argument.dtype, recorded and argument.requires_grad, argument.dim(), width
+    if isinstance(argument, (list, tuple)):
+        return role, len(argument), tuple([_describe_argument("", t, recorded) for t in argument if isinstance(t, Tensor)])
+    return role, argument if isinstance(argument, _PLAIN) else type(argument).__name__
+
+
+def list_sizes(arguments: Arguments) -> list[int]:
+    parts = [t for a in arguments.values() for t in (a if isinstance(a, (list, tuple)) else (a,))]
+    return [size for t in parts if isinstance(t, Tensor) for size in t.shape]
+
+
+def spell(situation: tuple[Any, ...]) -> str:
+    """Return a situation in words."""
+    _, training, recorded, autocast, device, facts = situation
+    dtypes = sorted(
+        {str(f[1]).removeprefix("torch.") for f in facts if isinstance(f[1], torch.dtype) and f[1].is_floating_point}
+    )
+    given = [role for role, *fact in facts if fact != [None]]
+    under = f" under autocast to {str(autocast).removeprefix('torch.')}" if autocast else ""
+    mode = f"{'training' if training else 'evaluation'}, {'with' if recorded else 'without'} gradients"
+    return f"in {mode}, {' and '.join(dtypes)} on {device}{under}, with {', '.join(given)}"
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_unproven(name: str) -> None:
+    text = f"mx_driving.patch: {name} runs its own code in a call whose numbers cannot be compared"
+    warnings.warn(f"{text}; call the model once, as it will be used, before compiling, exporting or capturing it", stacklevel=6)
