@@ -7,6 +7,9 @@ import functools
 import pytest
 import torch
 from small_cases import comparisons_of_int64
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mx_driving
 from mx_driving.ops.bev_pool_v3 import BEVPoolV3
@@ -222,3 +225,48 @@ def test_an_exported_interval_beyond_the_points(change):
     second = [t + change.get(place, 0) * 10**6 for place, t in enumerate(second)]
     with pytest.raises(RuntimeError, match="interval_starts and interval_lengths must lie within the points"):
         call(first, tuple(second), *others)
+
+
+STARTS_OF_ENTRIES = torch.tensor([[0, 2, 4], [0, 1, 3], [2, 2, 0]])  # intervals may overlap
+LENGTHS_OF_ENTRIES = torch.tensor([[2, 2, 3], [1, 0, 2], [5, 1, 0]])
+POOLED = torch.rand(6, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64), torch.randint(0, 6, (7,))
+TO_CELLS = torch.randint(0, 4, (7,)), torch.tensor([0, 0, 1, 1, 2, 3, 3])
+
+
+def pool_intervals(depth, starts, lengths):
+    return mx_driving.bev_pool_v2(depth, *POOLED[1:], *TO_CELLS, (2, 1, 1, 2, 3), starts, lengths)
+
+
+@pytest.mark.parametrize("of", ["output", "gradient"])
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
+def test_intervals_are_vmapped(dims, of):
+    """Entries have other numbers of points."""
+    call = pool_intervals if of == "output" else torch.func.grad(lambda *args: pool_intervals(*args).sin().sum())
+    tables = [t if dim == 0 else t[0] for t, dim in zip((STARTS_OF_ENTRIES[:2], LENGTHS_OF_ENTRIES[:2]), dims, strict=True)]
+    pairs = [[t[i] if dim == 0 else t for t, dim in zip(tables, dims, strict=True)] for i in range(2)]
+    expected = torch.stack([call(POOLED[0], *pair) for pair in pairs])
+    assert torch.equal(torch.func.vmap(call, (None, *dims))(POOLED[0], *tables), expected)
+    nested = torch.func.vmap(torch.func.vmap(call, (None, *dims)), (None, *dims))
+    assert torch.equal(
+        nested(POOLED[0], *(t if dim is None else t[None] for t, dim in zip(tables, dims, strict=True)))[0], expected
+    )
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_traced_graph_asserts_that_intervals_are_right(mode):
+    call = lambda *args: mx_driving.bev_pool_v2(*args[:5], (2, 1, 1, 2, 3), *args[5:])  # noqa: E731
+    args = (*POOLED, *TO_CELLS, STARTS_OF_ENTRIES[0], LENGTHS_OF_ENTRIES[0])
+    graph = make_fx(call, tracing_mode=mode)(*args)
+    assert torch.equal(graph(*args), call(*args))
+    with pytest.raises(RuntimeError, match="interval_starts and interval_lengths must lie within the points"):
+        graph(*args[:-1], LENGTHS_OF_ENTRIES[0] + 5)
+
+
+def test_intervals_of_linearized_calls_and_of_fake_tensors():
+    call = lambda depth: pool_intervals(depth, STARTS_OF_ENTRIES[0], LENGTHS_OF_ENTRIES[0])  # noqa: E731
+    out, tangent = torch.func.linearize(call, POOLED[0])
+    torch.testing.assert_close((out, tangent(POOLED[0])), (call(POOLED[0]),) * 2)  # it is linear in depth
+    shapes = ShapeEnv(allow_dynamic_output_shape_ops=True)
+    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode:
+        tables = [mode.from_tensor(t[0]) for t in (STARTS_OF_ENTRIES, LENGTHS_OF_ENTRIES)]
+        assert pool_intervals(POOLED[0], *tables).shape == (2, 3, 1, 1, 2)

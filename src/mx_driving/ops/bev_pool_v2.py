@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._operator import geometry
@@ -54,27 +57,73 @@ def bev_pool_v2(
             need_shape(name, t, axis, like.shape[0])
     for name, t in intervals.items():
         need_dtype(name, t, INDEX, INDEX_RULE)
-    points, cells = _points_of_intervals(ranks_bev, interval_starts.long(), interval_lengths.long())
-    return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], cells, bev_feat_shape)
+    shape, (starts, lengths) = bev_feat_shape, (t.long() for t in intervals.values())
+    if any(map(_is_batched, (starts, lengths))):
+        cells, sizes = math.prod(shape[:4]), shape[1:]
+        points, first, padding = _IntervalPoints.apply(starts, lengths, ranks_bev.shape[0])
+        scene = math.prod(sizes[:3])  # a scene more, into whose first cell all padding goes
+        ranks = ranks_bev[first].long()
+        ranks = torch.where(padding, cells, ranks + (ranks >= cells) * scene)
+        return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], ranks, (shape[0] + 1, *sizes))[:-1]
+    points, first = _points_of_intervals(starts, lengths, ranks_bev.shape[0])
+    return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], ranks_bev[first], shape)
 
 
-def _points_of_intervals(ranks_bev: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the points of all intervals, and their cells: those of the intervals' first points."""
-    if ranks_bev.is_meta:  # the number of points is data
-        return ranks_bev.new_empty(0, dtype=torch.int64), ranks_bev[:0]
+def _is_batched(t: Tensor) -> bool:
+    """Return whether vmap has an axis of t, maybe inside of what other transforms see."""
+    functorch: Any = torch._C._functorch  # pyright: ignore
+    while not torch.compiler.is_compiling() and (functorch.is_batchedtensor(t) or functorch.is_gradtrackingtensor(t)):
+        if functorch.is_batchedtensor(t):
+            return True
+        t = functorch.get_unwrapped(t)
+    return False
+
+
+def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the points of all intervals, and the first point of the interval of each."""
+    if starts.is_meta:  # the number of points is data
+        return starts[:0], starts[:0]
     if starts.device.type == "cpu":
-        _check_intervals(starts, lengths, ranks_bev.shape[0])
+        _check_intervals(starts, lengths, count)
     before = lengths.cumsum(0) - lengths
     interval = torch.repeat_interleave(lengths)  # of each point
     points = torch.arange(interval.shape[0], device=starts.device) + (starts - before)[interval]
-    return points, ranks_bev[starts[interval]]
+    return points, starts[interval]
+
+
+class _IntervalPoints(torch.autograd.Function):
+    """`_points_of_intervals` for torch.func, and a flag of padding: the entries of a vmapped axis have as many points as the
+    entry with the most."""
+
+    @staticmethod
+    def forward(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore
+        points, first = _points_of_intervals(starts, lengths, count)
+        return points, first, torch.zeros_like(first, dtype=torch.bool)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[None, ...]:  # pyright: ignore
+        return None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, starts: Tensor, lengths: Tensor, count: int) -> Any:  # pyright: ignore
+        entries = (
+            [t] * info.batch_size if dim is None else t.unbind(dim) for t, dim in zip((starts, lengths), in_dims, strict=False)
+        )
+        found = [_IntervalPoints.apply(*entry, count) for entry in zip(*entries, strict=True)]
+        most = max(points.shape[0] for points, *_ in found)
+        padded = ([F.pad(t, (0, most - t.shape[0]), value=t.dtype == torch.bool) for t in entry] for entry in found)
+        return tuple(map(torch.stack, zip(*padded, strict=True))), (0, 0, 0)
 
 
 def _check_intervals(starts: Tensor, lengths: Tensor, count: int) -> None:
     start, outside = geometry.clamp_index(starts, count + 1)
     _, too_long = geometry.clamp_index(lengths, count + 1 - start)
     wrong = outside + too_long
-    if torch.compiler.is_compiling():  # a graph cannot read numbers for a sentence
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # a graph cannot read numbers for a sentence
         ok = 1 - wrong.sum().clamp(max=1)
         torch.ops.aten._assert_async.msg(ok, "interval_starts and interval_lengths must lie within the points")
     elif wrong.any():
