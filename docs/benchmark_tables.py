@@ -13,6 +13,7 @@ MODULES_BY_MODE = "xeon-207-2-cores-modules-by-mode.csv"  # bench.py --only 'Mod
 BY_MODE = "xeon-207-2-cores-models-by-mode.csv"  # time_models.py --mode float32 --mode autocast --mode bfloat16
 MODELS = "epyc-zen4-2-cores-models.csv"
 GPU = "nvidia-h100-80gb-hbm3.csv"  # gpu.py
+GPU_MODELS = "nvidia-h100-80gb-hbm3-models.csv"  # gpu_models.py
 # Of each processor: the file of bare operators, and that of operators with logits
 PROCESSORS = {
     "Zen 4": ("epyc-zen4-2-cores.csv", "epyc-zen4-2-cores.csv"),
@@ -273,6 +274,32 @@ def gpu_rivals() -> str:
             cells = [f"{float(by[other]['milliseconds']) / ours:.1f}" if other in by else "" for other in rivals]
             rows.append([f"{name}; {direction}", *cells])
     return markdown(["over", *rivals.values()], rows)
+
+
+def gpu_models() -> str:
+    """Return whole models on a GPU: milliseconds, and in parentheses those of all kernels; memory before and after `patch`."""
+    variants = ("plain", "torch-ms-deform-attn", "mx_driving")
+    measured = read(GPU_MODELS)
+    calls: dict[str, dict[str, Row]] = {}
+    for row in measured:
+        name = f"{row['model']}, {row['measure']}, {row['mode']}, batch {row['batch']}"
+        calls.setdefault(name, {})[row["variant"]] = row
+    rows = []
+    for name, by in calls.items():
+        before, after = by["plain"], by["mx_driving"]
+        kernels = [float(row["GPU milliseconds"] or 0) for row in (before, after)]
+        memory = f"{int(before['MiB']):,} → {int(after['MiB']):,}" if before["MiB"] else ""
+        gain = f"{kernels[0] / kernels[1]:.2f}" if all(kernels) else ""
+        rows.append([name, *(_time_on_gpu(by.get(variant)) for variant in variants), gain, memory])
+    header = ["milliseconds (of all kernels)", *variants, "kernels, plain / mx_driving", "MiB, plain → mx_driving"]
+    return f"{markdown(header, rows)}\n{made(measured)}\n"
+
+
+def _time_on_gpu(row: Row | None) -> str:
+    if not row:
+        return ""
+    kernels = f" ({row['GPU milliseconds']})" if row["GPU milliseconds"] else ""
+    return f"{row['milliseconds']}{'*' if row['host-bound'] else ''}{kernels}"
 
 
 def plain(file: str, last: str = "machine") -> str:

@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bev_pool": lambda: times.plain("epyc-zen4-2-cores-bev-pool.csv"),
     "gpu": times.gpu,
     "gpu_rivals": times.gpu_rivals,
+    "gpu_models": times.gpu_models,
     "onnx_forms": support.onnx_forms,
     "tested": support.tested,
     "tested_by_file": support.tested_by_file,
