@@ -61,87 +61,113 @@ class Function(NamedTuple):
     """A function of the vendor's library or of a compiled extension that computes one of the operators.
 
     module: the last part of its module's name, or all of it; "mx_driving" stands for every module of the vendor's library.
-    parameters: in our words. The function writes to those that end in "=". One that is given no such tensors returns them.
+    parameters: in our words. The function writes to those that end in "=", and adds to those that end in "+". One that is given
+        no such tensors returns them.
+    layout: the axes of a pool's output, and of its grad_output.
     """
 
     module: str
     name: str
     operator: str
     parameters: str
+    layout: str = "BCDHW"
 
     @property
     def backward(self) -> bool:
         return "grad_output" in self.parameters
 
+    @property
+    def names(self) -> list[str]:
+        return [name.rstrip("=+") for name in self.parameters.split()]
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names of the tensors that the function changes; without `memo`, which is no result of an operator."""
+        return [name[:-1] for name in self.parameters.split() if name[-1] in "=+"]
+
 
 _SAMPLES = "value shapes starts locations weights"
 _GRADIENTS = f"{_SAMPLES} grad_output grad_value= grad_locations= grad_weights="
+_RANKS = "ranks_depth ranks_feat ranks_bev interval_lengths interval_starts"
+_SUM = "interval_lengths interval_starts B D H W"
 _LIFT = "depth feat ranks_depth ranks_feat ranks_bev bev_feat_shape"
-# An operator and parameters stand above the functions that have them: modules and names. `deformable_aggregation_ext` is also
-# called with the cameras' maps apart, value [bs, cam, num_feat, c]: Sparse4D before v3, GaussianFormer, Far3D.
+# The one table of foreign functions: record, compat and replay read it. An operator, the layout of a pool and parameters stand
+# above the functions that have them: modules and names. `deformable_aggregation_ext` is also called with the cameras' maps
+# apart, value [bs, cam, num_feat, c]: Sparse4D before v3, GaussianFormer, Far3D. `MultiScaleDeformableAttention` is also called
+# without starts: TrackFormer, TransTrack.
 _TABLE = f"""
 multi_scale_deformable_attn: {_SAMPLES}
     mx_driving: multi_scale_deformable_attn npu_multi_scale_deformable_attn_function MultiScaleDeformableAttnFunction.apply
+multi_scale_deformable_attn: {_SAMPLES} step
     MultiScaleDeformableAttention detrex._C adet._C groundingdino._C mmcv._ext: ms_deform_attn_forward
-multi_scale_deformable_attn: {_SAMPLES} grad_output
+multi_scale_deformable_attn: {_SAMPLES} grad_output step
     MultiScaleDeformableAttention detrex._C adet._C groundingdino._C: ms_deform_attn_backward
-multi_scale_deformable_attn: {_GRADIENTS}
+multi_scale_deformable_attn: {_GRADIENTS} step
     mmcv._ext: ms_deform_attn_backward
 deformable_aggregation: {_SAMPLES}
     mx_driving: deformable_aggregation npu_deformable_aggregation AdsDeformableAggregation.apply
     deformable_aggregation_ext: deformable_aggregation_forward
-deformable_aggregation: {_GRADIENTS}
+deformable_aggregation: {_SAMPLES} grad_output grad_value+ grad_locations+ grad_weights+
     deformable_aggregation_ext: deformable_aggregation_backward
 geometric_kernel_attention: {_SAMPLES}
     mx_driving: geometric_kernel_attention npu_geometric_kernel_attention npu_geometric_kernel_attention_func
     mx_driving: GeometricKernelAttentionFunc.apply
+geometric_kernel_attention: {_SAMPLES} step
     GeometricKernelAttention: geometric_kernel_attn_cuda_forward
-geometric_kernel_attention: {_SAMPLES} grad_output
+geometric_kernel_attention: {_SAMPLES} grad_output step
     GeometricKernelAttention: geometric_kernel_attn_cuda_backward
 bev_pool_v3: {_LIFT}
-    mx_driving: bev_pool_v3 BEVPoolV3.apply
+    mx_driving: bev_pool_v3
+bev_pool_v3 BDHWC: {_LIFT}
+    mx_driving: BEVPoolV3.apply
 bev_pool_v3: {_LIFT} interval_starts interval_lengths
     mx_driving: bev_pool_v2
-bev_pool_v3: depth feat output= ranks_depth ranks_feat ranks_bev interval_lengths interval_starts
+bev_pool_v3 BDHWC: depth feat output= {_RANKS}
     bev_pool_v2_ext: bev_pool_v2_forward
-bev_pool_v3: grad_output grad_depth= grad_feat= depth feat ranks_depth ranks_feat ranks_bev interval_lengths interval_starts
+bev_pool_v3 BDHWC: grad_output grad_depth+ grad_feat+ depth feat {_RANKS}
     bev_pool_v2_ext: bev_pool_v2_backward bev_pool_v2_backward_opt
 bev_pool_v3: feat geom_feat B D H W
     mx_driving: bev_pool
-bev_pool_v3: feat geom_feat interval_lengths interval_starts B D H W
+bev_pool_v3 BDHWC: feat geom_feat {_SUM}
     bev_pool_ext: bev_pool_forward
-bev_pool_v3: grad_output geom_feat interval_lengths interval_starts B D H W
+bev_pool_v3 BDHWC: grad_output geom_feat {_SUM}
     bev_pool_ext: bev_pool_backward
+bev_pool_v3 BDHWC: feat geom_xyzb {_SUM}
+    bev_pool_ext: bev_sum_pool_forward
+bev_pool_v3 BDHWC: grad_output geom_xyzb {_SUM}
+    bev_pool_ext: bev_sum_pool_backward
 bev_pool_v3: geom_xyz feat voxel_num
     mx_driving: npu_voxel_pooling_train
-bev_pool_v3: B n C X Y Z geom_xyz feat output= memo
+bev_pool_v3 BYXC: B n C X Y Z geom_xyz feat output+ memo
     voxel_pooling_train_ext: voxel_pooling_train_forward_wrapper
     voxel_pooling_ext: voxel_pooling_forward_wrapper
-bev_pool_v3: B cams bins height width C X Y Z geom_xyz depth feat output=
+bev_pool_v3 BYXC: B cams bins height width C X Y Z geom_xyz depth feat output+
     voxel_pooling_inference_ext: voxel_pooling_inference_forward_wrapper
 """
 
 
 def _read_table(text: str) -> Iterator[Function]:
-    operator = parameters = ""
+    operator = layout = parameters = ""
     for line in text.strip().split("\n"):
         left, right = line.split(": ")
         if not line.startswith(" "):
-            operator, parameters = left, right
+            operator, _, layout = left.partition(" ")
+            parameters = right
             continue
         for module, name in itertools.product(left.split(), right.split()):
-            yield Function(module, name, operator, parameters)
+            yield Function(module, name, operator, parameters, layout or "BCDHW")
 
 
 FUNCTIONS = tuple(_read_table(_TABLE))
-_OPTIONAL = ("starts", "memo", "grad_value", "grad_locations", "grad_weights")
+_OPTIONAL = ("starts", "step", "memo", "grad_value", "grad_locations", "grad_weights")
 _SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n", "C", "cams", "bins", "height", "width")
-_KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of parameters -> ours
+KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of parameters -> ours
     **dict.fromkeys(("feature_maps", "mc_ms_feat"), "value"),
     **dict.fromkeys(("value_spatial_shapes", "spatial_shapes", "spatial_shape", "shape"), "shapes"),
     **dict.fromkeys(("value_level_start_index", "level_start_index", "scale_start_index", "offset"), "starts"),
     **dict.fromkeys(("sampling_locations", "sample_locations", "sampling_location"), "locations"),
     **dict.fromkeys(("attention_weights", "weight"), "weights"),
+    **{"im2col_step": "step", "grad_sampling_loc": "grad_locations", "grad_attn_weight": "grad_weights"},
     "input_features": "feat",  # of npu_voxel_pooling_train
 }
 _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", "contextlib", "functools")
@@ -186,6 +212,16 @@ def _is_compiling() -> bool:
     return hasattr(torch, "compiler") and torch.compiler.is_compiling()
 
 
+def insert_starts(args: Any) -> list[Any]:
+    """Return the arguments of a sampling function. None stands for starts where it has none: levels lie one after the other.
+
+    So do mmcv's plain torch, TrackFormer and TransTrack.
+    """
+    third: Any = args[2] if len(args) > 2 else None
+    has_locations = hasattr(third, "is_floating_point") and third.dim() > 1 and third.is_floating_point()
+    return [*args[:2], None, *args[2:]] if has_locations else list(args)
+
+
 def _without_extras(args: Any) -> list[Any]:
     """Return the arguments of a sampling function without those that only some forms of it have."""
     import torch
@@ -195,9 +231,7 @@ def _without_extras(args: Any) -> list[Any]:
         del args[0]  # self
     if len(args) > 2 and isinstance(args[2], (list, tuple)) and args[2] and isinstance(args[2][0], (list, tuple)):
         del args[2]  # transformers' list of shapes, after their tensor
-    if len(args) > 2 and isinstance(args[2], torch.Tensor) and args[2].is_floating_point():
-        args.insert(2, None)  # mmcv's plain torch has no starts: levels lie one after the other
-    return args
+    return insert_starts(args)
 
 
 def _as_ints(size: Any) -> Any:
@@ -211,10 +245,10 @@ def _bind(row: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, T
     """Return the inputs, the tensors that the function writes to, and the sizes, by name."""
     import torch
 
-    names = [name.rstrip("=") for name in row.parameters.split()]
+    names = row.names
     positional = args if row.operator == _POOL else _without_extras(args)
     bound = dict(zip(names, positional))  # noqa: B905, zip has no strict before Python 3.10
-    bound.update({_KEYWORDS.get(name, name): a for name, a in kwargs.items()})
+    bound.update({KEYWORDS.get(name, name): a for name, a in kwargs.items()})
     missing = [name for name in names if name not in bound and name not in _OPTIONAL]
     if missing:
         raise TypeError(f"{missing[0]} must be given; got {', '.join(bound) or 'nothing'}")
@@ -227,7 +261,7 @@ def _bind(row: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, T
     for name, a in bound.items():
         if not _is_ordinary(a):
             raise TypeError(f"{name} must be an ordinary tensor with data; got {type(a).__name__}")
-    outputs = {name: bound.pop(name) for name in names if name + "=" in row.parameters.split() and name in bound}
+    outputs = {name: bound.pop(name) for name in row.outputs if name in bound}
     return bound, outputs, sizes
 
 

@@ -8,7 +8,9 @@ import cases
 import pytest
 import torch
 
-from mx_driving import _C, compat
+from mx_driving import _C
+from mx_driving.ops._stand_ins import stand_in
+from mx_driving_portable import record
 
 B, D, H, W, C = 2, 1, 2, 3, 8
 RANKS = [torch.arange(4, dtype=torch.int32)] * 3
@@ -45,9 +47,11 @@ CALLS = {
         (12,),
     ),
 }
-CALLS = {name: (compat._STAND_INS[name], *call) for name, call in CALLS.items()}
+ROWS = {row.name: row for row in record.FUNCTIONS if row.module != "mmcv._ext"}
+MMCV = next(row for row in record.FUNCTIONS if (row.module, row.name) == ("mmcv._ext", "ms_deform_attn_backward"))
+CALLS = {name: (stand_in(ROWS[name]), *call) for name, call in CALLS.items()}
 CALLS |= {
-    "mmcv": (compat._PARTS["mmcv._ext"]["ms_deform_attn_backward"], backward(ATTENTION, _ATTENDED, 0, 3, 4), (6, 7, 8)),
+    "mmcv": (stand_in(MMCV), backward(ATTENTION, _ATTENDED, 0, 3, 4), (6, 7, 8)),
     "_C": (
         _C.geometric_kernel_attention_forward,
         [*cases.geometric(2, 5, 8, 3, [(4, 6)], 2), torch.zeros(2, 5, 24, dtype=torch.float64)],

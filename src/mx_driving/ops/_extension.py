@@ -23,13 +23,18 @@ from .bev_pool_v3 import bev_pool_v3
 _v1, _v2, _v3 = as_compiled(bev_pool), as_compiled(bev_pool_v2), as_compiled(bev_pool_v3)
 
 
-def write_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any], add: bool = False) -> None:
-    """Write results to a caller's outputs, or add them there. Nothing is written if one output has another shape."""
+def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> None:
+    """Check a caller's outputs: each has its result's shape."""
     for (name, out), result in zip(outputs.items(), results, strict=True):
         tensors((name, out))
         need_dtype(name, out, FLOATING, FLOATING_RULE)
         if result is not None and out.shape != result.shape:
             fail(ValueError, name, f"have shape {tuple(result.shape)}", tuple(out.shape))
+
+
+def write_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any], add: bool = False) -> None:
+    """Write results to a caller's outputs, or add them there. Nothing is written if one output has another shape."""
+    check_outputs(results, outputs)
     for out, result in zip(outputs.values(), results, strict=True):
         if result is not None:
             out.add_(result) if add else out.copy_(result)

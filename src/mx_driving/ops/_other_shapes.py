@@ -6,13 +6,25 @@ cameras' maps apart. Far3D gives attention weights whose levels and points share
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._operator import checks
+from .._operator import checks, geometry
+from .._operator.description import AGGREGATION, SamplingInputs
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, need_some_sizes, tensors
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def sampling_inputs(operator: str, facts: Mapping[str, Any]) -> Inputs:
+    """Return the inputs of a sampling operator from arguments by our names. Without starts, levels lie one after the other."""
+    if facts.get("starts") is None and isinstance(facts["shapes"], Tensor):
+        facts = {**facts, "starts": geometry.starts_of(facts["shapes"])}
+    to_inputs = aggregation_inputs if operator == AGGREGATION else attention_inputs
+    return to_inputs(*(facts[name] for name in SamplingInputs._fields))
 
 
 def attention_inputs(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Inputs:

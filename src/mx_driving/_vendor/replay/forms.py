@@ -14,13 +14,12 @@ from mx_driving_portable.record import FUNCTIONS
 
 from ... import ops
 from ..._cli_support.problems import Problem
-from ..._operator import geometry
-from ..._operator.description import AGGREGATION, OPERATORS, POOL, Operator, SamplingInputs
-from ...compat import _STAND_INS
-from ...ops import _other_shapes
+from ..._operator.description import OPERATORS, POOL, Operator
+from ...ops._other_shapes import sampling_inputs
+from ...ops._stand_ins import stand_in
 
 Facts = dict[str, Any]  # tensors and sizes by name
-_CHANNELS_LAST = ("BEVPoolV3.apply", "_forward", "_backward", "_backward_opt", "_wrapper")  # ends of functions' names
+_ROWS = {row.name: row for row in FUNCTIONS if row.operator == POOL}
 _OPTIONAL = dict.fromkeys(("depth", "ranks_depth", "ranks_feat", "memo"))
 _CHANNELS_FIRST_FEAT = "voxel_pooling_inference_forward_wrapper"
 
@@ -51,33 +50,30 @@ def inputs_of(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[tupl
 
 
 def _sampling(operator: str, facts: Facts) -> tuple[Tensor, ...]:
-    if "starts" not in facts:
-        facts["starts"] = geometry.starts_of(facts["shapes"])
-    inputs = [facts[name] for name in SamplingInputs._fields]
-    inputs[1:3] = (t if t.dtype in (torch.int32, torch.int64) else t.long() for t in inputs[1:3])
-    is_aggregation = operator == AGGREGATION
-    return (_other_shapes.aggregation_inputs if is_aggregation else _other_shapes.attention_inputs)(*inputs)
+    tables = {name: facts[name] for name in ("shapes", "starts") if name in facts}
+    tables = {name: t if t.dtype in (torch.int32, torch.int64) else t.long() for name, t in tables.items()}
+    return sampling_inputs(operator, {**facts, **tables})
 
 
 def _pooling(name: str, form: str, facts: Facts) -> Sequence[Any]:
     """Call our function of the recorded one's name, and return the inputs with which it calls the operator."""
-    rows = {row.name: row for row in FUNCTIONS if row.operator == POOL}
-    if form not in rows:
-        raise Problem(f"the form of {name} must be one of {', '.join(rows)}; got {form}")
-    parameters = [parameter.rstrip("=") for parameter in rows[form].parameters.split()]
-    arguments = [facts[parameter] for parameter in parameters]
+    if form not in _ROWS:
+        raise Problem(f"the form of {name} must be one of {', '.join(_ROWS)}; got {form}")
+    arguments = [facts[parameter] for parameter in _ROWS[form].names]
     try:
         with torch.no_grad(), _Capture():
             function_named(form)(*arguments)
     except _Captured as captured:
         (inputs,) = captured.args
-        return inputs[1:-1] if rows[form].backward else inputs
+        return inputs[1:-1] if _ROWS[form].backward else inputs
     raise Problem(f"{name} must call {POOL}; got none")
 
 
 def function_named(form: str) -> Callable[..., Any]:
-    """Return our function of a name of record.py's table. The autograd function has the parameters of the public one."""
-    return _STAND_INS.get(form) or getattr(ops, "bev_pool_v3" if form == "BEVPoolV3.apply" else form)
+    """Return our function of a pool in record.py's table. The autograd function has the parameters of the public one."""
+    if _ROWS[form].module != "mx_driving":
+        return stand_in(_ROWS[form])
+    return getattr(ops, "bev_pool_v3" if form == "BEVPoolV3.apply" else form)
 
 
 def output_shape(row: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -90,7 +86,7 @@ def in_operators_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, .
     """Return a result in the shape that the operator gives it, if it has as many entries."""
     form = about.get("form", "")
     if about["operator"] == POOL:
-        if t.dim() and result in ("output", "grad_output") and form.endswith(_CHANNELS_LAST):
+        if t.dim() and result in ("output", "grad_output") and form in _ROWS and _ROWS[form].layout.endswith("C"):
             t = t.movedim(-1, 1)
         if t.dim() > 1 and result == "grad_feat":
             t = t.movedim(1, -1) if form == _CHANNELS_FIRST_FEAT else t

@@ -1,0 +1,132 @@
+"""Functions of compiled extensions, made from the rows of record.py's table: an adaptor for each layout of arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mx_driving_portable.record import DIFFERENTIABLE, KEYWORDS, Function, insert_starts
+
+from .._dispatch.functions import as_compiled, backward_as_compiled
+from .._operator.description import POOL
+from .._operator.rules import fail, need_axes, need_shape, need_some_sizes, tensors
+from . import _extension, _pooling
+from ._arguments import explain_arguments
+from ._other_shapes import sampling_inputs
+from .bev_pool_v3 import bev_pool_v3
+from .geometric_kernel_attention import geometric_kernel_attention
+from .multi_scale_deformable_attn import multi_scale_deformable_attn
+from .npu_deformable_aggregation import deformable_aggregation
+from .voxel_pooling_train import npu_voxel_pooling_train
+
+Facts = dict[str, Any]  # arguments by our names
+_FORWARDS = {
+    operator: as_compiled(public)
+    for operator, public in (
+        ("multi_scale_deformable_attn", multi_scale_deformable_attn),
+        ("geometric_kernel_attention", geometric_kernel_attention),
+        ("deformable_aggregation", deformable_aggregation),
+    )
+}
+_BACKWARDS = {operator: backward_as_compiled(operator, list) for operator in _FORWARDS}
+
+
+def _sample(row: Function, facts: Facts) -> Any:
+    """Return the output of a sampling operator, or the list of its gradients in the inputs' own shapes."""
+    inputs = sampling_inputs(row.operator, facts)
+    if not row.backward:
+        return _FORWARDS[row.operator](*inputs)
+    gradients = _BACKWARDS[row.operator](*inputs, facts["grad_output"])
+    return [g.view(facts[name].shape) for name, g in zip(DIFFERENTIABLE[row.operator], gradients, strict=True)]
+
+
+def _pool_places(row: Function, facts: Facts) -> Any:
+    function = _extension.bev_pool_backward if row.backward else _extension.bev_pool_forward
+    return function(*facts.values())
+
+
+def _pool_xyzb(row: Function, facts: Facts) -> Any:
+    """Pool points whose cells are (x, y, z, b), as FlashOCC has them: its W is innermost, not H."""
+    places = facts["geom_xyzb"]
+    tensors(("geom_xyzb", places))
+    need_some_sizes("geom_xyzb", places, "n, 4", None, 4)
+    return _pool_places(row, {**facts, "geom_xyzb": places[:, [1, 0, 2, 3]]})
+
+
+def _pool_ranks(row: Function, facts: Facts) -> Any:
+    """Pool lifted points. The output [b, d, h, w, c] tells the sizes."""
+    inputs = [fact for name, fact in facts.items() if name not in row.outputs]
+    if row.backward:
+        return _extension.bev_pool_v3_backward(*inputs)
+    tensors(("output", facts["output"]))
+    need_axes("output", facts["output"], "B, D, H, W, C")
+    return _extension.bev_pool_v2_forward(*inputs, *facts["output"].shape[:4])
+
+
+def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
+    """Return the points as [*sizes, 3]: the compiled functions read memory, not shapes."""
+    tensors(("geom_xyz", geom_xyz))
+    if geom_xyz.numel() != 3 * math.prod(sizes):
+        fail(ValueError, "geom_xyz", f"hold {math.prod(sizes)} points (x, y, z)", f"shape {tuple(geom_xyz.shape)}")
+    return geom_xyz.reshape(*sizes, 3)
+
+
+def _pool_points(row: Function, facts: Facts) -> Tensor:
+    """Return [B, Y, X, C], and write (batch, y, x) of each point inside the grid to the memo [B, n, 3]."""
+    B, n, X, Y, Z = (int(facts[name]) for name in ("B", "n", "X", "Y", "Z"))
+    coords, memo = _view_points(facts["geom_xyz"], B, n), facts["memo"]
+    pooled = npu_voxel_pooling_train(coords, facts["feat"], (X, Y, Z)).permute(0, 2, 3, 1)
+    tensors(("memo", memo))
+    need_shape("memo", memo, "B, n, 3", B, n, 3)
+    _extension.check_outputs([pooled], {"output": facts["output"]})
+    inside, cells = _pooling.points_inside(coords, (X, Y, Z))
+    memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
+    return pooled
+
+
+def _pool_frustum(row: Function, facts: Facts) -> Tensor:
+    """Return [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W]."""
+    B, *pixels, C, X, Y, Z = (int(size) for size in list(facts.values())[:9])
+    coords, depth, feat = _view_points(facts["geom_xyz"], B, *pixels), facts["depth"], facts["feat"]
+    tensors(("depth", depth), ("context", feat))
+    need_some_sizes("context", feat, "B * cams, C, H, W", None, C, None, None)
+    ranks = _pooling.lifted_points(coords, (X, Y, Z))
+    return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), *ranks, (B, 1, Y, X, C))[:, :, 0].permute(0, 2, 3, 1)
+
+
+# A parameter that only one layout has -> its adaptor
+_POOLS = {"geom_feat": _pool_places, "geom_xyzb": _pool_xyzb, "ranks_bev": _pool_ranks, "memo": _pool_points}
+
+
+def stand_in(row: Function) -> Callable[..., Any]:
+    """Return our function of a row of record.py's table."""
+    is_pool = row.operator == POOL
+    adapt = next((adapt for name, adapt in _POOLS.items() if name in row.names), _pool_frustum) if is_pool else _sample
+    kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in row.names]
+    kinds = [kind.replace(default=64) if kind.name == "step" else kind for kind in kinds]
+
+    def call(*args: Any, **named: Any) -> Any:
+        facts = dict(zip(row.names, args if is_pool else insert_starts(args), strict=False)) | named
+        facts = {name: facts[name] for name in row.names if name in facts}
+        results = adapt(row, facts)
+        if not row.outputs:
+            return results
+        outputs = {name: facts[name] for name in row.outputs}
+        results = [results] if isinstance(results, Tensor) else results
+        _extension.write_outputs(results, outputs, add=f"{row.outputs[0]}+" in row.parameters)
+        return 1 if row.layout == "BYXC" else None
+
+    call.__name__, call.__signature__ = row.name, inspect.Signature(kinds)  # pyright: ignore[reportFunctionMemberAccess]
+    explained = explain_arguments(torch.no_grad()(call) if is_pool else call)
+
+    @functools.wraps(explained)
+    def function(*args: Any, **named: Any) -> Any:
+        return explained(*args, **{KEYWORDS.get(name, name): argument for name, argument in named.items()})
+
+    return function
