@@ -1,0 +1,87 @@
+"""Extensions of one name with other arguments: TrackFormer's attention, which has no level starts, and FlashOCC's pool."""
+
+from __future__ import annotations
+
+import pathlib
+
+import cases
+import numpy as np
+import pytest
+import torch
+from recorded_calls import replay
+from torch.testing import assert_close
+from values import DTYPES
+
+from mx_driving import compat
+from mx_driving_portable import record
+
+ATTENTION = cases.multi_scale(2, 5, 8, 3, [(4, 6), (2, 3)], 2)
+B, D, H, W, C = SHAPE = 2, 3, 4, 6, 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_without_level_starts(extension, dtype):
+    """TrackFormer, TransTrack."""
+    inputs = cases.cast(ATTENTION, dtype)
+    value, shapes, _, *rest = inputs
+    grad = cases.grad_for(cases.MULTI_SCALE, inputs).to(dtype)
+    module = extension("MultiScaleDeformableAttention")
+    output = module.ms_deform_attn_forward(value, shapes, *rest, 64)
+    gradients = module.ms_deform_attn_backward(value, shapes, *rest, grad, 64)
+    cases.assert_near(cases.truth_of(cases.MULTI_SCALE, inputs, grad), cases.MULTI_SCALE, inputs, [output, *gradients])
+
+
+def points():
+    generator = torch.Generator().manual_seed(0)
+    places = torch.stack([torch.randint(size, (200,), generator=generator) for size in (W, H, D, B)], 1)
+    places = places[(places @ torch.tensor([H * D * B, D * B, B, 1])).argsort()]
+    lengths = torch.unique_consecutive(places, dim=0, return_counts=True)[1]
+    return places.int(), lengths.int(), (lengths.cumsum(0) - lengths).int(), *SHAPE[:4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_pool_with_x_innermost(extension, dtype):
+    """FlashOCC. The truth is a loop over points, in float64."""
+    places, *rest = points()
+    feat, grad = torch.randn(len(places), C).to(dtype), torch.randn(SHAPE).to(dtype)
+    module, true = extension("bev_pool_ext"), np.zeros(SHAPE)
+    for row, (x, y, z, b) in zip(feat.double().numpy(), places.tolist(), strict=True):
+        true[b, z, y, x] += row
+    output = module.bev_sum_pool_forward(feat, places, *rest)
+    assert output.dtype == dtype
+    close = 8 * torch.finfo(dtype).eps  # sums of up to five rows, rounded once to the dtype
+    assert_close(output.double(), torch.from_numpy(true), rtol=close, atol=close)
+    x, y, z, b = places.long().unbind(1)
+    assert torch.equal(module.bev_sum_pool_backward(grad, places, *rest), grad[b, z, y, x])
+    with pytest.raises(ValueError, match=r"^geom_xyzb must have shape \(n, 4\); got \(200, 3\)$"):
+        module.bev_sum_pool_forward(feat, places[:, :3], *rest)
+
+
+def test_both_are_recorded_and_judged(extension, tmp_path):
+    value, shapes, _, *weighted = cases.cast(ATTENTION, torch.float32)
+    places, *rest = points()
+    attention, pool = extension("MultiScaleDeformableAttention"), extension("bev_pool_ext")
+    with record.recording(tmp_path / "calls", every=1):
+        output = attention.ms_deform_attn_forward(value, shapes, *weighted, 64)
+        attention.ms_deform_attn_backward(value, shapes, *weighted, torch.randn_like(output), 64)
+        pool.bev_sum_pool_forward(torch.randn(len(places), C), places, *rest)
+        pool.bev_sum_pool_backward(torch.randn(SHAPE), places, *rest)
+    judged = replay(tmp_path / "calls")
+    assert judged.output.rstrip().endswith("all is well: 4 calls are right"), judged.output
+
+
+@pytest.mark.parametrize("name", compat.NAMES)
+def test_a_function_that_is_not_ours_says_so_when_it_is_called(name):
+    """Of every stand-in; FlashOCC's bev_pool_ext has a maximum."""
+    found = compat._first._contents(name) or compat._last._contents(name)
+    assert found is not None
+    for missing in ("bev_max_pool_forward", "bev_max_pool_backward"):
+        with pytest.raises(
+            NotImplementedError, match=f"^{name}.{missing} is not compiled; mx_driving.compat stands in for .* only$"
+        ):
+            found["__getattr__"](missing)(torch.rand(1))
+
+
+def test_the_page_names_every_stand_in():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+    assert [name for name in compat.NAMES if f"`{name}`" not in page or f"`{name}`" not in str(compat.__doc__)] == []
