@@ -32,7 +32,7 @@ ROLES = {
     "reference": ("reference_points", "refer_bbox"),
     "mask": ("key_padding_mask", "attention_mask", "input_padding_mask", "value_mask"),
     "table": ("spatial_shapes", "input_spatial_shapes"),
-    "sizes": ("value_spatial_shapes", "value_shapes", "spatial_shapes_list", "input_spatial_shapes_hw"),
+    "sizes": ("value_spatial_shapes", "value_shapes", "spatial_shapes_list", "input_spatial_shapes_hw", "src_shapes"),
     "starts": ("level_start_index", "input_level_start_index"),
 }
 ROLE = {name: role for role, names in ROLES.items() for name in names}
@@ -185,6 +185,7 @@ LIBRE = (
     "hidden_states, encoder_hidden_states, attention_mask, reference_points, spatial_shapes, spatial_shapes_list, "
     "position_embeddings=None"
 )
+BIRDER = PAPER + ", {}input_level_start_index, input_padding_mask=None"
 D_FINE = "query, reference_points, value, value_spatial_shapes"
 RT_DETR = D_FINE + ", value_mask=None"
 
@@ -196,6 +197,7 @@ Libre = define("Libre", OfConfiguration, LIBRE, keeps=True)
 GroundingDino = define("GroundingDino", Layers, MMCV.replace("identity=None, ", "") + "**kwargs")
 Paper = define("Paper", OfPaper, PAPER + ", input_level_start_index, input_padding_mask=None")
 LwDetr = define("LwDetr", OfPaper, PAPER)
+Birder = define("Birder", OfPaper, PAPER + ", input_level_start_index, src_shapes, input_padding_mask=None")
 
 
 class Dropping(Layers):

@@ -144,7 +144,7 @@ def test_errors():
         with pytest.raises(TypeError, match=rf"^target must be a library's name, .*; got '{name}'$"):
             mx_driving.patch(name)
     for name in ("no_such_library", "no_such_library.models.ops"):
-        known = r" Libraries that are known by name: dfine_seg, .*, transformers, ultralytics"
+        known = r" Libraries that are known by name: birder, dfine_seg, .*, transformers, ultralytics"
         with pytest.raises(
             ModuleNotFoundError, match=f"^target must be installed; got '{name}', which is not{known}$"
         ) as error:

@@ -129,6 +129,8 @@ def test_a_model_that_the_vendors_device_would_refuse_is_remarked_on():
         assert done.limits == limits
         for name, words in limits.items():
             assert f"the vendor's device would refuse {name}: {words}" in repr(done)
+    with mx_driving.patched(model["256 16 4"]) as done:  # a layer has its class's name
+        assert "the vendor's device would refuse HuggingFace: value must have num_heads <= 8" in repr(done)
 
 
 @pytest.mark.parametrize("first", [0, 1])

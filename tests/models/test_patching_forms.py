@@ -38,6 +38,7 @@ FORMS = [
     (libraries.Temporal, {}, (POINT, BOX)),
     (libraries.Paper, {}, (POINT, BOX)),
     (libraries.LwDetr, {}, (POINT, ONE_BOX)),
+    (libraries.Birder, {}, (POINT, BOX)),
     (libraries.RfDetr, {}, (ONE_POINT, POINT, ONE_BOX, BOX)),
     (libraries.Ultralytics, {}, (ONE_POINT, ONE_BOX)),
     (libraries.RtDetr, {}, (POINT, ONE_BOX, BOX)),

@@ -136,6 +136,18 @@ def test_an_attribute_that_changes_after_the_proof_is_proven_again():
         assert operators(module, *inputs_of()) == [BARE]
 
 
+def test_a_fresh_layer_is_proven_again_when_it_has_learned():
+    """Logits of zero hide a temperature."""
+    module = build(Varied)
+    module.logits = lambda query: 3 * module.attention_weights(query)
+    weight = module.attention_weights.weight
+    with patched(Varied), torch.no_grad():
+        weight.zero_(), module.attention_weights.bias.zero_()
+        assert operators(module, *inputs_of()) == [WITH_LOGITS]
+        weight.normal_()
+        assert operators(module, *inputs_of()) == [BARE]
+
+
 def test_a_layer_that_keeps_its_code_says_so_once():
     model = nn.ModuleDict({"first": build(Varied), "second": build(Varied), "third": build(Varied)})
     set_to("times", 2.0)(model["second"])

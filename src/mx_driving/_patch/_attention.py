@@ -67,7 +67,10 @@ class Attention(Form):
     kind: str = MODULE
     reads_all = False
     roles = frozenset(
-        ("query", "position", "value", "mask", "reference", "shapes", "sizes", "starts", "identity", "trajectories", "boxes")
+        [
+            *("query", "position", "value", "mask", "reference", "shapes", "sizes", "starts", "identity"),
+            *("trajectories", "boxes", "keys", "ratios"),
+        ]
     )
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
@@ -131,7 +134,10 @@ def _get_levels_and_points(module: Any) -> tuple[int, int]:
 
 def _get_counts(module: Any) -> list[int]:
     """Return the number of points of each level, where a module keeps them apart."""
-    return list(getattr(module, "n_points_list", None) or getattr(module, "num_points_list", None) or ())
+    counts = (
+        getattr(module, "n_points_list", None) or getattr(module, "num_points_list", None) or getattr(module, "num_points", 0)
+    )
+    return list(counts) if isinstance(counts, (list, tuple)) else []
 
 
 def _get_sizes(module: Any) -> tuple[int, int, int]:
@@ -149,7 +155,7 @@ def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
         if all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             with contextlib.suppress(StopIteration, AttributeError, TypeError):
                 sizes = limits.attention_sizes(*_get_sizes(module))
-                passed[name] = limits.first_broken(MULTI_SCALE, sizes)
+                passed[name or type(module).__qualname__] = limits.first_broken(MULTI_SCALE, sizes)
     return {name: limit for name, limit in passed.items() if limit}
 
 
@@ -263,6 +269,7 @@ ATTENTION_FORMS = (
     Attention(_sample_unevenly, keeps=True, weights=True, usual=_has_box, references=_BOX),
     Attention(_sample_unevenly, weights=True, usual=_has_box, references=_BOX, uneven=_CONFIGURED, masked=False),
     Attention(_sample_unevenly, keeps=True, usual=_has_box, references=_BOX, uneven=_POINTS),
+    Attention(_sample_unevenly, usual=_has_box, references=_BOX, uneven=frozenset(("n_points",))),  # birder
     Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, masked=False, layout=BY_LEVEL),
     Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, masked=False, layout=IMAGES),
     # transformers

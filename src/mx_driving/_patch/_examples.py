@@ -96,7 +96,7 @@ def make_module_examples(
     rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), module.sampling_offsets.in_features
     width = width // form.queue if getattr(module, "num_bev_queue", 1) == form.queue else width
     shapes, starts = make_tables(maps, torch.device("cpu"))
-    tables, batches = {"shapes": shapes, "sizes": maps, "starts": starts}, sizes.batches
+    tables, batches = {"shapes": shapes, "sizes": maps, "starts": starts, "keys": [h * w for h, w in maps]}, sizes.batches
     heads = (width,) if form.layout is ROWS else (get_heads(module), width // get_heads(module))
 
     def rows(batches: int, count: int, *sides: int) -> Tensor:

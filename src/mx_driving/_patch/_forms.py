@@ -39,7 +39,7 @@ ROLES = {
     "shapes": ("spatial_shapes", "input_spatial_shapes", "value_spatial_shapes", "value_shapes", "shapes_list"),
     "sizes": (  # the shapes as a list, beside a tensor
         *("spatial_shapes_list", "input_spatial_shapes_hw"),
-        *("value_spatial_shapes_list", "value_spatial_shapes_hw", "spatial_shapes_ints"),
+        *("value_spatial_shapes_list", "value_spatial_shapes_hw", "spatial_shapes_ints", "src_shapes"),
     ),
     "starts": ("level_start_index", "input_level_start_index", "value_level_start_index"),
     "identity": ("identity",),  # added to the output
@@ -47,7 +47,9 @@ ROLES = {
     "boxes": ("bbox_results",),
     "locations": ("sampling_locations",),
     "weights": ("attention_weights",),
-    "counts": ("num_points_list",),  # points of each level
+    "counts": ("num_points_list", "num_points_per_level"),  # points of each level
+    "keys": ("src_split_sizes",),  # keys of each level
+    "ratios": ("input_valid_ratios",),  # birder's discrete samples stay in these parts of the maps
     "method": ("method",),
     "value_shape": ("value_shape",),
     "step": ("im2col_step",),

@@ -39,22 +39,49 @@ _proving = threading.RLock()
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 
 
+class Trials:
+    """Whether a trial of another class runs: it calls the layer, too, and proves nothing of it."""
+
+    running = False
+
+
+trials = Trials()
+
+
+class State:
+    """The attributes of a layer. Parameters may change, but for those that are zero, as a fresh layer's are: they hide what is
+    done to offsets and logits."""
+
+    def __init__(self, layer: Any) -> None:
+        self._attributes = _read_attributes(layer)
+        self._zeros = [] if layer is None else [p for p in layer.parameters() if not p.is_inference() and not p.any()]
+        self._versions = [p._version for p in self._zeros]
+
+    def is_of(self, layer: Any) -> bool:
+        if self._zeros and [p._version for p in self._zeros] != self._versions:
+            return False
+        try:
+            return self._attributes == _read_attributes(layer)  # what is identical is equal, without a comparison
+        except (RuntimeError, ValueError, TypeError):  # other tensors or arrays of several numbers
+            return False
+
+
 class Verdict:
     """What became of the comparisons of a layer in a situation. It is proven where `reason` is empty."""
 
-    def __init__(self, reason: str, dtypes: Sequence[Any], sizes: Sequence[int], state: tuple[Any, ...]) -> None:
+    def __init__(self, reason: str, dtypes: Sequence[Any], sizes: Sequence[int], state: State) -> None:
         self.reason, self.dtypes, self.state = reason, dtypes, state
         self.low, self.high = list(sizes), list(sizes)
         self.num_states = 1
 
-    def covers(self, sizes: Sequence[int], state: tuple[Any, ...]) -> bool:
+    def covers(self, sizes: Sequence[int], layer: Any) -> bool:
         """Return whether nothing is left to compare."""
         inside = all(low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True))
-        return bool(self.reason) or (inside and _is_same(self.state, state))
+        return bool(self.reason) or (inside and self.state.is_of(layer))
 
-    def add(self, other: Verdict) -> None:
+    def add(self, other: Verdict, layer: Any) -> None:
         """Take over a further comparison in the same situation."""
-        self.num_states += not _is_same(self.state, other.state)
+        self.num_states += not self.state.is_of(layer)
         self.reason, self.dtypes, self.state = other.reason, other.dtypes, other.state
         self.low, self.high = list(map(min, self.low, other.low)), list(map(max, self.high, other.high))
         if self.num_states > _MOST_STATES:
@@ -104,7 +131,7 @@ class Proof:
         mode = _any_autocast() and (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
         call = self.number, torch.is_grad_enabled(), mode, look, look.read(arguments)
         verdict = verdicts.calls.get(call)
-        if verdict is None or not (verdict.reason or _is_same(verdict.state, _read_state(layer))):
+        if verdict is None or not (verdict.reason or verdict.state.is_of(layer)):
             return self._serve_slowly(verdicts, call, layer, arguments, args, kwargs)
         return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
 
@@ -121,11 +148,13 @@ class Proof:
     ) -> Any:
         """Compare if the situation is new, or larger, or the layer has other attributes. While another thread compares, the
         original answers."""
+        if trials.running:
+            return self.original(*args, **kwargs)
         if not can_compare(arguments):
             return self._serve_unseen(layer, arguments, args, kwargs)
         situation, sizes = describe(self.number, layer, arguments), list_sizes(arguments)
         verdict = verdicts.situations.get(situation)
-        if verdict is None or not verdict.covers(sizes, _read_state(layer)):
+        if verdict is None or not verdict.covers(sizes, layer):
             if not _proving.acquire(blocking=False):
                 return self.original(*args, **kwargs)
             try:
@@ -134,7 +163,7 @@ class Proof:
             finally:
                 _proving.release()
             if comparison.is_complete:
-                new = Verdict(comparison.reason, comparison.dtypes, sizes, _read_state(layer))
+                new = Verdict(comparison.reason, comparison.dtypes, sizes, State(layer))
                 self._record(verdicts, situation, new, layer)
             return result
         if len(verdicts.calls) > _MOST_CALLS:
@@ -145,7 +174,7 @@ class Proof:
     def _record(self, verdicts: Verdicts, situation: Any, verdict: Verdict, layer: Any) -> None:
         known = verdicts.situations.setdefault(situation, verdict)
         if known is not verdict:
-            known.add(verdict)
+            known.add(verdict, layer)
         if known.reason:
             where = spell(situation)
             warnings.warn(f"mx_driving.patch: {self.get_name(layer)} keeps its own code {where}: {known.reason}", stacklevel=5)
@@ -222,19 +251,11 @@ def _read_entry(entry: Any) -> Any:
     return _TENSOR(entry) if isinstance(entry, Tensor) else entry if isinstance(entry, _PLAIN) else type(entry)
 
 
-def _read_state(layer: Any) -> tuple[Any, ...]:
-    """Return the attributes of a layer."""
+def _read_attributes(layer: Any) -> tuple[Any, ...]:
     if layer is None:
         return ()
     kept = layer.__dict__
     return (*kept.values(), *kept["_modules"].values(), *kept["_buffers"].values())
-
-
-def _is_same(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    try:
-        return state == other  # what is identical is equal, without a comparison
-    except (RuntimeError, ValueError, TypeError):  # other tensors or arrays of several numbers
-        return False
 
 
 def can_compare(arguments: Arguments) -> bool:

@@ -32,6 +32,7 @@ _FILES = {
     "libreyolo": "models/**/*.py",
     "otx": "backend/native/models/**/*.py",
     "dfine_seg": "model/arch/*.py",
+    "birder": "**/*.py",
 }
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
@@ -71,6 +72,8 @@ class Candidates:
         noun = self._find_noun(thing, kind, parameters)
         groups = (POOLS, (*CORES, *EXTENSIONS), *([ATTENTION_FORMS] if noun == _ATTENTION else []))
         forms = next(filter(None, ([f for f in g if f.fits(thing.__qualname__, kind, parameters)] for g in groups)), None)
+        if forms and kind == FUNCTION and _is_for_torch_library(parameters):
+            return False
         if forms:
             around = kind == FUNCTION and isinstance(forms[0], Pool)
             self.turns[2 if noun == _ATTENTION else around][name] = forms, thing
@@ -93,6 +96,12 @@ def _explain_refusal(forms: Sequence[Form], kind: str, parameters: Parameters) -
     lacking = f"the parameters {parameters}"
     reasons = [form.explain_refusal(parameters) for form in forms if form.kind == kind]
     return next((reason for reason in reasons if reason not in ("", lacking)), lacking)
+
+
+def _is_for_torch_library(parameters: Parameters) -> bool:
+    """Return whether a function makes the shape of a core's output, or is its backward."""
+    weights = "attention_weights"
+    return weights in parameters.all and (weights not in parameters.read or "grad_output" in parameters.all)
 
 
 def _looks_like_a_core(thing: Any, parameters: Parameters) -> bool:

@@ -22,6 +22,7 @@ from ._examples import CORE, SMALL, Sizes, make_core_examples, make_module_examp
 from ._forms import AUTOGRAD, FUNCTION, MODULE, ROWS, Arguments, Form, find_role, map_to_roles
 from ._parameters import Parameters, unwrap
 from ._pools import Pool, calls_compiled
+from ._proof import trials
 from ._snapshot import list_changes, list_plain_state, take_snapshot
 
 _Run = Callable[[Arguments], Any]  # of arguments by role, value in our layout
@@ -48,7 +49,7 @@ def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
         return (forms[0], "") if by_name else (None, "it calls a compiled file, which has no CPU path to compare with")
     differences, theirs, ours, built = [], [], [], {}
     with (
-        _one_thread(),
+        _run_trials(),
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
         torch.inference_mode(False),
@@ -71,13 +72,15 @@ def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run on one thread. To wake other threads takes longer than these examples, on a busy machine ten times as long."""
+def _run_trials() -> Iterator[None]:
+    """Prove nothing, and run on one thread. To wake other threads takes longer than these examples."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    trials.running = True
     try:
         yield
     finally:
+        trials.running = False
         torch.set_num_threads(num_threads)
 
 
