@@ -8,6 +8,7 @@ import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS
 
 import mx_driving
+from mx_driving import reference
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="need an NVIDIA GPU: make check-gpu on a machine that has one"
@@ -184,3 +185,37 @@ def test_full_size_against_float64(operator, make, dtype):
         # float32: positions on a map of 176 pixels lose 2 * 176 ulps at most; 16 bits: one rounding of the result besides
         allowed = 512 * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps if dtype != torch.float32 else 0)
         assert error <= allowed, f"result {place}: {error:.2g} > {allowed:.2g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", ["sorted", "any"])
+def test_full_size_of_bev_pool_v3(order, dtype):
+    """BEVDet's size against float64, without waiting, and from a CUDA graph, of which zeroing must be a part."""
+    random = torch.Generator().manual_seed(0)
+    sizes = (4224, 498_432, 128 * 128)  # rows of feat, elements of depth, cells
+    ranks = [torch.randint(size, (300_000,), generator=random, dtype=torch.int32) for size in sizes]
+    ranks[2] = ranks[2].sort().values if order == "sorted" else ranks[2]
+    floating = (torch.randn(sizes[0], 64, generator=random).to(dtype), torch.rand(sizes[1], generator=random).to(dtype))
+    args = (*(t.cuda() for t in (*floating, *ranks)), 1, 1, 128, 128)
+    grad = torch.randn(1, 64, 1, 128, 128, generator=random).cuda().to(dtype)
+
+    def results():
+        return [forward("bev_pool_v3")(*args), *torch.ops.mx_driving.bev_pool_v3_backward(grad, *args, [True, True])]
+
+    wide = cases.cast(args, torch.float64)
+    true = [reference.bev_pool_v3(*wide), *reference.bev_pool_v3_backward(grad.double(), *wide, [True, True])]
+    found = [results()]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found.append(results())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(results())
+    graph.replay()
+    graph.replay()
+    for a, b in ((a, b) for tensors in found for a, b in zip(tensors, true, strict=True)):
+        error = ((a.double() - b).abs().max() / b.abs().max()).item()
+        assert error <= 16 * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps if dtype != torch.float32 else 0)
