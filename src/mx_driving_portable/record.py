@@ -31,10 +31,11 @@ import json
 import numbers
 import os
 import pathlib
+import re
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -159,6 +160,51 @@ def _read_table(text: str) -> Iterator[Function]:
 
 
 FUNCTIONS = tuple(_read_table(_TABLE))
+
+
+class AutogradFunction(NamedTuple):
+    """An autograd function of repositories over these extensions, which `patch` replaces.
+
+    pattern: of its name.
+    parameters: its own, without ctx.
+    words: the same parameters in our words.
+    """
+
+    pattern: str
+    operator: str
+    parameters: str
+    words: str
+    layout: str = "BCDHW"
+
+
+_MMCV = "value value_spatial_shapes value_level_start_index sampling_locations attention_weights im2col_step"
+_SPARSE4D = "mc_ms_feat spatial_shape scale_start_index sampling_location weights"
+_ATTENTION, _POOLING = "(?i)(ms|multi_?scale)_?deform", "(?i)cumsum|pool"
+_LIFT_BY_INTERVALS, _CELLS = f"{_LIFT} interval_starts interval_lengths", "ranks B D H W"
+AUTOGRAD_FUNCTIONS = (
+    AutogradFunction(_ATTENTION, "multi_scale_deformable_attn", _MMCV, f"{_SAMPLES} step"),
+    AutogradFunction(
+        _ATTENTION,
+        "multi_scale_deformable_attn",
+        _MMCV.replace("value_level_start_index ", ""),
+        "value shapes locations weights step",
+    ),
+    AutogradFunction("(?i)geometric", "geometric_kernel_attention", _MMCV, f"{_SAMPLES} step"),
+    AutogradFunction("(?i)deformable_?aggregation", "deformable_aggregation", _SPARSE4D, _SAMPLES),
+    AutogradFunction(_POOLING, _POOL, _LIFT_BY_INTERVALS, _LIFT_BY_INTERVALS, "BDHWC"),
+    AutogradFunction(_POOLING, _POOL, f"x geom_feats {_CELLS}", f"feat geom_feat {_CELLS}", "BDHWC"),
+    AutogradFunction(_POOLING, _POOL, f"feats coords {_CELLS} pooling_method", f"feat geom_xyzb {_CELLS} method", "BDHWC"),
+    AutogradFunction(_POOLING, _POOL, "geom_xyz input_features voxel_num", "geom_xyz feat voxel_num"),
+    AutogradFunction(_POOLING, _POOL, "geom_xyz depth_features context_features voxel_num", "geom_xyz depth feat voxel_num"),
+)
+
+
+def find_autograd_function(name: str, parameters: Sequence[str]) -> AutogradFunction | None:
+    """Return the row of an autograd function by its name and its own parameters."""
+    rows = (row for row in AUTOGRAD_FUNCTIONS if row.parameters.split() == list(parameters))
+    return next((row for row in rows if re.search(row.pattern, name)), None)
+
+
 _OPTIONAL = ("starts", "step", "memo", "grad_value", "grad_locations", "grad_weights")
 _SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n", "C", "cams", "bins", "height", "width")
 KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of parameters -> ours

@@ -8,14 +8,19 @@ import cases
 import numpy as np
 import pytest
 import torch
+from attention_modules import direction_of, results
 from recorded_calls import replay
 from torch.testing import assert_close
 from values import DTYPES
 
+import mx_driving
 from mx_driving import compat
+from mx_driving.ops._stand_ins import differentiable
 from mx_driving_portable import record
 
 ATTENTION = cases.multi_scale(2, 5, 8, 3, [(4, 6), (2, 3)], 2)
+TRACKFORMER = ["value", "value_spatial_shapes", "sampling_locations", "attention_weights", "im2col_step"]
+FLASHOCC = ["feats", "coords", "ranks", "B", "D", "H", "W", "pooling_method"]
 B, D, H, W, C = SHAPE = 2, 3, 4, 6, 8
 
 
@@ -55,6 +60,28 @@ def test_a_pool_with_x_innermost(extension, dtype):
     assert torch.equal(module.bev_sum_pool_backward(grad, places, *rest), grad[b, z, y, x])
     with pytest.raises(ValueError, match=r"^geom_xyzb must have shape \(n, 4\); got \(200, 3\)$"):
         module.bev_sum_pool_forward(feat, places[:, :3], *rest)
+
+
+def test_autograd_functions_over_both_by_name_and_parameters():
+    """The function that serves them has the extension's results."""
+    value, shapes, starts, *rest = ATTENTION
+    row = record.find_autograd_function("MSDeformAttnFunction", TRACKFORMER)
+    assert row is not None
+    expected = results(mx_driving.multi_scale_deformable_attn, value, shapes, starts, *rest)
+    assert all(map(torch.equal, results(differentiable(row), value, shapes, *rest, 64), expected))
+    places, _, _, *sizes = points()
+    row = record.find_autograd_function("QuickBevPoolingCuda", FLASHOCC)
+    assert row is not None
+    feat, ranks = torch.randn(len(places), C, dtype=torch.float64), torch.arange(len(places))
+    run = differentiable(row)
+    expected = results(mx_driving.bev_pool, feat, places[:, [1, 0, 2, 3]], *sizes)
+    x, y, z, b = places.long().unbind(1)
+    output, gradient = results(run, feat, places, ranks, *sizes, "sum")
+    assert torch.equal(output.permute(0, 4, 1, 2, 3), expected[0])
+    assert torch.equal(gradient, direction_of(output)[b, z, y, x])
+    with pytest.raises(NotImplementedError, match="the maximum of points is not compiled"):
+        run(feat, places, ranks, *sizes, "max")
+    assert record.find_autograd_function("Other", FLASHOCC) is record.find_autograd_function("QuickCumsum", ["x"]) is None
 
 
 def test_both_are_recorded_and_judged(extension, tmp_path):

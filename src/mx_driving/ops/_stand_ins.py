@@ -1,24 +1,26 @@
-"""Functions of compiled extensions, made from the rows of record.py's table: an adaptor for each layout of arguments."""
+"""Functions of compiled extensions, and of autograd functions over them, made from the rows of record.py's tables: an adaptor
+for each layout of arguments."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mx_driving_portable.record import DIFFERENTIABLE, KEYWORDS, Function, insert_starts
+from mx_driving_portable.record import DIFFERENTIABLE, KEYWORDS, AutogradFunction, Function, insert_starts
 
 from .._dispatch.functions import as_compiled, backward_as_compiled
 from .._operator.description import POOL
-from .._operator.rules import fail, need_axes, need_shape, need_some_sizes, tensors
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, need_some_sizes, tensors
 from . import _extension, _pooling
 from ._arguments import explain_arguments
 from ._other_shapes import sampling_inputs
+from .bev_pool_v2 import bev_pool_v2
 from .bev_pool_v3 import bev_pool_v3
 from .geometric_kernel_attention import geometric_kernel_attention
 from .multi_scale_deformable_attn import multi_scale_deformable_attn
@@ -96,8 +98,13 @@ def _pool_frustum(row: Function, facts: Facts) -> Tensor:
     coords, depth, feat = _view_points(facts["geom_xyz"], B, *pixels), facts["depth"], facts["feat"]
     tensors(("depth", depth), ("context", feat))
     need_some_sizes("context", feat, "B * cams, C, H, W", None, C, None, None)
-    ranks = _pooling.lifted_points(coords, (X, Y, Z))
-    return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), *ranks, (B, 1, Y, X, C))[:, :, 0].permute(0, 2, 3, 1)
+    return _lift_frustum(coords, depth, feat, (X, Y, Z)).permute(0, 2, 3, 1)
+
+
+def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return [B, C, Y, X]."""
+    ranks, shape = _pooling.lifted_points(coords, sizes), (coords.shape[0], 1, sizes[1], sizes[0], feat.shape[1])
+    return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), *ranks, shape).squeeze(2)
 
 
 # A parameter that only one layout has -> its adaptor
@@ -130,3 +137,42 @@ def stand_in(row: Function) -> Callable[..., Any]:
         return explained(*args, **{KEYWORDS.get(name, name): argument for name, argument in named.items()})
 
     return function
+
+
+def _sum_inside(feat: Tensor, places: Tensor, *sizes: Any) -> Tensor:
+    """Leave out points outside. The extension writes them anywhere, and models drop them before."""
+    need_dtype("coords", places, INDEX, INDEX_RULE)
+    need_some_sizes("feats", feat, "n, C", places.shape[0], None)
+    sizes = tuple(int(size) for size in sizes)
+    cell = _pooling.cells(places, *sizes)
+    (points,) = (cell + 1).nonzero(as_tuple=True)
+    return bev_pool_v3(feat.new_ones(1), feat, torch.zeros_like(points), points, cell[points], (*sizes, feat.shape[-1]))
+
+
+def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: Any) -> Tensor:
+    """Return the output of a pool by the arguments of its autograd function."""
+    if places.pop("method", "sum") != "sum":
+        raise NotImplementedError("the maximum of points is not compiled; mx_driving has their sum only")
+    if "ranks_bev" in places:
+        return bev_pool_v2(depth, feat.float(), **places)  # BEVDet sums in float32, whatever the dtypes
+    sizes = [int(size) for size in voxel_num]
+    if depth is not None:
+        return _lift_frustum(places["geom_xyz"], depth, feat, sizes)
+    if sizes:
+        return npu_voxel_pooling_train(places["geom_xyz"], feat, sizes)
+    order = places["geom_feat"] if "geom_feat" in places else places["geom_xyzb"][:, [1, 0, 2, 3]]
+    return _sum_inside(feat, order, *(places[name] for name in ("B", "D", "H", "W")))
+
+
+def differentiable(row: AutogradFunction) -> Callable[..., Tensor]:
+    """Return our function of the arguments of an autograd function. Autograd differentiates it."""
+    words, operator, is_last = row.words.split(), row.operator, row.layout == "BDHWC"  # torch 2.6 compiles no read of a row
+
+    def run(*args: Any) -> Tensor:
+        facts = dict(zip(words, args, strict=True))
+        if operator != POOL:
+            return _FORWARDS[operator](*sampling_inputs(operator, facts))
+        output = _pool(**facts)
+        return output.permute(0, 2, 3, 4, 1) if is_last else output
+
+    return run
