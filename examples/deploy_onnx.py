@@ -82,13 +82,15 @@ def in_onnxruntime(path: Path) -> Callable[[Tensor], list[Tensor]]:
 
 
 @contextmanager
-def patched(model: torch.nn.Module) -> Iterator[None]:
-    """For a moment, because a patch serves all models of the same file."""
+def patched(detector: Detector, pixels: Tensor) -> Iterator[None]:
+    """For a moment, because a patch serves all models of the same file. The first call compares the layers with their own code."""
     try:
-        patch = mx_driving.patch(model)
+        patch = mx_driving.patch(detector.model)
     except ValueError:
-        raise ValueError(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
+        name = type(detector.model).__name__
+        raise ValueError(f"the model must sample deformably; got {name}, without a core to patch") from None
     try:
+        detector(pixels)
         yield
     finally:
         patch.restore()
@@ -137,7 +139,7 @@ def run(options: argparse.Namespace) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     height, width = pixels.shape[-2:]
     print(f"{type(model).__name__}, {height} x {width}, {torch.get_num_threads()} threads", flush=True)
-    with patched(model):  # now, rather than after the first export
+    with patched(detector, pixels):  # now, rather than after the first export
         pass
     expected = detector(pixels)[1]
 
@@ -145,12 +147,12 @@ def run(options: argparse.Namespace) -> None:
     for form in options.forms:
         path = options.folder / f"{form}.onnx"
         print(f"writing {path}", flush=True)
-        with patched(model) if form in OF_PATCHED else nullcontext():
+        with patched(detector, pixels) if form in OF_PATCHED else nullcontext():
             export(detector, pixels, form, path)
         calls[f"onnxruntime, {form}"] = in_onnxruntime(path)
 
     def within(name: str) -> AbstractContextManager[None]:
-        return patched(model) if name == PATCHED else nullcontext()
+        return patched(detector, pixels) if name == PATCHED else nullcontext()
 
     distances = {}
     for name, call in calls.items():

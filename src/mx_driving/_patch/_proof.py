@@ -304,7 +304,10 @@ def spell(situation: tuple[Any, ...]) -> str:
     return f"in {mode}, {' and '.join(dtypes)} on {device}{under}, with {', '.join(given)}"
 
 
-@torch.compiler.assume_constant_result
 def _warn_of_unproven(name: str) -> None:
     text = f"mx_driving.patch: {name} runs its own code in a call whose numbers cannot be compared"
     warnings.warn(f"{text}; call the model once, as it will be used, before compiling, exporting or capturing it", stacklevel=6)
+
+
+# what torch.compiler.assume_constant_result does, which would import the compiler
+_warn_of_unproven._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

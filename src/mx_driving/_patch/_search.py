@@ -72,7 +72,7 @@ class Candidates:
         noun = self._find_noun(thing, kind, parameters)
         groups = (POOLS, (*CORES, *EXTENSIONS), *([ATTENTION_FORMS] if noun == _ATTENTION else []))
         forms = next(filter(None, ([f for f in g if f.fits(thing.__qualname__, kind, parameters)] for g in groups)), None)
-        if forms and kind == FUNCTION and _is_for_torch_library(parameters):
+        if forms and kind == FUNCTION and _is_for_torch_library(thing.__name__, parameters):
             return False
         if forms:
             around = kind == FUNCTION and isinstance(forms[0], Pool)
@@ -98,10 +98,9 @@ def _explain_refusal(forms: Sequence[Form], kind: str, parameters: Parameters) -
     return next((reason for reason in reasons if reason not in ("", lacking)), lacking)
 
 
-def _is_for_torch_library(parameters: Parameters) -> bool:
-    """Return whether a function makes the shape of a core's output, or is its backward."""
-    weights = "attention_weights"
-    return weights in parameters.all and (weights not in parameters.read or "grad_output" in parameters.all)
+def _is_for_torch_library(name: str, parameters: Parameters) -> bool:
+    """Return whether a function makes the shape of a core's output for `torch.library`, or is its backward."""
+    return "grad_output" in parameters.all or name.endswith(("_fake", "_meta", "_abstract"))
 
 
 def _looks_like_a_core(thing: Any, parameters: Parameters) -> bool:
