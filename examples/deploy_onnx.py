@@ -83,7 +83,7 @@ def in_onnxruntime(path: Path) -> Callable[[Tensor], list[Tensor]]:
 
 @contextmanager
 def patched(detector: Detector, pixels: Tensor) -> Iterator[None]:
-    """For a moment, because a patch serves all models of the same file. The first call compares the layers with their own code."""
+    """For a moment, because a patch serves all models of the same file. The first call compares layers with their own code."""
     try:
         patch = mx_driving.patch(detector.model)
     except ValueError:

@@ -138,6 +138,20 @@ def test_a_written_repository(device, tmp_path, monkeypatch):
     assert module.multi_scale_deformable_attn is mx_driving.multi_scale_deformable_attn
 
 
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("mine")
+    facts = {"loop": "Too many levels", "file": "Not a directory", "": "no name", "a\0b": "embedded null byte"}
+    for folder, fact in facts.items():
+        rule = f"folder must be a folder that can be made and written to; got {folder!r}: {fact}"
+        with pytest.raises(ValueError, match=re.escape(rule)):
+            mx_driving.kernels.write(folder)
+    with pytest.raises(TypeError, match="folder must be a path; got NoneType"):
+        mx_driving.kernels.write(None)
+    assert {path.name for path in tmp_path.iterdir()} == {"loop", "file"}
+
+
 def test_a_repository_without_the_package(tmp_path):
     folder = mx_driving.kernels.write(tmp_path) / "build" / "torch-cpu"
     program = "import sys; sys.modules['mx_driving'] = None; import layers"

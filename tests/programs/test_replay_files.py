@@ -9,6 +9,8 @@ import pytest
 import torch
 from recorded_calls import NAMES, A, G, M, call, computed, replay, save
 
+import mx_driving
+from mx_driving._operator import limits
 from mx_driving._vendor.replay import judge
 
 INPUTS, GRAD = call(M)
@@ -72,6 +74,37 @@ def test_what_cannot_be_read_is_one_sentence_and_all_else_is_judged(what, folder
     assert sentence.startswith(words)
     is_judged = "│ call-000001 " in replay(folder).output
     assert is_judged == (what in ("output", "no grad_output"))
+
+
+HEAD = {"format": "1", "call": json.dumps({"operator": M})}
+EDITED = {  # what a file holds, and the sentence
+    "call-000001.pt must be a dict; got list": [1],
+    "metadata of call-000001.pt must be a dict of str; got NoneType": {"tensors": TENSORS},
+    "metadata of call-000001.pt must be a dict of str; got int": {"metadata": {**HEAD, "format": 1}, "tensors": TENSORS},
+    "tensors of call-000001.pt must be a dict of Tensor; got list": {"metadata": HEAD, "tensors": [1]},
+    "tensors of call-000001.pt must be a dict of Tensor; got str": {"metadata": HEAD, "tensors": {"value": "x"}},
+    "tensors of call-000001.pt must be a dict of Tensor; got int": {"metadata": HEAD, "tensors": {1: TENSORS["value"]}},
+    "call of call-000001.pt must be a dict; got NoneType": {"metadata": {"format": "1"}, "tensors": TENSORS},
+    "call of call-000001.pt must be a dict; got list": {"metadata": {**HEAD, "call": "[]"}, "tensors": TENSORS},
+}
+
+
+@pytest.mark.parametrize("sentence", EDITED)
+def test_an_edited_file_is_one_sentence(sentence, folder):
+    torch.save(EDITED[sentence], folder / "call-000001.pt")
+    assert not_read(folder) == [sentence]
+
+
+def test_limits_of_the_environment_do_not_hold_for_recorded_calls(folder, monkeypatch):
+    """A call that the limits refuse was computed on a device: it is judged."""
+    monkeypatch.setattr(limits, "_open", [limits.NEWEST])
+    inputs, grad = call(A)
+    with pytest.raises(ValueError, match="group"):
+        mx_driving.deformable_aggregation(*inputs)
+    save(folder, A, inputs, grad, computed(A, inputs, grad), "call-000001")
+    result = replay(folder)
+    assert (result.exit_code, "not read" in result.output) == (0, False)
+    assert limits.enforced()
 
 
 @pytest.mark.parametrize("size", [0, 1000])

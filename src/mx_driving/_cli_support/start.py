@@ -25,6 +25,8 @@ def start(program: str, command: typer.Typer | Callable[..., None]) -> None:
         except typer.Abort:
             sys.exit(130)
         except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help
+                sys.exit(2)
             raise Problem(_explain(error)) from None
         sys.exit(status)
 

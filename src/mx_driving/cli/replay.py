@@ -11,6 +11,7 @@ from rich.markup import escape
 from .._cli_support.files import writable
 from .._cli_support.problems import Problem, matching, ruled
 from .._cli_support.show import open_console, print_json, say, show
+from .._operator.limits import suspended
 from .options import Csv, Json, Threads, use_threads
 
 
@@ -85,8 +86,8 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
 
     verdicts, problems = [], []
     for name in track(stems, description="judging", console=console, transient=True, disable=console is None):
-        try:
-            with ruled(f"{name} must be a call that can be judged"):
+        try:  # a device's numbers are judged, whatever limits the environment sets
+            with suspended(), ruled(f"{name} must be a call that can be judged"):
                 call, left_out = read(name, stems[name])
                 problems += left_out
                 if call.results:

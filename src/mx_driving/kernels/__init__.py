@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._operator.rules import fail
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from . import libreyolo
 
@@ -101,16 +102,27 @@ def write(folder: str | os.PathLike[str]) -> pathlib.Path:
     Returns:
         The folder's absolute path.
 
+    Raises:
+        TypeError, ValueError: folder is no path, or nothing can be written there.
+
     >>> import tempfile, mx_driving
     >>> folder = mx_driving.kernels.write(tempfile.mkdtemp())
     >>> sorted(path.name for path in (folder / "build").iterdir())
     ['torch-cpu', 'torch-cuda']
     """
-    root = pathlib.Path(folder).resolve()
-    for device in DEVICES:
-        variant = root / "build" / f"torch-{device}"
-        shutil.copytree(_HUB, variant, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-        (variant / "metadata.json").write_text(json.dumps(_metadata(device), indent=2) + "\n", encoding="utf-8")
+    if not isinstance(folder, (str, os.PathLike)):
+        fail(TypeError, "folder", "be a path", type(folder).__name__)
+    try:
+        if not os.fspath(folder):
+            raise ValueError("no name")
+        root = pathlib.Path(os.path.realpath(folder))
+        for device in DEVICES:
+            variant = root / "build" / f"torch-{device}"
+            shutil.copytree(_HUB, variant, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+            (variant / "metadata.json").write_text(json.dumps(_metadata(device), indent=2) + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        fact = f"{os.fspath(folder)!r}: {getattr(error, 'strerror', None) or error}"
+        fail(ValueError, "folder", "be a folder that can be made and written to", fact)
     return root
 
 

@@ -115,13 +115,13 @@ def pixels(name: str, picture: Tensor) -> Tensor:
     rules.tensors((name, picture))
     if picture.is_meta:
         rules.fail(ValueError, name, "have pixels", "a tensor on the device meta")
-    picture = picture.detach().cpu()
+    picture, shape = picture.detach().cpu(), tuple(picture.shape)
     if picture.dim() == 3 and picture.shape[-1] not in (1, 3):
         picture = picture.permute(1, 2, 0)
     if picture.dim() == 2:
         picture = picture[..., None]
     if picture.dim() != 3 or picture.shape[-1] not in (1, 3):
-        rules.fail(ValueError, name, "have shape (H, W, 3), (3, H, W) or (H, W)", tuple(picture.shape))
+        rules.fail(ValueError, name, "have shape (H, W, 3), (3, H, W) or (H, W)", shape)
     check_pixels(name, *picture.shape[:2])
     if picture.dtype != torch.uint8:
         rules.need_dtype(name, picture, rules.FLOATING | {torch.bool}, _BYTES)

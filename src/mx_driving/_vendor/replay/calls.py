@@ -109,19 +109,33 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what a file says about its call, and its tensors."""
     with ruled(f"{file.name} must be a whole file that record.py wrote"):
         whole = torch.load(file, weights_only=True, map_location="cpu")
-        metadata, tensors = whole["metadata"], {name: t.detach() for name, t in whole["tensors"].items()}
+        _check_dict(file.name, whole)
+        metadata, tensors = whole.get("metadata"), whole.get("tensors")
+        _check_dict(f"metadata of {file.name}", metadata, str)
+        _check_dict(f"tensors of {file.name}", tensors, Tensor)
+        tensors = {name: t.detach() for name, t in tensors.items()}
         if metadata.get("format") != str(FORMAT):
             raise Problem(
                 f"{file.name} must have format {FORMAT}, the one that this version reads; got {metadata.get('format')}"
             )
-        about = json.loads(metadata["call"])
-        operator = about["operator"]
+        about = json.loads(metadata.get("call", "null"))
+        _check_dict(f"call of {file.name}", about)
+        operator = about.get("operator")
     if operator not in _BARE:
         raise Problem(f"the operator of {file.name} must be one of {', '.join(_BARE)}; got {operator}")
     for key, kind in _SCHEMA.items():
         if not isinstance(about.get(key, kind()), kind):
             raise Problem(f"the {key} of {file.name} must be of type {kind.__name__}; got {about[key]}")
     return about, tensors
+
+
+def _check_dict(name: str, value: Any, kind: type = object) -> None:
+    wrong = [value]
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)] + [v for v in value.values() if not isinstance(v, kind)]
+    if wrong:
+        of = "" if kind is object else f" of {kind.__name__}"
+        raise Problem(f"{name} must be a dict{of}; got {type(wrong[0]).__name__}")
 
 
 def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> list[str]:
