@@ -9,8 +9,6 @@ import pytest
 import torch
 from recorded_calls import NAMES, A, G, M, call, computed, replay, save
 
-import mx_driving
-from mx_driving._operator import limits
 from mx_driving._vendor.replay import judge
 
 INPUTS, GRAD = call(M)
@@ -93,18 +91,6 @@ EDITED = {  # what a file holds, and the sentence
 def test_an_edited_file_is_one_sentence(sentence, folder):
     torch.save(EDITED[sentence], folder / "call-000001.pt")
     assert not_read(folder) == [sentence]
-
-
-def test_limits_of_the_environment_do_not_hold_for_recorded_calls(folder, monkeypatch):
-    """A call that the limits refuse was computed on a device: it is judged."""
-    monkeypatch.setattr(limits, "_open", [limits.NEWEST])
-    inputs, grad = call(A)
-    with pytest.raises(ValueError, match="group"):
-        mx_driving.deformable_aggregation(*inputs)
-    save(folder, A, inputs, grad, computed(A, inputs, grad), "call-000001")
-    result = replay(folder)
-    assert (result.exit_code, "not read" in result.output) == (0, False)
-    assert limits.enforced()
 
 
 @pytest.mark.parametrize("size", [0, 1000])
