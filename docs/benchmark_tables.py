@@ -175,6 +175,30 @@ def numbers() -> str:
     return f"{markdown(['milliseconds', *MODES], [[name, *cells] for name, cells in rows.items()])}\n{made(files)}\n"
 
 
+FIRST = ("Deformable DETR", "Grounding DINO", "Mask2Former", "RT-DETR", "Operator: Deformable-DETR encoder")
+FIRST_ON_GPU = ("float32, batch 8", "bfloat16, batch 8", "compiled, float32, batch 1")
+FIRST_ON_GPU += ("training step, float32, batch 4 *", "training step, autocast, batch 4")
+
+
+def first() -> str:
+    """Return the rows of `numbers` that README and the landing page begin with."""
+    beginnings = ("| milliseconds", "| ---", *(f"| {name} |" for name in FIRST))
+    rows = [line for line in numbers().splitlines() if line.startswith(beginnings)]
+    return "\n".join([*rows, "", made([row for file in (BY_MODE, BENCH) for row in read(file)])]) + "\n"
+
+
+def first_on_gpu() -> str:
+    """Return the rows of a GPU that README and the landing page begin with: each variant's milliseconds and memory."""
+    calls = gpu_calls(short=True)
+    variants = {"plain": "its own code", "torch-ms-deform-attn": "CUDA extension", "mx_driving": "mx_driving"}
+    rows = []
+    for name in FIRST_ON_GPU:
+        by = calls[f"Deformable DETR, {name}"]
+        memory = " / ".join(f"{int(row['MiB']):,}" for row in by.values() if row["MiB"])
+        rows.append([f"Deformable DETR, {name}", *(by[key]["milliseconds"] if key in by else "" for key in variants), memory])
+    return f"{markdown(['milliseconds', *variants.values(), 'MiB of each'], rows)}\n{made(read(GPU_MODELS))}\n"
+
+
 def modules_by_mode() -> str:
     """The modules in each mode and direction, and autocast beside the parts of the module."""
     rows = []
@@ -276,23 +300,29 @@ def gpu_rivals() -> str:
     return markdown(["over", *rivals.values()], rows)
 
 
+def gpu_calls(short: bool = False) -> dict[str, dict[str, Row]]:
+    """Return whole models on a GPU: what was measured -> variant -> row. A star marks a time of ours that Python limited."""
+    measures = {"forward": "", "compiled forward": "compiled, "} if short else {}
+    calls: dict[str, dict[str, Row]] = {}
+    for row in read(GPU_MODELS):
+        measure = measures.get(row["measure"], f"{row['measure']}, ")
+        mode = row["mode"].removesuffix(" to bfloat16") if short else row["mode"]
+        calls.setdefault(f"{row['model']}, {measure}{mode}, batch {row['batch']}", {})[row["variant"]] = row
+    return {f"{name} *" if short and by["mx_driving"]["host-bound"] else name: by for name, by in calls.items()}
+
+
 def gpu_models() -> str:
     """Return whole models on a GPU: milliseconds, and in parentheses those of all kernels; memory before and after `patch`."""
     variants = ("plain", "torch-ms-deform-attn", "mx_driving")
-    measured = read(GPU_MODELS)
-    calls: dict[str, dict[str, Row]] = {}
-    for row in measured:
-        name = f"{row['model']}, {row['measure']}, {row['mode']}, batch {row['batch']}"
-        calls.setdefault(name, {})[row["variant"]] = row
     rows = []
-    for name, by in calls.items():
+    for name, by in gpu_calls().items():
         before, after = by["plain"], by["mx_driving"]
         kernels = [float(row["GPU milliseconds"] or 0) for row in (before, after)]
         memory = f"{int(before['MiB']):,} → {int(after['MiB']):,}" if before["MiB"] else ""
         gain = f"{kernels[0] / kernels[1]:.2f}" if all(kernels) else ""
         rows.append([name, *(_time_on_gpu(by.get(variant)) for variant in variants), gain, memory])
     header = ["milliseconds (of all kernels)", *variants, "kernels, plain / mx_driving", "MiB, plain → mx_driving"]
-    return f"{markdown(header, rows)}\n{made(measured)}\n"
+    return f"{markdown(header, rows)}\n{made(read(GPU_MODELS))}\n"
 
 
 def _time_on_gpu(row: Row | None) -> str:

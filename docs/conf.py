@@ -14,6 +14,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import charts  # noqa: E402
 import pictures  # noqa: E402
 import tables  # noqa: E402
 
@@ -78,6 +79,7 @@ def make(app: Any) -> None:
     folder.mkdir(exist_ok=True)
     tables.write(folder)
     pictures.write(folder)
+    charts.write(folder)
 
 
 def setup(app: Any) -> None:

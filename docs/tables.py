@@ -1,11 +1,12 @@
 """The pages' tables, from the CSV files of benchmarks/results and docs/support.
 
-`python docs/tables.py` prints them; `python docs/tables.py README.md README.zh-CN.md` refreshes rows of the table of numbers.
+`python docs/tables.py` prints them; `python docs/tables.py README.md README.zh-CN.md` refreshes their rows of times.
 """
 
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ import benchmark_tables as times
 import support_tables as support
 
 TABLES: dict[str, Callable[[], str]] = {
+    "first": times.first,
+    "first_on_gpu": times.first_on_gpu,
     "numbers": times.numbers,
     "whole_models": times.whole_models,
     "attention_modules": times.attention_modules,
@@ -52,10 +55,10 @@ def write(folder: pathlib.Path) -> None:
 
 
 def refresh(page: pathlib.Path) -> None:
-    """Write the rows of `numbers` into a page's rows of the same names."""
-    rows = {line.split(" | ")[0]: line for line in times.numbers().replace("\u00a0", " ").splitlines() if " → " in line}
-    lines = page.read_text(encoding="utf-8").splitlines()
-    fresh = [rows.get(line.split(" | ")[0], line) if " → " in line else line for line in lines]
+    """Write the rows of `first` and `first_on_gpu` into a page's rows of the same names."""
+    tables = f"{times.first()}{times.first_on_gpu()}".replace("\u00a0", " ").splitlines()
+    rows = {line.split(" | ")[0]: line for line in tables if re.search(r"\| \d", line)}
+    fresh = [rows.get(line.split(" | ")[0], line) for line in page.read_text(encoding="utf-8").splitlines()]
     page.write_text("\n".join(fresh) + "\n", encoding="utf-8")
 
 

@@ -169,19 +169,29 @@ def tables(monkeypatch):
     return importlib.import_module("tables")
 
 
-def test_the_readmes_figures_are_those_of_the_files(tables):
-    """Rows of whole models, modules and operators, and the date of each file."""
-    rows = re.findall(r"^\| .+ → .+ \|$", TEXTS["README.md"], flags=re.MULTILINE)
-    assert len(rows) == 9
-    assert set(rows) <= set(tables.times.numbers().replace("\u00a0", " ").splitlines())
+@pytest.mark.parametrize("text", [TEXTS["README.md"], CHINESE.read_text(encoding="utf-8")], ids=["README", "zh-CN"])
+def test_the_readmes_figures_are_those_of_the_files(tables, text):
+    """Rows of whole models and an operator on a CPU and a GPU, and the date of each file."""
+    for draw in (tables.times.first, tables.times.first_on_gpu):
+        _, _, *rows = [line for line in draw().replace("\u00a0", " ").splitlines() if line.startswith("|")]
+        assert len(rows) == 5
+        assert set(rows) <= set(text.splitlines())
+    for file in (tables.times.BENCH, tables.times.BY_MODE, tables.times.GPU_MODELS):
+        assert tables.times.read(file)[0]["machine"].partition(",")[0] in text
+
+
+def test_the_landing_pages_figures_are_those_of_the_files(tables):
     row = next(row for row in tables.times.read(tables.times.BY_MODE) if row["model"] == "Deformable DETR")
     before, after, speed_up = (float(row[column]) for column in ("before s", "after s", "speed-up"))
-    assert (
-        f"**{speed_up:.1f} times faster**: a whole Deformable DETR takes {after:.2f} s a picture instead of {before:.2f} s on"
-        in TEXTS["docs/index.md"]
-    )
-    for file in (tables.times.BENCH, tables.times.BY_MODE, tables.times.MODULES_BY_MODE):
-        assert tables.times.read(file)[0]["machine"].partition(",")[0] in TEXTS["README.md"]
+    by = tables.times.gpu_calls(short=True)["Deformable DETR, bfloat16, batch 8"].values()
+    plain, extension, ours = (float(row["milliseconds"]) for row in by)
+    for sentence in (
+        f"**On a CPU {speed_up:.1f} times faster**: a whole Deformable DETR takes {after:.2f} s a picture",
+        f"**On a GPU {plain / ours:.1f} times faster**: a batch of 8 in bfloat16 takes {ours} ms on an H100 instead",
+        f"a picture instead of {before:.2f} s",
+        f"H100 instead of {plain}, and {extension} with the CUDA",
+    ):
+        assert sentence in TEXTS["docs/index.md"]
 
 
 def test_every_public_name_has_an_entry():
@@ -200,11 +210,26 @@ def test_what_is_cited_is_this_version():
     assert f"\nversion: {mx_driving.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
-def test_pages_draw_the_tables_there_are(tables):
+def test_pages_draw_the_tables_and_charts_there_are(tables):
+    charts = importlib.import_module("charts")
     included = {name for text in TEXTS.values() for name in re.findall(r"\{include\} _generated/(\w+)\.md", text)}
-    assert included == set(tables.TABLES)
+    assert included == {*tables.TABLES, *charts.CHARTS}
     assert all(draw().strip() for draw in tables.TABLES.values())
     assert "9 of the 15 rows gain 6 % or less" in tables.times.whole_models()
+
+
+def test_charts_show_the_files_times(tables, tmp_path):
+    """Each chart has a picture for light and for dark pages, and all its times in its text alternative."""
+    charts = importlib.import_module("charts")
+    charts.write(tmp_path)
+    for name in charts.CHARTS:
+        text = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
+        assert set(re.findall(r"_generated/(\S+)", text)) == {f"{name}_light.svg", f"{name}_dark.svg"}
+        assert all((tmp_path / f"{name}_{theme}.svg").stat().st_size > 10_000 for theme in charts.THEMES)
+    models = (tmp_path / "chart_gpu_models.md").read_text(encoding="utf-8")
+    for row in tables.times.read(tables.times.GPU_MODELS):
+        assert charts.digits(float(row["milliseconds"])) in models
+    assert "Deformable DETR: its own code 1758, mx_driving 700;" in (tmp_path / "chart_models.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
