@@ -99,7 +99,7 @@ _KNOWN = re.compile(
     r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|mul\.f\w+"
     r"|(mul|mad)\.(lo|wide|hi)\.[su]\d+|setp\.(eq|ne|lt|le|gt|ge)u?\.\w+|cvt\.(rn\.|r[nzmp]i\.)?(ftz\.)?([su]\d+|b?f(16|32)(x2)?)\.\w+"
     r"|bfe\.[su]32|ex2\.approx\.f32|div\.full\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32"
-    r"|atom\.global\.gpu\.relaxed\.add(\.v\d)?\.f32|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+"
+    r"|(atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+"
     r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x\d(\.trans)?\.shared\.b16"
 )
 Opcode = tuple[str, ...]  # its parts between dots
@@ -137,7 +137,7 @@ class Kernel:
 
 
 def _parse(text: str) -> Instruction:
-    parts = re.fullmatch(r"(?:@(!?)(%p\d+)\s+)?([a-z]\w*[\w.:]*)\s*(.*)", text)
+    parts = re.fullmatch(r"(?:@(!?)(%p\d+)\s+)?([a-z]\w*[\w.:]*)\s*(.*)", text.replace("::cta", ""))
     if not parts or not _KNOWN.fullmatch(parts[3]):
         raise Fault(f"{text} is not known")
     negated, predicate, opcode, operands = parts.groups(default="")
@@ -288,6 +288,8 @@ class Machine:
         values = self.read_bits(operands[-1], 4, lanes).view(np.float32)
         memory, index = self.access(operands[-2], "global", 4, values.shape[1], lanes, _ADDED)
         np.add.at(memory.view(np.float32), index, values)
+
+    run_red = run_atom
 
     def by_warp(self, values: Array, lanes: Any) -> Array:
         """[threads, ...] -> [warps, 32, ...]."""

@@ -94,8 +94,22 @@ def test_another_kernel_for_another_output_device_or_profiler(call, asked, monke
     assert asked == ["_forward", "_backward"]
 
 
-def test_triton_launches_where_its_version_is_not_known(call, monkeypatch):
+@pytest.mark.parametrize("version", ["3.10.0", "4.0.0"])
+def test_triton_launches_where_its_version_is_not_known(call, asked, monkeypatch, version):
     monkeypatch.setattr(launch, "_compiled", {})
-    monkeypatch.setattr(launch, "_LAUNCHES_ALIKE", False)
-    call()
+    monkeypatch.setattr(launch.triton, "__version__", version)
+    for _ in range(2):
+        call()
+    assert asked == ["_forward", "_backward"] * 2
     assert not launch._compiled
+
+
+def test_multiplications_and_additions_are_fused_whatever_the_default(call, monkeypatch):
+    """Triton 3.10 fuses none by default, and Triton 3.9 warns of it."""
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    monkeypatch.setattr(driver.active, "get_current_device", lambda: 92)  # for which nothing is compiled yet
+    call()
+    kernels = [compiled for compiled, _ in launch._compiled.values()]
+    assert len(kernels) == 2
+    assert all("fma.rn.f32" in kernel.asm["ptx"] for kernel in kernels)
