@@ -20,8 +20,8 @@ GRADIENT_LIMITS = {torch.float64: 1e-6, torch.float32: 0.05}
 _NOISE = 1e-4  # gradients that are zero but for rounding are this much smaller than the largest gradient of a call
 
 
-def output_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, as a fraction of the largest finite magnitude of theirs.
+def output_difference(ours: Tensor, theirs: Tensor, least_scale: float = 0.0) -> float:
+    """Return the largest difference, as a fraction of the largest finite magnitude of theirs, at least `least_scale`.
 
     It is infinite if the shapes differ, or if an entry that is not finite is not the same in both.
     """
@@ -30,9 +30,13 @@ def output_difference(ours: Tensor, theirs: Tensor) -> float:
     ours, theirs = _to_floating(ours), _to_floating(theirs)
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     difference = torch.where(same, 0, (ours - theirs).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-    scale = theirs.abs().nan_to_num(nan=0, posinf=0)
-    largest, scale = (float(t.max()) if t.numel() else 0.0 for t in (difference, scale))
+    largest, scale = float(difference.max()) if difference.numel() else 0.0, max(largest_magnitude(theirs), least_scale)
     return largest / scale if scale else (math.inf if largest else 0.0)
+
+
+def largest_magnitude(t: Tensor) -> float:
+    """Return the largest finite absolute value, 0 if there is none."""
+    return float(_to_floating(t).abs().nan_to_num(nan=0, posinf=0).max()) if t.numel() else 0.0
 
 
 def gradient_differences(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:

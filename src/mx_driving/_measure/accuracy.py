@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch, reference
+from .._agreement import output_difference
 from .rivals import plain_form, recorded
 from .workloads import Args, Workload, cast, some_queries
 
@@ -75,10 +76,7 @@ def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[],
 
 def _errors(workload: Workload, got: list[Tensor], true: list[Tensor]) -> dict[str, float]:
     names = ("output", *workload.gradients)
-    return {
-        name: float((g.double() - t).abs().max() / t.abs().max().clamp_min(1e-300))
-        for name, g, t in zip(names, got, true, strict=True)
-    }
+    return {name: output_difference(g, t) for name, g, t in zip(names, got, true, strict=True)}
 
 
 def _synchronise(device: str) -> None:

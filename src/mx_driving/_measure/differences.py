@@ -7,31 +7,25 @@ import math
 import torch
 from torch import Tensor
 
+from .._agreement import largest_magnitude, output_difference
+
 
 def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Return the largest difference, as a fraction of the largest magnitude in its tensor. That magnitude counts as at least a
     thousandth of the largest in all tensors, because some gradients are zero but for rounding."""
     assert ours.keys() == theirs.keys()
-    scales = {name: float(t.abs().nan_to_num(nan=0, posinf=0).max()) for name, t in theirs.items()}
-    floor = max(scales.values()) * 1e-3
-    return max(_difference(ours[name], theirs[name]) / max(scale, floor) for name, scale in scales.items())
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference. It is infinite if only one entry is finite, or if both are different infinities."""
-    difference = float((a - b).abs().max())
-    if math.isfinite(difference):  # nearly always, in a third of the time
-        return difference
-    return float(torch.where(a == b, 0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    floor = max(map(largest_magnitude, theirs.values())) * 1e-3
+    return max(output_difference(ours[name], t, floor) for name, t in theirs.items())
 
 
 def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     """Return which queries of outputs [1, queries, ..] differ by more than rounding. Two-stage models rank their queries by a
-    score: where two nearly tie, one rounding error decides which comes first, and both get another place's embedding."""
+    score: where two nearly tie, one rounding error decides which comes first, and both get another place's embedding.
+    A query that has NaN on one side only is no tie: it is not off, and `largest` is infinite."""
     off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
     for name, out in theirs.items():
-        scale = float(out[out.isfinite()].abs().max())
-        off |= ((ours[name] - out)[0].reshape(len(off), -1) / scale).nan_to_num().abs().amax(1) > 1e-3
+        difference = (ours[name] - out)[0].reshape(len(off), -1).nan_to_num().abs()
+        off |= (difference > 1e-3 * largest_magnitude(out)).any(1)
     return off
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
+    if [out.shape for out in before] != [out.shape for out in after]:
+        return math.inf, 0
     theirs, ours = map(_floats, (before, after))
     if not theirs:
         return 0.0, 0

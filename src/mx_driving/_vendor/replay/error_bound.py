@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..._agreement import largest_magnitude
 from ..._measure.tolerance import allowed
 from ..._operator import geometry
 from .calls import RecordedCall
@@ -26,10 +27,6 @@ def _num_terms(call: RecordedCall) -> dict[str, int]:
     return {"output": query_terms, "grad_value": max(query_terms, call.sampling.locations.numel() // 2)}
 
 
-def _largest(t: Tensor) -> float:
-    return float(torch.where(t.isfinite(), t.abs(), 0).max()) if t.numel() else 0.0
-
-
 class ErrorBound:
     """The float64 results of a call, the error that each result may have, the device's errors in units of that, and which of
     its entries are wrong: off by more than one unit. Errors are measured against the largest entry,
@@ -43,13 +40,13 @@ class ErrorBound:
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
         has_positions = call.row.kind != "pooling" and not call.row.integer_locations and call.sampling.shapes.numel()
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
-        self._scales = {name: _largest(t) for name, t in self.truth.items()}
+        self._scales = {name: largest_magnitude(t) for name, t in self.truth.items()}
         if "grad_locations" in self.truth:
             slopes = call.sampling.shapes.amax(-1)[..., None] * call.sampling.weights * self.truth["grad_weights"]
-            self._scales["grad_locations"] = max(_largest(slopes), self._scales["grad_locations"])
+            self._scales["grad_locations"] = max(largest_magnitude(slopes), self._scales["grad_locations"])
         self.float32 = compute(call, torch.float32) if self._compute == torch.float32 else self.truth
         losses = {name: torch.where(self.unsure(name), 0, self.float32[name].double() - t) for name, t in self.truth.items()}
-        self._least = {name: 1e-300 + _DRAWS * _largest(loss) for name, loss in losses.items()}
+        self._least = {name: 1e-300 + _DRAWS * largest_magnitude(loss) for name, loss in losses.items()}
         self.errors = {name: self.error(name, t, self.truth[name]) for name, t in call.results.items()}
         self.wrong = {name: errors > 1 for name, errors in self.errors.items()}
 
@@ -65,7 +62,7 @@ class ErrorBound:
         """
         extent = self._extent if compute is None else 0  # 16 bits hold no position of a map
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
-        scale = max(self._scales[result], _largest(expected))
+        scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))
         limit = allowed(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent).clamp_min(self._least[result])
         rounded, got = expected.to(got.dtype).double(), got.double()
