@@ -80,6 +80,15 @@ def _convert(modes: list[str], target: str, source: str, a: Array, *lower: Array
     return a if target[0] in "fb" else a.astype(dtype_of(target))
 
 
+def _permute(a: Array, b: Array, selector: Array) -> Array:
+    """Return four of the eight bytes of a and b, which the four digits of the selector number."""
+    whole, total = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), np.uint64(0)
+    for i in np.arange(0, 32, 8, dtype=np.uint64):
+        digit = selector.astype(np.uint64) >> i // np.uint64(2) & np.uint64(7)  # no kernel asks for copies of a sign
+        total = total | (whole >> np.uint64(8) * digit & np.uint64(255)) << i
+    return total
+
+
 _ROUND: dict[str, Callable[[Array], Array]] = {
     "ftz": lambda a: np.where(np.abs(a) < np.finfo(np.float32).tiny, a * np.float32(0), a),
     **{"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil},
@@ -92,13 +101,13 @@ _COMPUTE: dict[str, Callable[..., Array]] = {
     "hi": lambda a, b: (a.astype(object) * b.astype(object) >> 8 * a.itemsize).astype(a.dtype),
     "shl": lambda a, count: a << count.astype(a.dtype), "shr": lambda a, count: a >> count.astype(a.dtype),
     "bfe": lambda a, first, length: a << (32 - first - length).astype(a.dtype) >> (32 - length).astype(a.dtype),
-    "selp": lambda a, b, condition: np.where(condition, a, b),
+    "prmt": _permute, "selp": lambda a, b, condition: np.where(condition, a, b),
 }  # fmt: skip
 _LAST = {"selp": ["pred"], "shl": ["u32"], "shr": ["u32"], "bfe": ["u32", "u32"]}  # types of the last operands
 _KNOWN = re.compile(
     r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|mul\.f\w+"
     r"|(mul|mad)\.(lo|wide|hi)\.[su]\d+|setp\.(eq|ne|lt|le|gt|ge)u?\.\w+|cvt\.(rn\.|r[nzmp]i\.)?(ftz\.)?([su]\d+|b?f(16|32)(x2)?)\.\w+"
-    r"|bfe\.[su]32|ex2\.approx\.f32|div\.full\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32"
+    r"|prmt\.b32|bfe\.[su]32|ex2\.approx(\.ftz)?\.f32|div\.full\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32"
     r"|(atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+"
     r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x\d(\.trans)?\.shared\.b16"
 )
@@ -147,7 +156,7 @@ def _parse(text: str) -> Instruction:
 @functools.cache
 def _literal(text: str, size: int) -> Any:
     """Return the bits of a constant, in an unsigned integer of `size` bytes."""
-    number = int(text[2:], 16) if text[:2] in ("0f", "0d") else 0 if text == "global_smem" else int(text, 0)
+    number = int(text[2:], 16) if text[:2] in ("0f", "0d") else 0 if text == "global_smem" else int(text.rstrip("U"), 0)
     return UNSIGNED[size](number & ((1 << 8 * size) - 1))
 
 

@@ -6,9 +6,10 @@ A kernel takes 0.2 to 0.5 s to compile, and then milliseconds. operators/ has wh
 from __future__ import annotations
 
 import cases
+import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS, OPERATORS
 from small_cases import TINY
 from values import compare, skip_unless_every_kernel
 
@@ -145,6 +146,46 @@ def test_deterministic_mode(operator, dtype):
         torch.use_deterministic_algorithms(False)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_pairs_that_no_access_of_their_size_can_read(dtype):
+    """Offsets and references an element after an address that is a multiple of a pair's bytes."""
+    if dtype != torch.float32:
+        skip_unless_every_kernel("triton")
+    args = list(cases.cast(TINY[MULTI_SCALE_LOGITS](), dtype))
+    for i in (3, 4):
+        args[i] = torch.cat([args[i].new_zeros(1), args[i].flatten()])[1:].view(args[i].shape)
+        assert args[i].is_contiguous()
+    compare("triton", MULTI_SCALE_LOGITS, tuple(args), cases.grad_for(MULTI_SCALE_LOGITS, tuple(args)).to(dtype))
+
+
+def test_logits_without_a_tensor_of_samples(monkeypatch):
+    """The forward launches one kernel, and makes no tensor but the output."""
+    from mx_driving._backends.triton import launch
+
+    launched, run = [], launch.run
+    monkeypatch.setattr(launch, "run", lambda kernel, *args, **flags: launched.append(args[1]) or run(kernel, *args, **flags))
+    args = cases.cast(TINY[MULTI_SCALE_LOGITS](), torch.float32)
+    move = cases.on_gpu if cases.ON_GPU else lambda a: a
+    inputs = tuple(map(move, args))
+    output = _backends.triton.kernel(MULTI_SCALE_LOGITS, False)(*inputs)
+    (tensors,) = launched
+    assert {t.data_ptr() for t in tensors} == {t.data_ptr() for t in (*inputs[:6], output)}
+
+
+def test_autocast_with_logits_gives_the_bits_of_converted_inputs():
+    """The sums of a row of powers do not depend on the threads that have its columns, which the dtype of value changes."""
+    move = cases.on_gpu if cases.ON_GPU else lambda a: a
+    args = logits_cases.multi_scale(2, 5, 32, 2, [(5, 7), (3, 2)], 4)
+    narrow = tuple(map(move, cases.cast(args, torch.bfloat16)))
+    kernel = _backends.triton.kernel(MULTI_SCALE_LOGITS, False)
+    output, expected = kernel(*narrow, dtype=torch.float32), kernel(*cases.cast(narrow, torch.float32))
+    assert output.any()
+    # a GPU's assembler contracts multiplications and additions, and on sm_100 Triton does
+    driver = pytest.importorskip("triton").runtime.driver
+    near = 0 if not cases.ON_GPU and driver.active.get_current_target().arch < 100 else 2e-6
+    torch.testing.assert_close(output, expected, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

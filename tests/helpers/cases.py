@@ -227,11 +227,9 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
         served = _backends.triton.serves(*filter(is_floating, args[backward:]))
         return (_backends.triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
 
-    if not ON_GPU and operator in WITH_LOGITS:
+    if not ON_GPU and operator in WITH_LOGITS and operator not in _backends.triton.WITH_LOGITS:
         bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
-        compose = composition.backward if backward else composition.forward
-        by_kernels, by_torch = compose(operator, bare, _backends.triton.find_rule(operator)), compose(operator, bare)
-        return lambda *args: (by_kernels if _backends.triton.serves(*filter(is_floating, args)) else by_torch)(*args)
+        return (composition.backward if backward else composition.forward)(operator, bare)
 
     def dispatched(*args: Any) -> Any:
         found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))

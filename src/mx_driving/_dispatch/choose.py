@@ -24,7 +24,7 @@ def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple
             return "reference", reason
         if inputs and not _backends.triton.serves(*_floating(operator, inputs)):
             return "reference", "an input is float64, or value has more rows than the Triton kernels number"
-        return "composition" if operator.bare else "triton", ""
+        return "composition" if operator.bare and operator.name not in _backends.triton.WITH_LOGITS else "triton", ""
     return "reference", "there are no kernels for this device"
 
 

@@ -197,7 +197,7 @@ class Registered:
     def run_composition(self, device: str, *args: Any) -> Any:
         """An operator with logits over the kernel of its bare operator."""
         bare = functools.partial(REGISTERED[self.operator.bare + self.suffix].run, device)
-        return composition.forward(self.operator.name, bare, _backends.triton.find_rule(self.operator.name))(*args)
+        return composition.forward(self.operator.name, bare)(*args)
 
     def run_reference(self, *args: Any) -> Any:
         """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
@@ -297,7 +297,7 @@ class RegisteredBackward(Registered):
 
     def run_composition(self, device: str, *args: Any) -> Any:
         bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, device)
-        return composition.backward(self.operator.name, bare, _backends.triton.find_rule(self.operator.name))(*args)
+        return composition.backward(self.operator.name, bare)(*args)
 
 
 def is_recorded(value: Tensor) -> bool:

@@ -172,6 +172,10 @@ def _like(gradient: Tensor | None, t: Tensor) -> Tensor:
     return t.new_empty(0) if gradient is None else gradient.reshape(t.shape).to(t.dtype).contiguous()
 
 
+def like_inputs(gradients: Gradients, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(_like(g, t) for g, t in zip(gradients, inputs, strict=True))
+
+
 def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], dtype: torch.dtype) -> Any:
     return _RULES[operator](shapes, *(t.to(dtype) if isinstance(t, Tensor) else t for t in inputs))
 
@@ -188,15 +192,15 @@ def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tenso
     return samples.locations, samples.weights
 
 
-def bare_inputs(operator: str, *inputs: Any, rule: Any = None) -> tuple[Tensor, ...]:
+def bare_inputs(operator: str, *inputs: Any) -> tuple[Tensor, ...]:
     """Return the inputs of the bare operator."""
-    samples = _samples_by(rule, operator, inputs)
+    samples = _samples_by(None, operator, inputs)
     return *inputs[:3], samples.locations, samples.weights
 
 
-def forward(operator: str, bare: Callable[..., Tensor], rule: Any = None) -> Callable[..., Tensor]:
+def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the operator as a function, over a bare operator whose inputs are those of the dispatcher."""
-    return lambda *args: bare(*bare_inputs(operator, *args, rule=rule))
+    return lambda *args: bare(*bare_inputs(operator, *args))
 
 
 def backward(operator: str, bare: Callable[..., Any], rule: Any = None) -> Callable[..., tuple[Tensor, ...]]:
@@ -209,7 +213,6 @@ def backward(operator: str, bare: Callable[..., Any], rule: Any = None) -> Calla
         bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)  # two inputs make the locations
         grad_value, *grad_samples = bare(grad, *tensors, bare_mask)
         gradients = samples.gradients(mask, *grad_samples)
-        likes = [inputs[i] for i in OPERATORS[operator].differentiable[1:]]
-        return (grad_value, *(_like(g, t) for g, t in zip(gradients, likes, strict=True)))
+        return grad_value, *like_inputs(gradients, [inputs[i] for i in OPERATORS[operator].differentiable[1:]])
 
     return run

@@ -79,16 +79,11 @@ def serves(value: Tensor, *others: Tensor) -> bool:
     return torch.float64 not in (value.dtype, *(t.dtype for t in others)) and value.shape[1] <= _MOST_ROWS
 
 
+WITH_LOGITS = ("multi_scale_deformable_attn_with_logits",)  # have kernels of their own
+
+
 @functools.cache
 def kernel(operator: str, backward: bool) -> Callable[..., Any]:
     """Return the operator's forward or backward function. The first call imports Triton."""
     module = importlib.import_module(f"{__name__}.{operator}")
     return module.backward if backward else module.forward
-
-
-@functools.cache
-def find_rule(operator: str) -> Any:
-    """Return the function that makes an operator's locations and weights of its logits by a kernel; None if it has none."""
-    if operator != "multi_scale_deformable_attn_with_logits":
-        return None
-    return importlib.import_module(f"{__name__}.logits").make_samples

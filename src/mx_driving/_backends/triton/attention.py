@@ -6,6 +6,8 @@ A program owns neighbouring queries of one head, as a tile [rows, channels]; a t
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +21,8 @@ from . import deterministic, launch
 # Four warps to a program: the forward exchanges nothing between them.
 _FORWARD_WARPS = 4
 # Of a thread, by whether it is the backward and by the bytes of an element of value; no others are limited. Without a limit the
-# float32 forward takes 40, and the 16-bit backward 65 or 66 on some targets, which is too many for half of the occupancy.
-_MOST_REGISTERS = {(False, 4): 56, (True, 2): 64}
+# float32 forward takes 40, and the backward 65 to 70 on some targets or with logits, too many for half of the occupancy.
+_MOST_REGISTERS = {(False, 4): 56, (True, 2): 64, (True, 4): 64}
 # One warp to a program: sums over channels are shuffles, and stores need no exchange through shared memory.
 _BACKWARD_WARPS = 1
 
@@ -52,6 +54,14 @@ def tile_of(
     return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
 
 
+class Samples(NamedTuple):
+    """What a kernel reads of samples."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]  # reference points, locations or offsets, weights or logits; a bare kernel reads two
+    sizes: Sequence[int]  # levels, points
+    flags: Mapping[str, int]  # of the kernel
+
+
 class Kernels(NamedTuple):
     """The kernels of an operator, and their launches."""
 
@@ -59,6 +69,7 @@ class Kernels(NamedTuple):
     forward: Any
     backward: Any
     gradients: tuple[str, ...]  # that the backward makes besides that of value
+    flags: Mapping[str, int]  # of the bare operator
 
     def forward_of(
         self,
@@ -69,44 +80,66 @@ class Kernels(NamedTuple):
         weights: Tensor,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        samples = Samples((locations, locations, weights), locations.shape[3:5], self.flags)
+        return self.sum_samples(value, shapes, starts, samples, dtype)
+
+    def sum_samples(self, value: Tensor, shapes: Tensor, starts: Tensor, samples: Samples, dtype: torch.dtype | None) -> Tensor:
+        """Return the output."""
         bs, num_keys, heads, channels = value.shape
-        queries = locations.shape[1]
+        weights = samples.tensors[2]
+        queries = weights.shape[1]
         launch.check(*self.operator.tables, shapes, starts, num_keys)
         output = value.new_empty((bs, queries, heads * channels), dtype=dtype)
         if not output.numel() or not weights.numel() or not num_keys:
             return output.zero_()
         value = launch.packed(value)
-        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), False)
-        tensors = (value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output)
+        plan = _plan(value.shape, value.stride(), value.element_size(), samples.sizes, launch.gpu(), False)
+        tensors = (value, shapes.contiguous(), starts.contiguous(), *(t.contiguous() for t in samples.tensors), output)
         programs = bs * heads * -(-queries // plan.rows)
-        launch.run(self.forward, programs, tensors, (queries, num_keys, *plan.strides), plan.options)
+        launch.run(self.forward, programs, tensors, (queries, num_keys, *plan.strides), plan.options, **samples.flags)
         return output
 
     def backward_of(
         self, grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
     ) -> tuple[Tensor, ...]:
-        bs, num_keys, heads, _ = value.shape
-        queries, levels, points = locations.shape[1], *locations.shape[3:5]
-        launch.check(*self.operator.tables, shapes, starts, num_keys)
         inputs = (value, shapes, starts, locations, weights)
         others = empty_gradients([inputs[i] for i in self.operator.differentiable[1:]], mask[1:])
+        samples = Samples((locations, locations, weights), locations.shape[3:5], self.flags)
+        return self.differentiate(grad, value, shapes, starts, samples, others, mask)
+
+    def differentiate(
+        self,
+        grad: Tensor,
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        samples: Samples,
+        others: Sequence[Tensor],
+        mask: Sequence[int],
+    ) -> tuple[Tensor, ...]:
+        """Return the gradient of value, and `others` after the kernel has written them. `mask` has a number for each."""
+        bs, num_keys, heads, _ = value.shape
+        weights = samples.tensors[2].contiguous()
+        queries = weights.shape[1]
+        launch.check(*self.operator.tables, shapes, starts, num_keys)
         if not grad.numel() or not weights.numel() or not num_keys:
             return tuple(g.zero_() for g in (*empty_gradients((value,), mask[:1]), *others))
         value = launch.packed(value)
-        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), True)
-        grad, weights = grad.contiguous(), weights.contiguous()
-        sums = deterministic.Sums(value, mask[0], self.operator.rows * weights.numel())
-        tensors = (grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights)
+        plan = _plan(value.shape, value.stride(), value.element_size(), samples.sizes, launch.gpu(), True)
+        grad = grad.contiguous()
+        sums = deterministic.Sums(value, bool(mask[0]), self.operator.rows * weights.numel())
+        tensors = (grad, value, shapes.contiguous(), starts.contiguous())
+        tensors += (samples.tensors[0].contiguous(), samples.tensors[1].contiguous(), weights)
         tensors += (sums.buffer, *others, sums.targets, sums.parts)
-        flags = {"VALUE": sums.how, **dict(zip(self.gradients, mask[1:], strict=True))}
+        flags = {"VALUE": sums.how, **dict(zip(self.gradients, mask[1:], strict=True)), **samples.flags}
         programs = bs * heads * -(-queries // plan.rows)
         launch.run(self.backward, programs, tensors, (queries, num_keys, *plan.strides), plan.options, **flags)
-        return (sums.finish(grad, weights, levels * points), *others)
+        return (sums.finish(grad, weights, math.prod(samples.sizes)), *others)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, int], gpu: launch.Gpu, backward: bool
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: Sequence[int], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
     """Return the plan for a value of this layout, sampled at `samples` = (levels, points)."""
     heads, channels = shape[2:]

@@ -37,7 +37,7 @@ def _pixel(locations, at, height, width, start, num_keys):
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward(
-    value, shapes, starts, locations, weights, output,
+    value, shapes, starts, reference, locations, weights, output,
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
@@ -58,7 +58,7 @@ def _forward(
 
 @triton.jit(do_not_specialize=VARYING)
 def _backward(
-    grad, value, shapes, starts, locations, weights, grad_value, grad_weights, targets, parts,
+    grad, value, shapes, starts, reference, locations, weights, grad_value, grad_weights, targets, parts,
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
@@ -87,5 +87,5 @@ def _backward(
                 add(grad_base + pixel.to(tl.int64) * (HEADS * CHANNELS), weight * g, inside)
 
 
-_kernels = attention.Kernels(OPERATORS["geometric_kernel_attention"], _forward, _backward, ("WEIGHTS",))
+_kernels = attention.Kernels(OPERATORS["geometric_kernel_attention"], _forward, _backward, ("WEIGHTS",), {})
 forward, backward = _kernels.forward_of, _kernels.backward_of

@@ -58,6 +58,12 @@ def packed(value: Tensor) -> Tensor:
     return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
 
+def paired(t: Tensor) -> Tensor:
+    """Return `t` in one piece, so that one access can read two neighbours."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % (2 * t.element_size()) else t
+
+
 def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: int) -> Layout:
     """Return the layout of a value [bs, num_keys, ..., channels], of which a head or group has `run` neighbouring channels."""
     strides = [step if size > 1 else 0 for step, size in zip(stride[:-1], shape[:-1], strict=True)]

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..._operator import composition
 from . import launch
+from .softmax import read_pair, store_pair
 
 _ELEMENTS = 512  # of a tile; 1024 take 77 registers, and spill on sm_120
-_MOST_SAMPLES = 4096  # of a head; more would not fit into registers
+MOST_SAMPLES = 4096  # of a head; more would not fit into registers
 
 
 @triton.jit
@@ -61,16 +62,19 @@ def _forward(
     row, s, here = _tile(rows, LEVELS * POINTS, ROWS, COLUMNS)
     sample = row * (LEVELS * POINTS) + s
     at, by_x, by_y, over_x, over_y = _steps(reference, shapes, row, s, here, HEADS, LEVELS, POINTS, REFERENCES, BY_POINT, BOX)
-    x = tl.load(offsets + 2 * sample, mask=here, other=0.0).to(tl.float32)
-    y = tl.load(offsets + 2 * sample + 1, mask=here, other=0.0).to(tl.float32)
+    x, y = read_pair(offsets, sample, here=here)
     x = tl.load(at, mask=here, other=0.0).to(tl.float32) + tl.div_rn(x * by_x, tl.broadcast_to(over_x, (ROWS, COLUMNS)))
     y = tl.load(at + 1, mask=here, other=0.0).to(tl.float32) + tl.div_rn(y * by_y, tl.broadcast_to(over_y, (ROWS, COLUMNS)))
-    tl.store(locations + 2 * sample, x, mask=here)
-    tl.store(locations + 2 * sample + 1, y, mask=here)
+    store_pair(locations, sample, x, y, here)
+    tl.store(weights + sample, _softmax(logits, sample, here), mask=here)
+
+
+@triton.jit
+def _softmax(logits, sample, here):
     logit = tl.load(logits + sample, mask=here, other=-float("inf")).to(tl.float32)
     power = tl.exp(logit - tl.max(logit, 1, keep_dims=True))
     power = tl.where(here, power, 0.0)  # of rows that do not exist
-    tl.store(weights + sample, power / tl.sum(power, 1, keep_dims=True), mask=here)
+    return power / tl.sum(power, 1, keep_dims=True)
 
 
 @triton.jit
@@ -80,7 +84,7 @@ def _finite(t):
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
-    reference, shapes, weights, grad_locations, grad_weights, grad_offsets, grad_logits, rows,
+    reference, shapes, logits, grad_locations, grad_weights, grad_offsets, grad_logits, rows,
     HEADS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr,
     BOX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OFFSETS: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
@@ -90,12 +94,10 @@ def _backward(
         _, by_x, by_y, over_x, over_y = _steps(
             reference, shapes, row, s, here, HEADS, LEVELS, POINTS, REFERENCES, BY_POINT, BOX
         )
-        x = tl.load(grad_locations + 2 * sample, mask=here, other=0.0).to(tl.float32) * _finite(by_x) / over_x
-        y = tl.load(grad_locations + 2 * sample + 1, mask=here, other=0.0).to(tl.float32) * _finite(by_y) / over_y
-        tl.store(grad_offsets + 2 * sample, x.to(grad_offsets.dtype.element_ty), mask=here)
-        tl.store(grad_offsets + 2 * sample + 1, y.to(grad_offsets.dtype.element_ty), mask=here)
+        x, y = read_pair(grad_locations, sample, here=here)
+        store_pair(grad_offsets, sample, x * _finite(by_x) / over_x, y * _finite(by_y) / over_y, here)
     if LOGITS:
-        weight = tl.load(weights + sample, mask=here, other=0.0)
+        weight = tl.where(here, _softmax(logits, sample, here), 0.0)
         grad = tl.load(grad_weights + sample, mask=here, other=0.0).to(tl.float32)
         grad = weight * (grad - tl.sum(weight * grad, 1, keep_dims=True))
         tl.store(grad_logits + sample, grad.to(grad_logits.dtype.element_ty), mask=here)
@@ -115,7 +117,7 @@ class _Samples(composition.MultiScale):
             torch.empty_like(t if needed else t[:0], memory_format=torch.contiguous_format)
             for t, needed in ((self.offsets, mask[2]), (self.logits, mask[3]))
         )
-        tensors = self.reference, self.shapes, self.weights, grad_locations, grad_weights, grad_offsets, grad_logits
+        tensors = self.reference, self.shapes, self.logits, grad_locations, grad_weights, grad_offsets, grad_logits
         if mask[2] or mask[3]:
             self._run(_backward, *tensors, OFFSETS=mask[2], LOGITS=mask[3])
         gradients = self._grad_reference(grad_locations) if mask[1] else None, grad_offsets, grad_logits
@@ -130,11 +132,18 @@ class _Samples(composition.MultiScale):
         options |= {"ROWS": max(1, _ELEMENTS // columns), "COLUMNS": columns}
         rows = self.offsets.numel() // (2 * samples)
         programs = -(-rows // options["ROWS"])
-        launch.run(kernel, programs, [t.contiguous() for t in tensors], (rows,), options, **flags)
+        launch.run(kernel, programs, [launch.paired(t) for t in tensors], (rows,), options, **flags)
+
+
+class Gradients(_Samples):
+    """The gradients alone: of a kernel that has made the samples itself."""
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        return self.offsets, self.logits
 
 
 def make_samples(shapes: Tensor, reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Any:
     """Return the samples that the inputs describe."""
-    if offsets.shape[3] * offsets.shape[4] <= _MOST_SAMPLES:
+    if offsets.shape[3] * offsets.shape[4] <= MOST_SAMPLES:
         return _Samples(shapes, reference, offsets, logits, axis)
     return composition.MultiScale(shapes, *(t.float() for t in (reference, offsets, logits)), axis)

@@ -9,33 +9,70 @@ from ..._operator.description import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
+from .softmax import locate, normalise, read_pair, store_pair, weigh
+
+OF_LOCATIONS, OF_OFFSETS = 1, 2  # what `grad_locations` are gradients of
+_OF_LOCATIONS = tl.constexpr(OF_LOCATIONS)
 
 
 @triton.jit
-def _sample(locations, at, height, width, start, num_keys):
-    """The bilinear sample at a normalised location."""
-    x = tl.load(locations + 2 * at).to(tl.float32) * width - 0.5
-    y = tl.load(locations + 2 * at + 1).to(tl.float32) * height - 0.5
-    return bilinear(x, y, height, width, start, num_keys)
+def _start_row(weights, row, c, REFERENCES: tl.constexpr, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return what the weights of a row need: nothing, or, where they are logits, what `normalise` returns."""
+    if REFERENCES:
+        top, scale, zero = normalise(weights, row, c, SAMPLES, ROWS, COLUMNS)
+    else:
+        top = tl.zeros((1, 1), tl.float32)
+        scale = top
+        zero = tl.zeros((1, 1), tl.int32)
+    return top, scale, zero
+
+
+@triton.jit
+def _read_sample(
+    reference, locations, weights, query, at, l, p, height, width, top, scale, zero,
+    POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr, BOX: tl.constexpr,
+):  # fmt: skip
+    """Return the weight of a sample, its pixel, and how many pixels an offset of 1 is.
+
+    With REFERENCES, `locations` are offsets and `weights` are logits.
+    """
+    if REFERENCES:
+        index = query * REFERENCES + (p if BY_POINT else l) % REFERENCES
+        x, y, across, down = locate(reference, index, height, width, zero, POINTS, BOX)
+        offset_x, offset_y = read_pair(locations, at, zero)
+        x += offset_x * across
+        y += offset_y * down
+        weight = weigh(weights, at, top, scale)
+    else:
+        weight = tl.load(weights + at).to(tl.float32)
+        x = tl.load(locations + 2 * at).to(tl.float32) * width - 0.5
+        y = tl.load(locations + 2 * at + 1).to(tl.float32) * height - 0.5
+        across, down = width, height
+    return weight, x, y, across, down
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward(
-    value, shapes, starts, locations, weights, output,
+    value, shapes, starts, reference, locations, weights, output,
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
+    REFERENCES: tl.constexpr, BY_POINT: tl.constexpr, BOX: tl.constexpr,
 ):  # fmt: skip
     _, _, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    top, scale, zero = _start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
         for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
             at = row * (LEVELS * POINTS) + (l * POINTS + p)
-            weight = tl.load(weights + at).to(tl.float32)
-            valid, pixel, right, below, in00, in01, in10, in11 = _sample(locations, at, height, width, start, num_keys)
+            weight, x, y, _across, _down = _read_sample(
+                reference, locations, weights, row // HEADS, at, l, p, height, width, top, scale, zero,
+                POINTS, REFERENCES, BY_POINT, BOX,
+            )  # fmt: skip
+            valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys)
             in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
             v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
             s00, s01, s10, s11 = coefficients(right, below, tl.where(valid, weight, 0.0))
@@ -57,10 +94,11 @@ def _store(pointers, sums, here, c):
 
 @triton.jit(do_not_specialize=VARYING)
 def _backward(
-    grad, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights, targets, parts,
+    grad, value, shapes, starts, reference, locations, weights, grad_value, grad_locations, grad_weights, targets, parts,
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
+    REFERENCES: tl.constexpr, BY_POINT: tl.constexpr, BOX: tl.constexpr,
     VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     batch, head, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
@@ -68,13 +106,18 @@ def _backward(
     key = KEY if KEY > 0 else key_stride * LANE
     first = batch * num_keys * HEADS + head
     grad_base = grad_value + first * CHANNELS + c
+    top, scale, zero = _start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
+    zero = tl.zeros((1, 1), tl.int32)  # g has the layout of the tile, and with `normalise`'s zero boxes would spill
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
         for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
             at = row * (LEVELS * POINTS) + (l * POINTS + p)
-            weight = tl.load(weights + at).to(tl.float32)
-            valid, pixel, right, below, in00, in01, in10, in11 = _sample(locations, at, height, width, start, num_keys)
+            weight, x, y, across, down = _read_sample(
+                reference, locations, weights, row // HEADS, at, l, p, height, width, top, scale, zero,
+                POINTS, REFERENCES, BY_POINT, BOX,
+            )  # fmt: skip
+            valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys)
             valid = valid & here
             in00, in01, in10, in11 = in00 & here, in01 & here, in10 & here, in11 & here
             if VALUE == RECORDED:
@@ -87,12 +130,17 @@ def _backward(
                 if WEIGHTS:
                     _store(grad_weights + at, tl.where(valid, sample, 0.0), here, c)
                 if LOCATIONS:
-                    _store(grad_locations + 2 * at, tl.where(valid, dx * weight * width, 0.0), here, c)
-                    _store(grad_locations + 2 * at + 1, tl.where(valid, dy * weight * height, 0.0), here, c)
+                    if LOCATIONS == _OF_LOCATIONS:
+                        across, down = width, height
+                    dx = tl.where(valid, dx * weight * across, 0.0) + 0.0 * c
+                    dy = tl.where(valid, dy * weight * down, 0.0) + 0.0 * c
+                    store_pair(grad_locations, at + 0 * c, dx, dy, here & (c == 0))
             if VALUE == ADDED:
                 s00, s01, s10, s11 = coefficients(right, below, weight)
                 add_corners(grad_base, pixel, width, HEADS * CHANNELS, in00, in01, in10, in11, s00, s01, s10, s11, g)
 
 
-_kernels = attention.Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward, ("LOCATIONS", "WEIGHTS"))
-forward, backward = _kernels.forward_of, _kernels.backward_of
+_BARE = {"REFERENCES": 0, "BY_POINT": False, "BOX": False}
+_GRADIENTS = "LOCATIONS", "WEIGHTS"
+kernels = attention.Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward, _GRADIENTS, _BARE)
+forward, backward = kernels.forward_of, kernels.backward_of

@@ -1,0 +1,87 @@
+"""Samples from the outputs of linear layers, inside a kernel: the softmax of a row of logits, and pairs of numbers at once.
+
+A row of logits is read once as a tile for its greatest logit and its sum, and then again, sample by sample.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _add_pairwise(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sums of rows: of neighbours, then of neighbouring sums. So bits do not depend on which thread has a column."""
+    if COLUMNS > 1:
+        t = _add_pairwise(tl.sum(tl.reshape(t, (ROWS, COLUMNS // 2, 2)), 2), ROWS, COLUMNS // 2)
+    return tl.reshape(t, (ROWS, 1))
+
+
+@triton.jit
+def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the greatest logit of each row, the inverse of the row's sum, and an integer that is zero.
+
+    The columns of the tile are those of the channels, so that both have one layout. The integer is zero for every input, but
+    not for Triton: what it is added to gets the tile's layout, and no coordinate is computed in two layouts. LLVM removes it.
+    """
+    greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
+    for first in range(0, SAMPLES, COLUMNS):
+        s = first + c
+        logit = tl.load(logits + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
+        greatest = tl.maximum(greatest, logit)
+    top = tl.max(greatest, 1, keep_dims=True)
+    powers = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, SAMPLES, COLUMNS):
+        s = first + c
+        logit = tl.load(logits + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
+        powers += tl.exp2((logit - top) * _LOG2_E)
+    return top, 1.0 / _add_pairwise(powers, ROWS, COLUMNS), (top.to(tl.int32, bitcast=True) & 1) >> 1
+
+
+@triton.jit
+def weigh(logits, at, top, scale):
+    """Return the weight of a sample. In a row that softmax turns to NaN the inverse of the sum is NaN."""
+    return tl.exp2((tl.load(logits + at).to(tl.float32) - top) * _LOG2_E) * scale
+
+
+@triton.jit
+def read_pair(base, at, zero=0, here=None):
+    """Return the numbers 2 * at and 2 * at + 1 in float32, undefined where `here` is false. One access reads both."""
+    if base.dtype.element_ty == tl.float32:
+        both = tl.load(base.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=here) | zero
+        x, y = both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        both = tl.load(base.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=here) | zero
+        if base.dtype.element_ty == tl.bfloat16:
+            x, y = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+        else:
+            x = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            y = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return x, y
+
+
+@triton.jit
+def store_pair(base, at, x, y, here):
+    """Store two numbers as 2 * at and 2 * at + 1, by one access."""
+    dtype: tl.constexpr = base.dtype.element_ty
+    if dtype == tl.float32:
+        low, high = x.to(tl.int32, bitcast=True).to(tl.int64), y.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(base.to(tl.pointer_type(tl.int64), bitcast=True) + at, (low & 0xFFFFFFFF) | (high << 32), mask=here)
+    else:
+        low, high = x.to(dtype).to(tl.int16, bitcast=True).to(tl.int32), y.to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
+        tl.store(base.to(tl.pointer_type(tl.int32), bitcast=True) + at, (low & 0xFFFF) | (high << 16), mask=here)
+
+
+@triton.jit
+def locate(reference, row, height, width, zero, POINTS: tl.constexpr, BOX: tl.constexpr):
+    """Return the pixel at a row of `reference`, and how many pixels an offset of 1 is, each in x and in y."""
+    x, y = read_pair(reference, row * (2 if BOX else 1), zero)
+    if BOX:
+        across, down = read_pair(reference, row * 2 + 1, zero)
+        across, down = across * (width * (0.5 / POINTS)), down * (height * (0.5 / POINTS))
+    else:
+        across = tl.full((1, 1), 1.0, tl.float32)
+        down = across
+    return x * width - 0.5, y * height - 0.5, across, down
