@@ -76,7 +76,8 @@ def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> Array | None:
     blocks = [_split_batch(array, batch, role).transpose(perm) for array in arrays]
     if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) > 1:
         return None
-    return np.concatenate(blocks, axis).astype(arrays[0].dtype)
+    dtype = np.float32 if role == "locations" and arrays[0].dtype.itemsize == 2 else arrays[0].dtype  # grid + 1 needs more bits
+    return np.concatenate(blocks, axis).astype(dtype)
 
 
 def _split_batch(array: Array, batch: int, role: str) -> Array:

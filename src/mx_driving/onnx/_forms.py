@@ -38,6 +38,7 @@ class Call:
     starts: ir.Value
     locations: ir.Value
     weights: ir.Value
+    sums_in_float32: bool = False  # a file in 16 bits
 
     @property
     def inputs(self) -> tuple[ir.Value, ...]:
@@ -56,15 +57,17 @@ class Call:
 
 
 def _ours(write: Writer, call: Call, **options: Any) -> ir.Value:
-    return write.op(NODES[OURS], *call.inputs, domain=OURS)
+    output = write.op(NODES[OURS], *call.inputs, domain=OURS)
+    output.type = call.value.type
+    return output
 
 
 def _call_theirs(write: Writer, call: Call, domain: str, halves: bool = False, **attributes: str) -> ir.Value:
-    """Write NVIDIA's node or the vendor's: in float16 if all tensors are float16 and the node takes it, else in float32."""
+    """Write NVIDIA's node or the vendor's, in float32; in float16 if the node takes it and all tensors and sums are float16."""
     dtypes = {call.dtype(), *(v.dtype for v in call.floating)}
     if _DOUBLE in dtypes:
         raise Unfit(f"its tensors are float64; {domain}::{NODES[domain]} has float32, which would lose digits")
-    dtype = _HALF if halves and dtypes == {_HALF} else _FLOAT
+    dtype = _HALF if halves and dtypes == {_HALF} and not call.sums_in_float32 else _FLOAT
     inputs = (write.cast(v, dtype if v in call.floating else ir.DataType.INT32) for v in call.inputs)
     output = write.op(NODES[domain], *inputs, domain=domain, **attributes)
     output.dtype = dtype
@@ -146,7 +149,8 @@ class _Gathers:
         corners = [op("Add", pixels, self.number([right, down])) for right in (0, 1) for down in (0, 1)]
         parts = [self.corner(positions, corner, weights, rows, bases) for corner in corners]
         output = op("Reshape", functools.reduce(lambda total, part: op("Add", total, part), parts), self.shape(0, 0, -1))
-        return output if self.dtype == self.output_dtype else op("Cast", output, to=self.output_dtype.value)
+        output.dtype = self.dtype
+        return self.write.cast(output, self.output_dtype)
 
     def shape(self, *sizes: int) -> ir.Value:
         return self.write.table("shape", sizes)

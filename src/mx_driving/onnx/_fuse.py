@@ -8,7 +8,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,20 @@ class Fused:
         replaced: name -> what became a node, in words.
         left: name -> why it stays as it was. GridSample nodes that belong to no weighted sum are here, too.
         nodes: name -> the nodes that were replaced, by their names in the file that was read.
+        problem: why onnxruntime's CPU provider does not run the file, if it lacks a kernel for a node that stays; else "".
     """
 
     path: Path
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    problem: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {len(self.replaced)} replaced, {len(self.left)} left"]
         lines += [f"  replaced {name}: {what}" for name, what in self.replaced.items()]
-        return "\n".join(lines + [f"  left {name}: {why}" for name, why in self.left.items()])
+        lines += [f"  left {name}: {why}" for name, why in self.left.items()]
+        return "\n".join(lines + [f"  onnxruntime does not run it on a CPU: {self.problem}"] * bool(self.problem))
 
     def facts(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -54,6 +57,7 @@ class Fused:
             "path": str(self.path),
             "replaced": replaced,
             "left": [{"name": name, "why": why} for name, why in self.left.items()],
+            "problem": self.problem,
         }
 
 
@@ -96,12 +100,24 @@ def _call(write: Writer, sampling: Sampling) -> Call:
     value.shape = ir.Shape([dims(value)[0], sampling.num_keys, sampling.num_heads, sampling.channels])
     locations, weights = _samples(write, locations, sampling, 2), _samples(write, weights, sampling)
     shapes, starts = make_tables(sampling)
-    return Call(value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights)
+    tables = write.table("spatial_shapes", shapes), write.table("level_start_index", starts)
+    return Call(_widen(write, value, sampling), *tables, locations, weights, sampling.dtype == ir.DataType.FLOAT)
+
+
+def _widen(write: Writer, value: ir.Value, sampling: Sampling) -> ir.Value:
+    """Return value in the dtype of the output if that has more bits: the node's output has the dtype of value."""
+    dtypes = value.dtype, sampling.output.dtype
+    if None in dtypes or dtypes[0].itemsize >= dtypes[1].itemsize:
+        return value
+    cast = write.cast(value, dtypes[1])
+    cast.shape = value.shape
+    return cast
 
 
 def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | None) -> None:
     with Writer(model, sampling.output) as write:
-        write.put_in_place(WRITE[form](write, _call(write, sampling), **options))
+        output, dtype = WRITE[form](write, _call(write, sampling), **options), sampling.output.dtype
+        write.put_in_place(output if dtype is None else write.cast(output, dtype))
 
 
 def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
@@ -160,8 +176,8 @@ def _write(path_in: Path, path_out: Path, form: str, **options: str | None) -> F
     if not report.replaced:
         why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _what_is_there(model)
         raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {path_in} ({why})")
-    save(model, path_in, path_out)
-    return report
+    problem = save(model, path_in, path_out)
+    return replace(report, problem=problem) if problem and form in ("onnxruntime", "gather") else report
 
 
 def _first_cause(error: BaseException) -> BaseException:

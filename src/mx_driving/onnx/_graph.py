@@ -12,6 +12,7 @@ PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # int8 tools put them between no
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # all of a tensor, with other axes
 MOVES = VIEWS | {"Slice", "Split", "Gather"}
 INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
+HALVES = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
 class Unfit(Exception):
@@ -29,16 +30,35 @@ def is_node(node: ir.Node | None, *kinds: str) -> bool:
     return node is not None and node.domain in ("", "ai.onnx") and node.op_type in kinds
 
 
+def is_cast(node: ir.Node | None) -> bool:
+    """Return whether the node casts floats to floats, as exporters do around a sum of float16."""
+    if node is None or not is_node(node, "Cast", "CastLike") or node.inputs[0] is None:
+        return False
+    return node.outputs[0].dtype not in INTEGER and node.inputs[0].dtype not in INTEGER
+
+
+def before_casts(value: ir.Value) -> Iterator[ir.Value]:
+    """Yield the value and what was cast to it."""
+    yield value
+    while is_cast(node := value.producer()):
+        assert node is not None
+        assert node.inputs[0] is not None
+        yield (value := node.inputs[0])
+
+
 def constant(value: ir.Value | None) -> Any:
-    """Return the array of a constant, or None."""
+    """Return the array of a constant, or None. The constant may be cast."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if tensor is None and value is not None and value.dtype is not None and is_cast(node := value.producer()):
+        array = constant(node and node.inputs[0])
+        return None if array is None else array.astype(value.dtype.numpy())
     return None if tensor is None else np.asarray(tensor.numpy())
 
 
 def producer(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes a value, or what was quantised to it."""
+    """Return the node that computes a value, or what was quantised or cast to it."""
     node = None if value is None else value.producer()
-    while node is not None and is_node(node, *PAIRS):
+    while node is not None and (is_node(node, *PAIRS) or is_cast(node)):
         node = None if node.inputs[0] is None else node.inputs[0].producer()
     return node
 
@@ -63,9 +83,9 @@ def number(value: ir.Value | None) -> float | None:
 
 
 def sources(value: ir.Value, *more: str) -> Iterator[ir.Value]:
-    """Yield the value and the values that it is a view or a part of, through moves and `more` kinds of nodes."""
+    """Yield the value and the values that it is a view or a part of, through moves, casts and `more` kinds of nodes."""
     yield value
-    while is_node(node := value.producer(), *MOVES, *more):
+    while is_node(node := value.producer(), *MOVES, *more) or is_cast(node):
         assert node is not None
         if node.inputs[0] is None:
             return

@@ -183,7 +183,7 @@ def _as_sampling(match: Match, arrays: Arrays) -> Sampling:
     ends = (ir.Value(name=str(v.name), shape=ir.Shape(arrays[str(v.name)].shape)) for v in match.inputs.values())
     value, locations, weights = ends
     heads, channels = tensor.shape[2:]
-    return Sampling(value, locations, weights, value, maps, (shares.shape[4],) * len(maps), heads, channels)
+    return Sampling(value, locations, weights, value, maps, (shares.shape[4],) * len(maps), heads, channels, None)
 
 
 def prepare_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:

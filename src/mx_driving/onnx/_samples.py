@@ -21,11 +21,14 @@ from ._graph import (
     MOVES,
     VIEWS,
     Unfit,
+    before_casts,
     constant,
     dims,
     intersect,
+    is_cast,
     is_node,
     number,
+    producer,
     source,
     sources,
     sources_of_chosen,
@@ -146,7 +149,7 @@ def _is_rounded(index: ir.Value) -> bool:
 
 
 def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Samples:
-    images = intersect(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
+    images = intersect(sources(node.inputs[0], "Pad") for node in nodes if node.inputs[0] is not None)
     indices = [index for node in nodes if (index := _index(node)) is not None]
     if not all(map(_is_floored, indices)):
         raise Unfit('its samples are nearest rows ("discrete"); the operator interpolates')
@@ -172,7 +175,7 @@ def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple
 
 def find_row(corner: ir.Node) -> ir.Node | None:
     """Return the Gather whose rows a ReduceSum weighs and sums up."""
-    product = corner.inputs[0].producer() if is_node(corner, "ReduceSum") and corner.inputs[0] is not None else None
+    product = producer(corner.inputs[0]) if is_node(corner, "ReduceSum") else None
     if product is None or not is_node(product, "Mul"):
         return None
     return next((node for v in product.inputs if (node := _behind_views(v)) is not None and _index(node)), None)
@@ -180,7 +183,7 @@ def find_row(corner: ir.Node) -> ir.Node | None:
 
 def _behind_views(value: ir.Value | None) -> ir.Node | None:
     node = None if value is None else value.producer()
-    while node is not None and is_node(node, *VIEWS):
+    while node is not None and (is_node(node, *VIEWS) or is_cast(node)):
         node = None if node.inputs[0] is None else node.inputs[0].producer()
     return node if node is not None and is_node(node, "Gather") else None
 
@@ -188,7 +191,8 @@ def _behind_views(value: ir.Value | None) -> ir.Node | None:
 def are_of_one_table(corners: list[ir.Node]) -> bool:
     """Return whether four corners read one table, at locations [batch, queries, heads, levels, points, 2]."""
     rows = [node for corner in corners if (node := find_row(corner)) is not None]
-    return len(rows) == 4 and len({node.inputs[0] for node in rows}) == 1 and bool(_scaled_locations(rows[0])[0])
+    tables = {[*before_casts(node.inputs[0])][-1] for node in rows if node.inputs[0] is not None}
+    return len(rows) == 4 and len(tables) == 1 and bool(_scaled_locations(rows[0])[0])
 
 
 def read_table(corners: list[ir.Node]) -> Samples:
@@ -205,7 +209,7 @@ def read_table(corners: list[ir.Node]) -> Samples:
 
 def list_shares(corner: ir.Node) -> list[ir.Value]:
     """Return what a corner's share may be computed from, the farthest first."""
-    (product,) = (v.producer() for v in corner.inputs[:1] if v is not None)
+    product = producer(corner.inputs[0])
     assert product is not None
     shares = [v for v in product.inputs if v is not None and _behind_views(v) is None]
     values = [v for share in shares for v in walk_back(share, lambda node: is_node(node, *VIEWS, "Mul", "Where", "Cast"))]
@@ -214,21 +218,22 @@ def list_shares(corner: ir.Node) -> list[ir.Value]:
 
 def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
     """Return tensors of six axes that the index is computed from, and the sizes of maps that it is computed with."""
-    tensors: dict[ir.Value, None] = {}
+    chains: list[list[ir.Value]] = []
     sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
     both: dict[Maps, None] = {}
     for factor, array in _scaled(row):
-        picked = factor.producer()
+        picked = producer(factor)
         axis = number(picked.inputs[1]) if picked is not None and is_node(picked, "Gather") else None
         located = picked.inputs[0] if picked is not None and axis in (0, 1) else factor
-        chain = [v for v in sources(located, "Cast") if len(dims(v)) == 6 and dims(v)[-1] == 2] if located is not None else []
-        tensors |= dict.fromkeys(chain)
+        chain = [v for v in sources(located) if len(dims(v)) == 6 and dims(v)[-1] == 2] if located is not None else []
+        chains += [chain] if chain else []
         if axis in (0, 1):
             sides[int(axis)][tuple(map(int, array.reshape(-1)))] = None
         elif array.shape[-1] == 2 and chain and isinstance(points := dims(chain[-1])[4], int) and points:
             both[tuple((int(height), int(width)) for width, height in array.reshape(-1, 2)[::points])] = None
     pairs = itertools.product(sides[0], sides[1])
     both |= {tuple(zip(heights, widths, strict=True)): None for widths, heights in pairs if len(widths) == len(heights)}
+    tensors = dict.fromkeys([*intersect(chains), *itertools.chain(*chains)] if chains else ())
     return list(tensors), list(both)
 
 

@@ -18,10 +18,10 @@ from ._graph import dims
 from ._nodes import use_our_nodes
 
 
-def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
-    """Write the model. Weights stay in the file, or in a file beside it.
+def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
+    """Write the model. Return the error of onnxruntime if it lacks a kernel for another node of the file.
 
-    Sizes are those that the file said; our nodes get their fixed sizes.
+    Weights stay in the file, or in a file beside it. Sizes are those that the file said; our nodes get their fixed sizes.
     """
     _restore_defaults(model)
     read = {path_in, *(Path(tensor.path) for tensor in list_external(model))}
@@ -33,19 +33,21 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
     _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
-        if reason := _why_not(model, Path(folder, path_out.name)):
+        reason = _why_not(model, Path(folder, path_out.name))
+        lacks_kernel = reason is not None and "NOT_IMPLEMENTED" in reason
+        if reason and not lacks_kernel:
             raise ValueError(f"path_in must be a file that can be run with our node in it; got {path_in}: {reason}")
         if restore_plugins(model):
             ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
         for file in files:
             os.replace(Path(folder, file), path_out.with_name(file))
+    return reason
 
 
 def _why_not(model: ir.Model, path: Path) -> str | None:
     """Return the error of onnx's checker or of onnxruntime, if any.
 
-    A file whose nodes need other libraries is not loaded. Nodes of a form are loaded as our node. A kernel that onnxruntime
-    lacks is no error for another runtime.
+    A file whose nodes need other libraries is not loaded. Nodes of a form are loaded as our node.
     """
     try:
         onnx.checker.check_model(path)
@@ -56,10 +58,7 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
     if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
         return None
     used = {node.domain for node in nodes} & NODES.keys()
-    if used <= {OURS}:
-        return _refused(path, bool(used))
-    reason = _refused(with_ours(path), True)
-    return None if reason and "NOT_IMPLEMENTED" in reason else reason
+    return _refused(path if used <= {OURS} else with_ours(path), bool(used))
 
 
 def with_ours(path: Path) -> Path:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import VIEWS, dims, intersect, is_node, producer, sources_of_chosen
+from ._graph import VIEWS, before_casts, dims, intersect, is_node, producer, sources_of_chosen
 from ._samples import (
     Maps,
     Samples,
@@ -42,6 +42,7 @@ class Sampling:
     points: tuple[int, ...]  # of each level
     num_heads: int
     channels: int
+    dtype: ir.DataType | None  # of the sum
     broadcasts: bool = False  # sizes of 1 in one input stand for any size in another
 
     @property
@@ -119,14 +120,19 @@ def find_candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Valu
 
 
 def find_table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
-    return list(_candidates(node, [read_table(corners)], intersect(map(list_shares, corners))))
+    return sorted(_candidates(node, [read_table(corners)], intersect(map(list_shares, corners))), key=_is_cast)
+
+
+def _is_cast(sampling: Sampling) -> bool:
+    return sampling.output.dtype != sampling.value.dtype
 
 
 def _doubt(sampling: Sampling) -> int:
-    """Count sizes of batch and queries that are not those of locations. A file may give one size two names."""
+    """Count sizes of batch and queries that are not those of locations: a file may give one size two names. Count casts."""
     bs, queries = dims(sampling.locations)[:2]
     sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
-    return sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
+    different = sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
+    return different + _is_cast(sampling)
 
 
 def _candidates(node: ir.Node, levels: list[Samples], weights: list[ir.Value]) -> Iterator[Sampling]:
@@ -149,13 +155,21 @@ def _with_heads(
 ) -> Iterator[Sampling]:
     keys = sum(height * width for height, width in maps)
     samples = [(heads, sum(points))] + [(heads, len(points), points[0])] * (len(set(points)) == 1)
-    values = {v: width // heads for v in tensors[0] if (width := _width(v, keys, heads))}
-    locations = [v for v in tensors[1] if _ends(v, *((*s, 2) for s in samples))]
-    weights = [v for v in tensors[2] if _ends(v, *samples)]
+    values = {v: width // heads for v in _without_casts(tensors[0]) if (width := _width(v, keys, heads))}
+    locations = [v for v in _without_casts(tensors[1]) if _ends(v, *((*s, 2) for s in samples))]
+    weights = [v for v in _without_casts(tensors[2]) if _ends(v, *samples)]
     for (value, channels), location, weight in itertools.product(values.items(), locations, weights):
         for output in _outputs_of_sum(node, heads * channels):
-            if output.dtype == value.dtype or None in (output.dtype, value.dtype):
-                yield Sampling(value, location, weight, output, maps, points, heads, channels)
+            yield Sampling(value, location, weight, output, maps, points, heads, channels, node.outputs[0].dtype)
+
+
+def _without_casts(values: list[ir.Value]) -> Iterable[ir.Value]:
+    """Return the first of values that differ by casts alone."""
+    firsts: dict[ir.Value, ir.Value] = {}
+    for value in values:
+        *_, uncast = before_casts(value)
+        firsts.setdefault(uncast, value)
+    return firsts.values()
 
 
 def _ends(value: ir.Value, *last: tuple[int, ...]) -> bool:
