@@ -16,6 +16,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferenc
 from .._operator.rules import first_line
 from ._forms import NODES, TENSORRT, WITH_LOGITS
 from ._graph import constant, dims, is_node
+from ._order import check, sort_nodes, walk_graphs
 
 _FEW = 8192  # numbers of a table, as in onnxscript
 _DOMAIN = "mx_driving.domain"  # metadata of a node: the domain that the file says
@@ -41,7 +42,7 @@ def load(path: Path) -> ir.Model:
     """Return the model, with all sizes that can be inferred. `save` leaves out those that the file does not say."""
     try:
         proto = onnx.load(path, format="protobuf", load_external_data=False)
-        has_plugins = _name_plugins(proto)
+        has_changed = sort_nodes(proto) | _name_plugins(proto)
         sparse = [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]
         model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inline(proto))
     except OSError as error:
@@ -54,7 +55,7 @@ def load(path: Path) -> ir.Model:
     for tensor in list_external(model):
         _check_external(tensor, path)
     _set_defaults_aside(model)
-    _check(_without_tensors(proto) if has_plugins else path, model, path)
+    _check(path, proto, model, has_changed)
     shapes = {value.name: value.shape for value in list_outputs(model)}
     model = _infer_shapes(model)
     model.meta["said"] = shapes
@@ -89,7 +90,7 @@ def list_outputs(model: ir.Model) -> Iterator[ir.Value]:
 
 def _find_sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
     """Yield the names of sparse initializers and constants, which onnx_ir does not read."""
-    for one in _walk_graphs(graph):
+    for one in walk_graphs(graph):
         yield from (tensor.values.name for tensor in getattr(one, "sparse_initializer", ()))
         for node in one.node:
             if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
@@ -124,7 +125,7 @@ def _set_defaults_aside(model: ir.Model) -> None:
 
 def _name_plugins(proto: onnx.ModelProto) -> bool:
     """Give nodes of TensorRT's plugins, which exporters leave in onnx's own domain, that of onnxruntime's provider."""
-    nodes = (node for root in (proto.graph, *proto.functions) for graph in _walk_graphs(root) for node in graph.node)
+    nodes = (node for root in (proto.graph, *proto.functions) for graph in walk_graphs(root) for node in graph.node)
     plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and "TRT" in node.op_type]
     for node in plugins:
         node.metadata_props.add(key=_DOMAIN, value=node.domain)
@@ -146,31 +147,10 @@ def restore_plugins(model: ir.Model) -> bool:
     return bool(plugins)
 
 
-def _walk_graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
-    """Yield the graph and its subgraphs."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for subgraph in (attribute.g, *attribute.graphs):
-                yield from _walk_graphs(subgraph)
-
-
-def _without_tensors(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy whose initializers are inputs: the checker looks for files of tensors in the working folder."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    names = {value.name for value in copy.graph.input}
-    for tensor in copy.graph.initializer:
-        if tensor.name not in names:
-            copy.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    del copy.graph.initializer[:]
-    return copy
-
-
-def _check(file: Path | onnx.ModelProto, model: ir.Model, path: Path) -> None:
-    """Check order and inputs of nodes, opsets and names by onnx itself: of the file, or of the model with plugins named."""
+def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: bool) -> None:
+    """Check inputs of nodes, opsets and names by onnx itself."""
     try:
-        onnx.checker.check_model(file)
+        check(path, proto, has_changed)
     except Exception as error:  # its own, or of a letter in it
         raise ValueError(f"path_in must be an ONNX file; got {path}: {quote_checker(error)}") from None
     version = model.graph.opset_imports.get("mx_driving", 1)

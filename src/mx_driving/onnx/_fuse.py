@@ -106,10 +106,10 @@ def _call(write: Writer, sampling: Sampling) -> Call:
 
 def _widen(write: Writer, value: ir.Value, sampling: Sampling) -> ir.Value:
     """Return value in the dtype of the output if that has more bits: the node's output has the dtype of value."""
-    dtypes = value.dtype, sampling.output.dtype
-    if None in dtypes or dtypes[0].itemsize >= dtypes[1].itemsize:
+    dtype, output_dtype = value.dtype, sampling.output.dtype
+    if dtype is None or output_dtype is None or dtype.itemsize >= output_dtype.itemsize:
         return value
-    cast = write.cast(value, dtypes[1])
+    cast = write.cast(value, output_dtype)
     cast.shape = value.shape
     return cast
 

@@ -26,7 +26,8 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
         return _rewrite_with_logits(model, node, form, **options)
     if node.op_type != NODES[node.domain]:
         raise Unfit(f"it is a node {node.domain}::{node.op_type}, which no other form has")
-    call = Call(*_inputs(node))
+    value, shapes, starts, locations, weights = _inputs(node)
+    call = Call(value, shapes, starts, locations, weights)
     with Writer(model, node.outputs[0]) as write:
         new = WRITE[form](write, call, **options)
         write.put_in_place(_split_heads(write, new, call.value) if node.domain == TENSORRT else new)

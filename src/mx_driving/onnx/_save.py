@@ -16,6 +16,7 @@ from ._file import list_external, list_outputs, quote_checker, restore_plugins
 from ._forms import NODES, OURS
 from ._graph import dims
 from ._nodes import use_our_nodes
+from ._order import check
 
 
 def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
@@ -50,7 +51,7 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
     A file whose nodes need other libraries is not loaded. Nodes of a form are loaded as our node.
     """
     try:
-        onnx.checker.check_model(path)
+        check(path, onnx.load(path, format="protobuf", load_external_data=False))
     except Exception as error:  # its own, or of a letter in it
         return quote_checker(error)
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))

@@ -205,7 +205,7 @@ def _open_session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) ->
             value.const_value = None
             value.type = value.type or ir.TensorType(ir.DataType.INT64)  # sizes
         _compute_in_float32(part.graph, dtypes)
-        with _as_unfit(), contextlib.suppress(_lacks_a_kernel(onnxruntime) if dtypes is HALVES else ()):
+        with _as_unfit(), contextlib.suppress(*[_lacks_a_kernel(onnxruntime)] * (dtypes is HALVES)):
             data = ir.serde.serialize_model(part).SerializeToString()
             return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"]), dtypes
     raise AssertionError

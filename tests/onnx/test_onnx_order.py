@@ -1,0 +1,110 @@
+"""Files that onnxruntime runs and onnx's checker refuses: `fuse` and `verify` read them, and name what is truly missing."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx_writings import Stacked, export, inputs, kinds, masked, run
+from onnxruntime.transformers.float16 import convert_float_to_float16
+
+import mx_driving.onnx
+from mx_driving.onnx import FUSED_FORMS, _runtimes
+from mx_driving.onnx._check import check
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
+
+
+def reverse(graph):
+    nodes = [*graph.node][::-1]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def in_a_branch(graph):
+    """Put the nodes, in reverse, into both branches of an If, which read the inputs from outside."""
+    reverse(graph)
+    branches = [helper.make_graph(graph.node, "branch", [], graph.output) for _ in range(2)]
+    branches[1].node[0].output[0] = branches[1].output[0].name = "other"
+    for node in branches[1].node[1:]:
+        node.output[:] = [f"{name}/other" for name in node.output]
+    for node in branches[1].node:
+        made = {name for other in graph.node for name in other.output}
+        node.input[:] = [f"{name}/other" if name in made else name for name in node.input]
+    del graph.node[:]
+    graph.node.append(helper.make_node("If", ["c"], [graph.output[0].name], then_branch=branches[0], else_branch=branches[1]))
+    graph.initializer.append(helper.make_tensor("c", TensorProto.BOOL, [], [True]))
+
+
+EASED = {
+    "in reverse": reverse,
+    "an output without a shape": lambda graph: graph.output[0].type.tensor_type.ClearField("shape"),
+    "an output without a type": lambda graph: graph.output[0].ClearField("type"),
+    "a graph without a name": lambda graph: graph.ClearField("name"),
+}
+
+
+@pytest.fixture
+def change(tmp_path):
+    def save(alter, sample=None):
+        path = tmp_path / "before.onnx"
+        export(Stacked(sample) if sample else Stacked(), path, "older")
+        model = onnx.load(path)
+        alter(model.graph)
+        onnx.save(model, path)
+        return path
+
+    return save
+
+
+@pytest.mark.parametrize("form", FUSED_FORMS)
+@pytest.mark.parametrize("kind", EASED)
+def test_what_onnxruntime_runs_is_read(kind, form, change, tmp_path):
+    before, after = change(EASED[kind]), tmp_path / "after.onnx"
+    report = mx_driving.onnx.fuse(before, after, form=form)
+    assert (len(report.replaced), report.left) == (1, {})
+    assert "GridSample" not in kinds(after)
+    if form in ("onnxruntime", "gather"):
+        np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), rtol=0, atol=2e-6)
+    fed = {name: t.numpy() for name, t in zip("vlw", inputs(), strict=True)}
+    if form == "gather":
+        assert check(before, _runtimes.find_runtime("onnxruntime"), fed).right
+
+
+@pytest.mark.parametrize("sample", [None, masked])
+def test_onnxruntime_s_converter_to_float16(sample, change, tmp_path):
+    """It writes the casts of inputs and outputs at the graph's end."""
+    before, after = change(lambda graph: None, sample), tmp_path / "after.onnx"
+    half = convert_float_to_float16(onnx.load(before), keep_io_types=True)
+    made = {name: index for index, node in enumerate(half.graph.node) for name in node.output}
+    assert any(made.get(name, 0) > index for index, node in enumerate(half.graph.node) for name in node.input)
+    onnx.save(half, before)
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), rtol=0, atol=1e-2)
+
+
+def test_subgraphs_out_of_order_are_named(change, tmp_path):
+    before = change(in_a_branch)
+    with pytest.raises(ValueError, match="it lies in a subgraph of If"):
+        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
+
+
+def read_nowhere(graph):
+    graph.node[-1].input[0] = "nowhere"
+
+
+@pytest.mark.parametrize(
+    ("alter", "why"),
+    [
+        (read_nowhere, r"no node or input gives nowhere, which \w+ \(.+\) reads"),
+        (lambda graph: graph.input[1].ClearField("type"), "the input l has no type"),
+        (lambda graph: graph.input[1].type.tensor_type.ClearField("elem_type"), "l has no dtype"),
+    ],
+)
+def test_what_is_missing_is_named(alter, why, change, mx, tmp_path):
+    before = change(alter)
+    with pytest.raises(ValueError, match=why):
+        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
+    status, _, problem = mx("verify", before, "--runtime", "onnxruntime")
+    assert (status, problem.count("\n")) == (2, 1)
