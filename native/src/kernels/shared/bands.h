@@ -1,6 +1,5 @@
-// A band: a range of rows of the gradient of value. The worker that owns it adds up its rows in the order of the
-// queries. It adds in place, or, if the dtype is another or channels are not contiguous, in a buffer that is converted
-// once.
+// A band: a range of rows of the gradient of value. One worker owns the band and adds to its rows in the order of the queries.
+// It adds in place if the gradient has type T and contiguous channels. Otherwise it adds in a buffer, which is converted once.
 #pragma once
 
 #include "call/plan.h"
@@ -13,7 +12,7 @@ namespace {
 template <class T> class Band {
   public:
     int64_t begin = 0, end = 0;    // rows of value
-    int64_t address = 0, step = 0; // of row `begin`, and bytes from row to row
+    int64_t address = 0, step = 0; // the address of row `begin`; bytes between rows
 
     Band(const Call &c, const Plan &p, int64_t num_channels, Arena &arena)
         : call(c), plan(p), channels(num_channels),
@@ -37,7 +36,8 @@ template <class T> class Band {
                            channels);
     }
     bool touches(const Level &level) const { return level.start < end && level.start + level.height * level.width > begin; }
-    // The smallest range of levels from..to-1 that holds every level which reaches into the band; empty if none does.
+    // Finds the smallest range of levels from..to-1 with all levels that have rows in the band. The range is empty if no level
+    // does.
     void levels_touched(int64_t &from, int64_t &to) const {
         from = call.sizes.levels, to = 0;
         for (int64_t l = 0; l < call.sizes.levels; ++l)
@@ -52,7 +52,7 @@ template <class T> class Band {
     const Plan &plan;
     int64_t channels;
     T *sums;
-    int64_t first = 0; // row `begin`, as an offset in grad_value
+    int64_t first = 0; // element offset of row `begin` in grad_value
 
     static int64_t most_rows(const Plan &plan) {
         int64_t most = 0;

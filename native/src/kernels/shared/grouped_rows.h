@@ -1,10 +1,11 @@
-// All arithmetic on rows whose channels come in groups: coefficient[i * groups + g] is that of group g of row i.
+// All arithmetic on rows whose channels are divided into groups. coefficient[i * groups + g] is the coefficient of group g of
+// row i.
 //
 //   grouped_sum    out    += sum over i of  coefficient[i][group] * row[i]
 //   grouped_dots   dot[i][group] = sum over the group's channels of  g * row[i]
 //   grouped_add    row[i] += coefficient[i][group] * g
 //
-// Lists of rows are as in rows.h, with ROWS_AHEAD addresses more, which are prefetched.
+// Lists of rows are as in rows.h. They have ROWS_AHEAD additional addresses, which are only prefetched.
 #pragma once
 
 #include "kernels/shared/rows.h"
@@ -12,10 +13,10 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// How many rows ahead are prefetched. A row may be a kilobyte, so a few are enough.
+// The distance of prefetches in rows. A row may have a kilobyte, so a few rows are enough.
 constexpr int ROWS_AHEAD = 8;
 
-// The most vectors that a walk over the rows holds in registers.
+// The number of vectors of sums that fit into registers.
 constexpr int PASS_VECTORS = VECTOR_BYTES == 64 ? 16 : 8;
 
 template <class T, int K, class Op> inline void for_groups_together(int64_t groups, Op &&op) {
@@ -25,8 +26,8 @@ template <class T, int K, class Op> inline void for_groups_together(int64_t grou
     for (; g < groups; ++g) op(Count<WIDTH<T>>(), Count<K>(), Count<1>(), g, int64_t(0));
 }
 
-// op(Count<lanes>, Count<vectors of a group>, Count<groups>, first group, first channel within it) for pieces that
-// cover all groups of `channels` channels.
+// Calls op(Count<lanes>, Count<vectors of a group>, Count<groups>, first group, first channel in the group) for pieces.
+// Together the pieces cover all groups of `channels` channels.
 template <class T, class Op> inline void for_groups(int64_t groups, int64_t channels, Op &&op) {
     if (channels == WIDTH<T>) return for_groups_together<T, 1>(groups, op);
     if (channels == 2 * WIDTH<T>) return for_groups_together<T, 2>(groups, op);
@@ -35,7 +36,7 @@ template <class T, class Op> inline void for_groups(int64_t groups, int64_t chan
         for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) { op(lanes, vectors, Count<1>(), g, c); });
 }
 
-// Rows are summed SUM_ROWS at a time, so that rounding errors do not pile up over thousands of them.
+// Partial sums have SUM_ROWS rows, because rounding errors would grow in one sum over thousands of rows.
 constexpr int64_t SUM_ROWS = 32;
 
 template <class V, class T, int N, int K, int G>

@@ -1,4 +1,4 @@
-// What a worker is given.
+// The arguments of a worker, blocks of queries, and the loop over items.
 #pragma once
 
 #include "call/plan.h"
@@ -11,16 +11,16 @@ namespace {
 struct Job {
     const Call &call;
     const Plan &plan;
-    // plan.packed_value of the head that is worked on; where heads go together, rows of 16 bits of the batch that is
-    // worked on, widened; null where there are none
+    // the packed levels of the current head; with heads_together, the widened 16-bit rows of the current batch; null if nothing
+    // is packed or widened
     const char *packed_value = nullptr;
-    char *partial_sums = nullptr;   // of the gradient of reference points or of projections; null where it is not wanted
-    char *softmax_totals = nullptr; // of deformable_aggregation with logits, backward
+    char *partial_sums = nullptr;   // PartialSums of the gradient of reference points or projections; null if it is not wanted
+    char *softmax_totals = nullptr; // deformable_aggregation_with_logits, backward
 };
 
-// Queries or anchors in blocks of consecutive ones. Items: (range, block); a range is a batch, or a head of one.
+// Blocks of consecutive queries or anchors. An item is (range, block). A range is a batch, or a head of a batch.
 struct Blocks {
-    int64_t length, size, per_range; // of a range; of a block, at most
+    int64_t length, size, per_range; // queries in a range; queries in a block, at most; blocks in a range
 
     Blocks(int64_t range, int64_t block) : length(range), size(block), per_range((length + size - 1) / size) {}
     int64_t range(int64_t item) const { return item / per_range; }
@@ -34,7 +34,7 @@ template <class Worker> inline bool over_items(const Job &job) {
     return parallel<Worker>(job.call.num_threads, Worker::items(job), job);
 }
 
-// fn(V*, T*) for the storage type of value and the type computed in.
+// Calls fn(V*, T*) for the storage type V of value and the type T of the computation.
 template <class Fn> inline bool with_types(const Call &call, Fn &&fn) {
     return with_elements(nullptr, call.value.dtype, [&](auto *v) {
         constexpr bool wide = same_type<__typeof__(*v), double>;

@@ -1,4 +1,5 @@
-// What goes across the lanes of vectors: masks, shuffles, sums. Integers from real numbers, and integers of other sizes.
+// Operations across the lanes of vectors: masks, shuffles, sums. Conversions from real numbers to integers, and between
+// integers of different sizes.
 #pragma once
 
 #include "kernels/shared/vectors.h"
@@ -6,7 +7,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Lanes of `yes` where mask is all ones, of `no` where it is 0.
+// Returns the lanes of `yes` where mask is all ones, and the lanes of `no` where mask is 0.
 template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Address yes, Address no) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
     if constexpr (same_type<Mask, Vec<int32_t, 8>>)
@@ -18,13 +19,13 @@ template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Addres
     return convert<int64_t, sizeof(Address) / sizeof(int64_t)>(mask) ? yes : no;
 }
 
-// x where mask is all ones, 0 where it is 0. GCC 12 makes two operations of `mask ? x : 0`.
+// Returns x where mask is all ones, and 0 where mask is 0. For `mask ? x : 0` GCC 12 emits two instructions.
 template <class Mask, class V> MXD_INLINE V or_zero(Mask mask, V x) {
     static_assert(sizeof(Mask) == sizeof(V), "a mask for each lane");
     return bits_as<V>(Mask(bits_as<Mask>(x) & mask));
 }
 
-// Whether any lane of a mask, all ones or all zeros in each lane, is set.
+// Returns whether any lane of a mask is all ones. The other lanes must be 0.
 template <class Mask> MXD_INLINE bool any(Mask mask) {
 #if defined(__AVX512F__)
     if constexpr (same_type<Mask, Vec<int32_t, 8>>) return _mm256_movepi32_mask((__m256i)mask) != 0;
@@ -40,7 +41,8 @@ template <class Mask> MXD_INLINE bool any(Mask mask) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// For each set of four lanes, a bit for each: a shuffle that puts those lanes first; and one in halves of a lane.
+// For each of the 16 subsets of four lanes, a shuffle that moves the lanes of the subset to the front. `halves` has the same
+// shuffles for lanes of 64 bits, as numbers of 32-bit halves.
 struct KeptLanes {
     int32_t lanes[16][4], halves[16][8];
 
@@ -57,7 +59,7 @@ struct KeptLanes {
 constexpr KeptLanes KEPT;
 #endif
 
-// Compress-store: kept lanes first. Always writes four; returns how many are kept.
+// Stores the lanes that the mask keeps, without gaps. Returns their number. Always writes four elements.
 template <class T, class Mask>
 MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> coefficient, int64_t *addresses, T *coefficients) {
 #if defined(__AVX512F__)
@@ -99,7 +101,8 @@ MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> coeffi
 #endif
 }
 
-// Four of four or eight lanes and back. Not through memory: what was stored as two halves is slow to load as one.
+// four_of returns four lanes of a vector of four or eight; eight_of joins two vectors of four. They avoid memory, because a
+// load of a vector that was stored as two halves is slow.
 template <int FIRST, class V> MXD_INLINE auto four_of(V v) {
     typedef __typeof__(v[0] + v[0]) E;
     if constexpr (sizeof(V) == 4 * sizeof(E))
@@ -119,7 +122,7 @@ template <class T> MXD_INLINE Vec<T, 8> eight_of(Vec<T, 4> a, Vec<T, 4> b) {
 #endif
 }
 
-// The lanes of a, then those of b.
+// Returns a vector with the lanes of a, then the lanes of b.
 template <class T, int N> MXD_INLINE Vec<T, 2 * N> joined(Vec<T, N> a, Vec<T, N> b) {
     if constexpr (N == 4)
         return eight_of<T>(a, b);
@@ -127,7 +130,7 @@ template <class T, int N> MXD_INLINE Vec<T, 2 * N> joined(Vec<T, N> a, Vec<T, N>
         return bits_as<Vec<T, 2 * N>>(eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(a), bits_as<Vec<int64_t, 4>>(b)));
 }
 
-// a0 b0 a1 b1 ...
+// Interleaves lanes: low and high together are a0 b0 a1 b1 ...
 template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &low, Vec<T, N> &high) {
     typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
     if constexpr (N == 16) {
@@ -143,7 +146,7 @@ template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, V
     }
 }
 
-// The reverse: the even and the odd lanes of a followed by b.
+// The reverse of interleave: returns the even and the odd lanes of a followed by b.
 template <class T, int N> MXD_INLINE void separate(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &even, Vec<T, N> &odd) {
     typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
     if constexpr (N == 16) {
@@ -159,7 +162,7 @@ template <class T, int N> MXD_INLINE void separate(Vec<T, N> a, Vec<T, N> b, Vec
     }
 }
 
-// N rows of N lanes become N columns: each step interleaves the rows of one half with those of the other.
+// Transposes N rows of N lanes. Each step interleaves the first half of the rows with the second half.
 template <class T, int N> MXD_INLINE void transpose(Vec<T, N> (&rows)[N]) {
     MXD_UNROLL
     for (int step = 1; step < N; step *= 2) {
@@ -171,7 +174,7 @@ template <class T, int N> MXD_INLINE void transpose(Vec<T, N> (&rows)[N]) {
     }
 }
 
-// All lanes folded into one number, or into TO numbers, by fold(a, b): the lower half with the upper, lane by lane.
+// Folds all lanes into one number, or into TO numbers. Each step folds the lower half with the upper half, lane by lane.
 template <class T, int N, int TO = 1, class Fold> MXD_INLINE Vec<T, TO> folded_lanes(Vec<T, N> x, Fold &&fold) {
     if constexpr (N == TO) {
         return x;
@@ -187,13 +190,13 @@ template <class T, int N, int TO = 1, class Fold> MXD_INLINE Vec<T, TO> folded_l
 struct Total {
     template <class V> MXD_INLINE V operator()(V a, V b) const { return a + b; }
 };
-struct Larger { // b, if one is NaN
+struct Larger { // returns b if a or b is NaN
     template <class V> MXD_INLINE V operator()(V a, V b) const { return a > b ? a : b; }
 };
 
 template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) { return folded_lanes<T, N>(x, Total()); }
 
-// Integers as int32. One that does not fit becomes the nearest that does.
+// Converts integers to int32. An integer that does not fit becomes the nearest int32.
 template <int N> MXD_INLINE Vec<int32_t, N> saturated(Vec<int64_t, N> x) {
 #if defined(__AVX512F__)
     if constexpr (N == 8) return (Vec<int32_t, 8>)_mm512_maskz_cvtsepi64_epi32(0xff, (__m512i)x);
@@ -203,8 +206,8 @@ template <int N> MXD_INLINE Vec<int32_t, N> saturated(Vec<int64_t, N> x) {
     return convert<int32_t, N>(Vec<int64_t, N>(x > least ? x : least));
 }
 
-// a * b, where b fits in 32 bits; else anything. A product of 64 bits is eight instructions on AVX2, and three on some
-// processors with AVX-512.
+// Returns a * b if b fits in 32 bits; otherwise the result is undefined. A full 64-bit product takes eight instructions on
+// AVX2, and three on some processors with AVX-512.
 template <int N, class Ints> MXD_INLINE Vec<int64_t, N> short_product(Ints a, Vec<int64_t, N> b) {
     const Vec<int64_t, N> wide = convert<int64_t, N>(a);
 #if defined(__AVX512F__)
@@ -216,8 +219,7 @@ template <int N, class Ints> MXD_INLINE Vec<int64_t, N> short_product(Ints a, Ve
     return wide * b;
 }
 
-// The largest whole number that is not above x; the same as an integer goes to `whole`, or anything where it does not
-// fit.
+// Returns floor(x), and stores it as an integer in `whole`. `whole` is undefined where the integer type is too small.
 template <int N, class Real, class Ints> MXD_INLINE Real floor_of(Real x, Ints &whole) {
     typedef __typeof__(x[0] + x[0]) T;
     typedef __typeof__(whole[0] + whole[0]) Int;
@@ -242,15 +244,16 @@ template <int N, class Real, class Ints> MXD_INLINE Real floor_of(Real x, Ints &
     return convert<T, N>(whole);
 }
 
-// x as an integer: towards zero or, ROUND, the nearest, halves to even. What is too large becomes the largest integer;
-// what is not positive, and a NaN, becomes 0 or less.
+// Converts x to integers. Rounds toward zero, or with ROUND to nearest, half to even. A number that is too large becomes the
+// largest integer. A number that is not positive, and NaN, becomes 0 or a negative integer.
 template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x) {
     typedef __typeof__(x[0] + x[0]) T;
     typedef typename IntOfSize<sizeof(T)>::type Int;
     typedef Vec<Int, N> Ints;
-    constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63); // no integer from here on
+    constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63); // the smallest number that no Int can hold
 #if defined(__AVX2__)
-    // What does not fit becomes the least integer, whose bits are the complement of the largest's.
+    // The instruction returns the least integer for a number that does not fit. The xor turns it into the largest integer, its
+    // complement.
     if constexpr (same_type<Real, Vec<float, 4>>)
         return Ints(ROUND ? _mm_cvtps_epi32((__m128)x) : _mm_cvttps_epi32((__m128)x)) ^ (x >= TOO_LARGE);
     if constexpr (same_type<Real, Vec<float, 8>>)
@@ -259,17 +262,18 @@ template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x
     if constexpr (same_type<Real, Vec<float, 4>>)
         return (Ints)(ROUND ? vcvtnq_s32_f32((float32x4_t)x) : vcvtq_s32_f32((float32x4_t)x));
 #endif
-    constexpr T WHOLE = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52); // numbers from here on are whole
+    constexpr T WHOLE = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52); // numbers from here on have no fraction
     if constexpr (ROUND) x = x < WHOLE ? (x + WHOLE) - WHOLE : x;
     x = x > 0 ? x : Real{};
     return x < TOO_LARGE ? convert<Int, N>(x) : broadcast<Int, N>(sizeof(T) == 4 ? INT32_MAX : Int(INT64_MAX));
 }
 
-// The x and the y of N pairs, each as the nearest integer that fits.
+// Reads N pairs (x, y) of int64. With a 32-bit Int, a number that does not fit becomes the nearest integer that fits.
 template <class Int, int N> MXD_INLINE void whole_pairs(const int64_t *from, Vec<Int, N> &x, Vec<Int, N> &y) {
     const auto a = raw_load<int64_t, N>(from), b = raw_load<int64_t, N>(from + N);
 #if defined(__AVX2__)
-    if constexpr (same_type<Int, int32_t> && N == 4) { // halves of pairs 0 2 1 3, and one answer for both x and y
+    if constexpr (same_type<Int, int32_t> &&
+                  N == 4) { // The 32-bit halves of pairs in the order 0, 2, 1, 3. One range test covers x and y.
         const __m256i low = (__m256i)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
         const __m256i high = (__m256i)_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
         const __m256i fits = _mm256_cmpeq_epi32(high, _mm256_srai_epi32(low, 31));

@@ -1,4 +1,4 @@
-// The one loop over threads.
+// The loop over threads, and the scratch memory of threads.
 #pragma once
 
 #include "kernels/shared/vectors.h"
@@ -10,8 +10,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Hands out scratch memory. Each array begins at a cache line. A worker is also made once on an arena that only counts,
-// for a constructor to say how much memory it takes; that one must not write.
+// Hands out scratch memory. Each array begins at a cache line. The loop also constructs one worker on an arena that only counts
+// bytes. Such an arena has no memory, so a constructor must not write to its arrays.
 class Arena {
   public:
     Arena() : counts(true), begin(64), next(begin) {}
@@ -36,7 +36,7 @@ class Arena {
     int64_t next;
 };
 
-// Memory that begins at a cache line; none for 0 bytes, or where there is none.
+// Memory that begins at a cache line. begin() is null for 0 bytes and if malloc fails.
 class Memory {
   public:
     explicit Memory(int64_t bytes) : memory(bytes > 0 ? static_cast<char *>(malloc(size_t(bytes) + 64)) : nullptr) {}
@@ -52,10 +52,10 @@ constexpr int64_t STAGE_CHUNKS = 64;
 
 struct Nothing {};
 
-// The state that the threads of a loop share. Units are chunks and items, numbered stage by stage, and taken one by one.
-// A thread that takes a unit waits until the units before its stage, or before its stage's items, are done. They were
-// taken earlier, by threads that are running, so the loop ends for any number of threads, even if bodies run one after
-// the other. Begin may be Nothing: then there are no chunks, and no thread waits.
+// The state that the threads of a loop share. A unit is a chunk or an item. Threads take units one by one, stage by stage, the
+// chunks of a stage before its items. A thread waits with a chunk until all earlier stages are done, and with an item until
+// also the chunks of its stage are done. Threads that already run took those units, so the loop ends for any number of threads,
+// even if bodies run one after the other. If Begin is Nothing, there are no chunks, and no thread waits.
 template <class Worker, class Args, class Begin> struct Loop {
     int64_t stages, per_stage;
     const Args &args;
@@ -64,7 +64,7 @@ template <class Worker, class Args, class Begin> struct Loop {
     int64_t scratch; // bytes of a body
     alignas(64) int64_t taken = 0;
     alignas(64) int64_t done = 0;
-    int used = 0; // bodies that had work
+    int used = 0; // number of bodies that had work
 
     static void body(void *context, int index) { static_cast<Loop *>(context)->work(index); }
 
@@ -98,17 +98,18 @@ template <class Worker, class Args, class Begin> struct Loop {
     }
 };
 
-// Bytes that a worker takes.
+// Returns the bytes of scratch memory that a worker takes.
 template <class Worker, class Args> int64_t scratch_of(const Args &args) {
     Arena arena;
     const Worker worker(args, arena);
     return arena.taken();
 }
 
-// Worker(args, arena) once per thread, then worker(i) for items 0..items-1 in any order. False: no memory for scratch.
+// Constructs Worker(args, arena) once per thread and calls worker(i) for items 0..items-1 in any order. Returns false if there
+// is no scratch memory.
 //
-// The items come in equal stages, one after the other. Before the items of a stage the threads do begin(stage, chunk)
-// for chunks 0..STAGE_CHUNKS-1, and wait for each other.
+// The items are cut into equal stages. Before the items of a stage, threads call begin(stage, chunk) for chunks
+// 0..STAGE_CHUNKS-1 and wait for each other.
 template <class Worker, class Args, class Begin>
 bool parallel_stages(int num_threads, int64_t stages, int64_t items, const Args &args, const Begin &begin) {
     if (items <= 0) return true;

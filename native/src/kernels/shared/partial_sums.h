@@ -1,5 +1,6 @@
-// A gradient to which parts of a call add: heads to that of reference points, blocks of anchors to that of projections.
-// Each part has sums of its own, which are added in the order of the parts, so that the bits do not depend on threads.
+// Gradients to which several parts of a call add: all heads add to the gradient of reference points, and all blocks of anchors
+// to the gradient of projections. Each part has its own sums. They are added in the order of the parts, so the bits do not
+// depend on threads.
 #pragma once
 
 #include "kernels/shared/job.h"
@@ -8,7 +9,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The sums: [part, target, number]. Parts are counted through all batches. A target is a query or a camera; its numbers are
+// The sums, [part, target, number]. Parts are numbered through all batches. A target is a query or a camera. Its numbers are
 // the last two axes of the gradient.
 template <class T> struct PartialSums {
     int64_t targets, numbers;
@@ -21,12 +22,12 @@ template <class T> struct PartialSums {
     MXD_INLINE T *of(int64_t part, int64_t target) const { return all ? all + (part * targets + target) * numbers : nullptr; }
 };
 
-// Adds the sums of the parts of each batch. Items: (batch, block of targets).
+// Adds the sums of the parts of each batch. An item is (batch, block of targets).
 template <class T> class AddParts {
   public:
     struct Args {
         const Tensor &gradient;
-        int64_t parts; // of a batch
+        int64_t parts; // parts of a batch
         PartialSums<T> sums;
 
         int64_t blocks() const { return sums.numbers == 0 ? 0 : sums.targets < 64 ? sums.targets : 64; }

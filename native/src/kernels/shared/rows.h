@@ -1,17 +1,19 @@
-// All arithmetic on rows. A row is the contiguous channels of one pixel, in one of the storage types V; arithmetic is
-// in T, and weighted_sum stores its result as V. Rows that are read often may be of T, widened once by widen_row.
+// All arithmetic on rows. A row is the contiguous channels of one pixel. Rows are stored as V, one of the storage types, and
+// computed with as T. weighted_sum stores its result as V. widen_row converts rows that are read often to T in advance.
 //
 //   weighted_sum           out     = sum over i of  coefficient[i] * row[i]
 //   dots                   dot[i]  = sum over channels of  g * row[i]
 //   scatter_add            row[i] += coefficient[i] * g
 //   dots_and_scatter_add   both, with rows of one tensor and the same rows of another
 //
-// A list of rows is addresses and coefficients. Its length is a multiple of ROWS; the padding has coefficient 0 or is
-// the zero row. `next` is a list of as many addresses to prefetch; any address is harmless.
+// A list of rows has an address and a coefficient for each row. The length is a multiple of ROWS. A padding entry has
+// coefficient 0 or points to the zero row. `next` is the list whose rows are prefetched meanwhile. It has the same length, and
+// its addresses may be invalid, because a prefetch cannot fault.
 //
-// Channels are cut into pieces of 8, 4, 2, 1 vectors, then a half, a quarter ... of a vector, down to one channel. Each
-// piece goes once through the whole list, with its accumulators in registers. So there are no masks, nothing is read
-// past a row's end, and each channel meets the same operations in the same order for any number of threads.
+// Channels are cut into pieces of 8, 4, 2 and 1 vectors, then of a half vector, a quarter and so on, down to one channel. A
+// piece is processed for the whole list before the next piece, with its accumulators in registers. Therefore the code needs no
+// masks, reads nothing past the end of a row, and applies the same operations in the same order to each channel for any number
+// of threads.
 #pragma once
 
 #include "call/plan.h"
@@ -21,7 +23,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The rows of a list for which a prefetch pays: `count` from `begin` on.
+// The range of list entries whose rows are prefetched: begin..begin+count-1.
 struct FarRows {
     int64_t begin = 0, count = INT64_MAX;
 
@@ -33,9 +35,9 @@ template <int N> struct Count {
     constexpr operator int64_t() const { return N; }
 };
 
-// op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
+// Calls op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
 template <class T, class Op> MXD_INLINE void for_pieces(int64_t channels, Op &&op) {
-    // nearly every model has 32 channels a head: one piece, which begins at 0, and the compiler sees that
+    // Nearly every model has 32 channels per head. This branch tells the compiler that they are one piece, which begins at 0.
     if constexpr (sizeof(T) == 4)
         if (channels == 32) return op(Count<WIDTH<T>>(), Count<32 / WIDTH<T>>(), 0);
     int64_t c = 0;
@@ -54,7 +56,7 @@ template <class T, class Op> MXD_INLINE void for_pieces(int64_t channels, Op &&o
     if (rest & 1) op(Count<1>(), Count<1>(), c);
 }
 
-// op(Count<lanes>, first channel) for each vector of `channels`.
+// Calls op(Count<lanes>, first channel) for each vector of `channels`.
 template <class T, class Op> inline void for_vectors(int64_t channels, Op &&op) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         MXD_UNROLL
@@ -62,28 +64,28 @@ template <class T, class Op> inline void for_vectors(int64_t channels, Op &&op) 
     });
 }
 
-// const V for rows that are read.
+// Returns a pointer to a channel of the row at this address. Callers that only read the row pass a const V.
 template <class V> MXD_INLINE V *row_at(int64_t address, int64_t channel) {
     return reinterpret_cast<V *>(address + channel * int64_t(sizeof(V)));
 }
 
 template <class V, int N, int K> constexpr int PIECE_BYTES = K * N * int(sizeof(V));
 
-// Prefetches the cache lines of BYTES bytes from an address on. Any address is harmless.
+// Prefetches BYTES bytes from an address on. The address may be invalid, because a prefetch cannot fault.
 template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
     MXD_UNROLL
     for (int line = 0; line < (BYTES + 63) / 64; ++line)
         __builtin_prefetch(reinterpret_cast<const void *>(address + 64 * line));
 }
 
-// Sums read two vectors of bfloat16 as one vector of words. A word's upper half is a float as it stands, its lower half
-// needs a shift. That is cheaper than widening one vector after the other. It separates even and odd channels; sums are
-// put in order once, when they are stored. Dot products read channels in order, so that they are added up as those of
-// float32 are.
+// True if sums read two vectors of bfloat16 as one vector of 32-bit words. The upper half of a word is already a float; the
+// lower half becomes a float by a shift. This is cheaper than widening two vectors. It separates even from odd channels, so
+// sums are put in order when they are stored. Dot products read channels in order, to add them in the same order as in float32.
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
 
-// op(vector k, k) for K vectors of a row. In words, vector k holds the even channels of two vectors, and k + 1 the odd.
+// Calls op(vector k, k) for the K vectors of a row. With IN_WORDS, vector k has the even channels of two vectors, and vector k
+// + 1 has the odd channels.
 template <class V, class T, int N, int K, class Op> MXD_INLINE void each_vector(const V *row, Op &&op) {
     if constexpr (IN_WORDS<V, T, N, K>) {
         MXD_UNROLL
@@ -107,7 +109,7 @@ template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N>
         for (int k = 0; k < K; k += 2) interleave<T, N>(sums[k], sums[k + 1], sums[k], sums[k + 1]);
     }
 }
-// Stores K sums as a row of V. The sums are of rows of type Row, in each_vector's order.
+// Stores K vectors of sums as a row of V. The channels are in the order that each_vector has for rows of type Row.
 template <class V, class Row, class T, int N, int K> MXD_INLINE void store_row(V *row, Vec<T, N> (&vectors)[K]) {
     if constexpr (IN_WORDS<V, T, N, K> && same_type<V, Row>) {
         MXD_UNROLL
@@ -123,14 +125,14 @@ template <class V, class Row, class T, int N, int K> MXD_INLINE void store_row(V
     }
 }
 
-// A row of V as T.
+// Converts a row of V to T.
 template <class V, class T> inline void widen_row(const V *row, T *widened, int64_t channels) {
     for_vectors<T>(channels, [&](auto lanes, int64_t c) {
         constexpr int N = lanes.value;
         store<T, N>(widened + c, load<T, N>(row + c));
     });
 }
-// From each_vector's order for V to the order of channels.
+// Sorts channels from the order that each_vector has for rows of V.
 template <class V, class T> inline void order_row(const T *widened, T *ordered, int64_t channels) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         constexpr int N = lanes.value, K = vectors.value;
@@ -141,10 +143,10 @@ template <class V, class T> inline void order_row(const T *widened, T *ordered, 
     });
 }
 
-// One piece of weighted_sum. Rows that `far` holds are of V, the others of Near: V, or V widened to T. The sum goes to `out`,
-// or as T to `computed` where that is not null. Several sets of accumulators hide the latency of the multiply-add: K vectors in
-// SETS sets give at least 8 independent chains where registers allow. Prefetches are interleaved with the sums: with all
-// prefetches first, the vendor's example takes 1.05 of the time.
+// Computes one piece of weighted_sum. Rows in the range `far` have type V. The other rows have type Near, which is V or T. The
+// sum is stored in `computed` as T, or in `out` as V if `computed` is null. K vectors in SETS sets of accumulators give at
+// least 8 independent chains where registers allow, which hides the latency of the multiply-add. Prefetches are interleaved
+// with the sums: with all prefetches first, the vendor's example takes 1.05 of the time.
 template <class V, class T, int N, int K, bool SOME_FAR, class Near = V>
 inline void weighted_sum_piece(const int64_t *address, const T *coefficient, const int64_t *next, FarRows far, int64_t n,
                                int64_t channel, V *out, T *computed) {
@@ -176,7 +178,7 @@ inline void weighted_sum_piece(const int64_t *address, const T *coefficient, con
         store_row<V, Near, T, N, K>(out + channel, sums[0]);
 }
 
-// Of `next`, only rows that `far` holds are prefetched, and none without SOME_FAR.
+// Prefetches the rows of `next` that are in the range `far`. Without SOME_FAR no row is prefetched.
 template <class V, class T, bool SOME_FAR, class Near = V>
 inline void weighted_sum(const int64_t *address, const T *coefficient, const int64_t *next, FarRows far, int64_t n,
                          int64_t channels, V *out, T *computed) {
@@ -186,8 +188,8 @@ inline void weighted_sum(const int64_t *address, const T *coefficient, const int
     });
 }
 
-// Four vectors, each folded to one number, side by side. Folding them together takes half the steps of folding each by
-// itself. fold(a, b) is lane by lane.
+// Folds each of four vectors to one number and returns the four numbers. This takes half the steps of four separate folds.
+// fold(a, b) combines two vectors lane by lane.
 template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec<T, N> (&v)[4], Fold &&fold) {
     typedef Vec<int32_t, N> I;
     if constexpr (!same_type<T, float> || N < 4) {
@@ -198,16 +200,16 @@ template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec
         const Vec<float, 4> b = fold(MXD_SHUFFLE(v[2], v[3], I, 0, 4, 1, 5), MXD_SHUFFLE(v[2], v[3], I, 2, 6, 3, 7));
         return fold(MXD_SHUFFLE(a, b, I, 0, 1, 4, 5), MXD_SHUFFLE(a, b, I, 2, 3, 6, 7));
     } else if constexpr (N == 8) {
-        const auto halves = [&](Vec<float, 8> a, Vec<float, 8> b) __attribute__((always_inline)) { // of a, then of b
+        const auto halves = [&](Vec<float, 8> a, Vec<float, 8> b) __attribute__((always_inline)) {
             return fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11), MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15));
         };
         const Vec<float, 8> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
-        const Vec<float, 8> pairs = // of 0, 2, 1, 3
+        const Vec<float, 8> pairs = // two lanes of each vector, in the order 0, 2, 1, 3
             fold(MXD_SHUFFLE(a, b, I, 0, 1, 8, 9, 4, 5, 12, 13), MXD_SHUFFLE(a, b, I, 2, 3, 10, 11, 6, 7, 14, 15));
         const Vec<float, 8> all = fold(pairs, MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6));
         return four_of<0>(MXD_SHUFFLE(all, all, I, 0, 4, 2, 6, 0, 4, 2, 6));
     } else {
-        const auto halves = [&](Vec<float, 16> a, Vec<float, 16> b) __attribute__((always_inline)) { // of a, then of b
+        const auto halves = [&](Vec<float, 16> a, Vec<float, 16> b) __attribute__((always_inline)) {
             return fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
                         MXD_SHUFFLE(a, b, I, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
         };
@@ -228,7 +230,7 @@ template <class T, int N, int K> MXD_INLINE void read_factors(const T *g, Vec<T,
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
 }
-// A vector whose sum is that of factor * row.
+// Multiplies a row by factors and adds its vectors. The sum over the lanes of the result is the dot product.
 template <class V, class T, int N, int K> MXD_INLINE Vec<T, N> multiply_row(const V *row, const Vec<T, N> (&factor)[K]) {
     Vec<T, N> products = factor[0] * load<T, N>(row);
     MXD_UNROLL
@@ -236,12 +238,12 @@ template <class V, class T, int N, int K> MXD_INLINE Vec<T, N> multiply_row(cons
     return products;
 }
 
-// One piece of dots for G groups of channels, K vectors each: dot[i * groups + group] for row i. Sums come four at a time.
-// Groups: int64_t, or Count<1>.
+// Computes one piece of dots for G groups of K vectors each, and writes dot[i * groups + group] for row i. Four sums are
+// finished at a time. Groups is int64_t, or Count<1> if there is one group.
 template <class V, class T, int N, int K, int G = 1, class Groups>
 inline void dots_piece(const int64_t *address, const int64_t *next, Groups groups, int64_t n, int64_t channel, const T *g,
                        T *dot, bool accumulate) {
-    constexpr int R = G < 4 ? 4 / G : 1; // rows at once
+    constexpr int R = G < 4 ? 4 / G : 1; // rows per step
     constexpr bool SIDE_BY_SIDE = G > 1 ? G % 4 == 0 : same_type<Groups, Count<1>>;
     Vec<T, N> factor[G][K];
     MXD_UNROLL
@@ -287,7 +289,7 @@ template <class T, int N, int K> MXD_INLINE void add_to_row(T *row, T coefficien
     for (int k = 0; k < K; ++k) store<T, N>(row + k * N, load<T, N>(row + k * N) + s * factor[k]);
 }
 
-// One piece of scatter_add for G groups of channels, K vectors each: coefficient[i * groups + group] for row i.
+// Computes one piece of scatter_add for G groups of K vectors each. Row i has the coefficients coefficient[i * groups + group].
 template <class T, int N, int K, int G = 1, class Groups>
 inline void scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, Groups groups, int64_t n,
                               int64_t channel, const T *g) {
@@ -312,21 +314,23 @@ inline void scatter_add(const int64_t *address, const T *coefficient, const int6
     });
 }
 
-// From a row of value to the same row of its gradient: always the same distance, but the zero row is one for both.
+// Maps the address of a row of value to the same row of its gradient. Both tensors share one zero row; all other rows have a
+// constant distance.
 struct OtherRows {
     int64_t distance, zero_row;
 
     MXD_INLINE int64_t of(int64_t address) const { return address == zero_row ? zero_row : address + distance; }
 };
-// As above, where value and its gradient each have a zero row, at that distance.
+// As OtherRows, but value and its gradient each have a zero row, at the same distance as the other rows.
 struct SameDistance {
     int64_t distance;
 
     MXD_INLINE int64_t of(int64_t address) const { return address + distance; }
 };
 
-// One piece of both, ROWS rows at a time. All ROWS rows are read before one is added to: a load waits for an earlier
-// store whose address ends like its own, and the addresses of a row in two tensors may end alike.
+// Computes one piece of dots and of scatter_add, ROWS rows at a time. It reads ROWS rows of value before it adds to a row of
+// the gradient: a load waits for an earlier store to an address with the same low bits, and a row may have the same low bits in
+// both tensors.
 template <class T, int N, int K, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, Others others,
                                            int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
@@ -361,7 +365,7 @@ MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *coefficien
     });
 }
 
-// Converts n elements by way of T; one of the two strides is 1.
+// Converts n elements to T and then to To. At least one of the two strides is 1.
 template <class T, class From, class To>
 inline void convert_run(const From *from, int64_t from_stride, To *to, int64_t to_stride, int64_t n) {
     int64_t i = 0;
@@ -374,7 +378,7 @@ inline void convert_run(const From *from, int64_t from_stride, To *to, int64_t t
     }
     for (; i < n; ++i) store<T, 1>(to + i * to_stride, load<T, 1>(from + i * from_stride));
 }
-// Widens n elements that lie side by side. Not inlined, so that loops around it keep their registers.
+// Widens n contiguous elements. It is not inlined, so that loops around it keep their registers.
 template <class V> __attribute__((noinline)) void widen_run(const V *from, float *to, int64_t n) {
     constexpr int N = WIDTH<float>;
     int64_t i = 0;

@@ -1,4 +1,4 @@
-// The one bilinear sample: its four corners, which of them lie on the map, and the bilinear coefficient of each.
+// Bilinear samples: their corners, which corners are on the map, and the bilinear coefficient of each corner. Lists of rows.
 #pragma once
 
 #include "kernels/shared/parallel.h"
@@ -14,13 +14,13 @@ template <class T> using IntLanes = Vec<Int<T>, LANES>;
 typedef Vec<int64_t, LANES> AddressLanes;
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-// Of a query and head.
+// Samples of one query and head, rounded up to whole vectors.
 inline int64_t padded_samples(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
 
-// The maps that N samples are taken from. All facts about them lie together, so that one register addresses them.
+// The maps of N samples. The arrays are in one struct, so that one register addresses all of them.
 template <class T, int N = LANES> struct MapLanes {
     T width[N], height[N];
-    Int<T> row[N];               // pixels of a row
+    Int<T> row[N];               // pixels in a row of the map
     Int<T> last_x[N], last_y[N]; // -1 on an empty map
     Int<T> start[N];
 
@@ -34,19 +34,20 @@ template <class T, int N = LANES> struct MapLanes {
     }
 };
 
-// For each sample of one query (level by level, point by point), the map it is taken from.
+// The map of each sample of one query. Samples are in the order level, point.
 template <class T> class Maps {
   public:
     Maps(Arena &arena, int64_t samples)
         : lanes(arena.take<MapLanes<T>>(samples / LANES)), sixteens(arena.take<MapLanes<T, 16>>(samples / 16)),
           in_sixteens(samples / 16 * 16) {}
 
-    // Of samples i..i+LANES-1, i a multiple of LANES: lanes[i / LANES], but a loop counts this address up.
+    // Returns the maps of samples i..i+LANES-1, where i is a multiple of LANES. This equals lanes[i / LANES], but compilers
+    // increment this address in a loop instead of recomputing it.
     MXD_INLINE const MapLanes<T> &at(int64_t i) const {
         return *reinterpret_cast<const MapLanes<T> *>(reinterpret_cast<const char *>(lanes) +
                                                       i * int64_t(sizeof(MapLanes<T>) / LANES));
     }
-    // Of samples i..i+15, i a multiple of 16.
+    // Returns the maps of samples i..i+15, where i is a multiple of 16.
     MXD_INLINE const MapLanes<T, 16> &sixteen_at(int64_t i) const { return sixteens[i / 16]; }
     T width(int64_t sample) const { return lanes[sample / LANES].width[sample % LANES]; }
     T height(int64_t sample) const { return lanes[sample / LANES].height[sample % LANES]; }
@@ -55,7 +56,7 @@ template <class T> class Maps {
         lanes[sample / LANES].set(sample % LANES, level);
         if (sample < in_sixteens) sixteens[sample / 16].set(sample % 16, level);
     }
-    // `points` samples on each of the levels first..last-1; an empty map for the padding.
+    // Sets `points` samples for each of the levels first..last-1. Padding samples get an empty map.
     void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
         int64_t sample = 0;
         for (int64_t l = first; l < last; ++l)
@@ -66,16 +67,16 @@ template <class T> class Maps {
   private:
     MapLanes<T> *lanes;
     MapLanes<T, 16> *sixteens;
-    int64_t in_sixteens; // samples
+    int64_t in_sixteens; // number of samples that `sixteens` covers
 };
 
-// For each sample of one query, the range of y on its map in which it may read rows of a band. The range has two pixels
-// to spare at either end: a sample also reads the pixels below its y, and y may be rounded otherwise than its corners.
+// For each sample of one query, the range of y in which the sample may read rows of a band. The range has two extra pixels at
+// both ends: a sample also reads the pixels below its y, and y may be rounded differently from its corners.
 template <class T> class BandReach {
   public:
     BandReach(Arena &arena, int64_t samples) : first_y(arena.take<T>(samples)), last_y(arena.take<T>(samples)) {}
 
-    // For samples in the order of Maps::set_levels.
+    // Sets the ranges of samples, in the order of Maps::set_levels.
     template <class B>
     void set_levels(const Level *levels, int64_t first_level, int64_t last_level, int64_t points, int64_t padded,
                     const B &band) {
@@ -98,28 +99,28 @@ template <class T> class BandReach {
     T *first_y, *last_y;
 };
 
-// The pixel of a normalised location, and whether a location lies strictly inside an image, which a NaN does not. Of
-// numbers or of vectors.
+// pixel_of converts a normalised coordinate to pixels. is_inside returns whether a location is strictly inside an image; a NaN
+// is not. Both accept numbers and vectors.
 template <class T, class Real> MXD_INLINE Real pixel_of(Real location, Real size) { return location * size - T(0.5); }
 template <class Real> MXD_INLINE auto is_inside(Real x, Real y) { return (x > 0) & (x < 1) & (y > 0) & (y < 1); }
 
-// The coefficient of corner k of a sample: the corner is right when k & 1, below when k & 2. right and below are the sample's
-// distances from corner 0, lw and lh.
+// Returns the bilinear coefficient of corner k. Bit 0 of k selects the right column, bit 1 the lower row. `right` and `below`
+// are the distances of the sample from corner 0, lw and lh.
 template <class Real> MXD_INLINE Real corner_coefficient(int k, Real right, Real below) {
     return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below);
 }
 
 // The corners of LANES samples.
 template <class T> struct Corners {
-    IntLanes<T> valid, inside[4]; // all ones or all zeros
-    IntLanes<T> pixel[4];         // row of value; meaningful where inside
-    IntLanes<T> row;              // pixels of a row
+    IntLanes<T> valid, inside[4]; // in each lane all ones or all zeros
+    IntLanes<T> pixel[4];         // index of the row of value; undefined where not inside
+    IntLanes<T> row;              // pixels in a row of the map
     RealLanes<T> right, below;    // 0 where not valid
 
     RealLanes<T> coefficient(int k) const { return corner_coefficient(k, right, below); }
 };
 
-// x, y in pixels. A sample is valid when -1 < x < width and -1 < y < height, which a NaN is not.
+// Finds the corners of samples at x, y in pixels. A sample is valid if -1 < x < width and -1 < y < height. A NaN is not valid.
 template <class T> MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const MapLanes<T> &maps) {
     const auto width = raw_load<T, LANES>(maps.width), height = raw_load<T, LANES>(maps.height);
     const auto last_x = raw_load<Int<T>, LANES>(maps.last_x), last_y = raw_load<Int<T>, LANES>(maps.last_y);
@@ -144,7 +145,7 @@ template <class T> MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T>
     return c;
 }
 
-// x and y of LANES samples from pairs (x, y).
+// Reads LANES pairs (x, y).
 template <class T> MXD_INLINE void load_pairs(const T *xy, RealLanes<T> &x, RealLanes<T> &y) {
     separate<T, LANES>(raw_load<T, LANES>(xy), raw_load<T, LANES>(xy + LANES), x, y);
 }
@@ -155,23 +156,23 @@ template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<
     memcpy(xy + LANES, &b, sizeof b);
 }
 
-// The rows that LANES samples read: which of them are on the map, and the coefficient of each in the output.
+// The rows that LANES samples read, and their coefficients in the output.
 template <class T, int CORNERS> struct SampledRows {
     IntLanes<T> inside[CORNERS], pixel[CORNERS];
-    IntLanes<T> row;                   // pixels of a row of the map
+    IntLanes<T> row;                   // pixels in a row of the map
     RealLanes<T> coefficient[CORNERS]; // 0 where not inside
 };
 
-// Lists of rows take ROWS samples at a time, corner by corner: corner k of sample i is entry_of<CORNERS>(i, k). Summing
-// in list order gives the same order, and so the same bits, wherever the samples are cut.
+// Returns the index of corner k of a sample in a list of rows. A list has ROWS samples after each other for corner 0, then the
+// same ROWS samples for corner 1, and so on. Sums in list order have the same bits wherever the samples are cut.
 template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
     return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
 }
 
-// entry_of for i a multiple of ROWS, without divisions.
+// As entry_of, without divisions; i must be a multiple of ROWS.
 template <int CORNERS> MXD_INLINE int64_t first_entry_of(int64_t i, int k) { return i * CORNERS + k * ROWS; }
 
-// The LANES entries of one corner of samples i..i+LANES-1, i a multiple of ROWS.
+// Writes the entries of corner k of samples i..i+LANES-1 to a list, where i is a multiple of ROWS.
 template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, int k, Vec<E, LANES> entries) {
     E *to = list + first_entry_of<CORNERS>(i, k);
     if constexpr (LANES == ROWS || CORNERS == 1) {
@@ -183,8 +184,8 @@ template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, 
     }
 }
 
-// The addresses of the rows that LANES samples read: pixel 0 lies at `base`, each next `step` bytes on. `far`: some
-// step does not fit in 32 bits, as in no tensor of a model.
+// Computes the addresses of the rows that LANES samples read. Pixel 0 is at `base`, and pixels are `step` bytes apart. `far` is
+// true if a step does not fit in 32 bits, which no tensor of a model needs.
 template <int CORNERS, class Sampled>
 MXD_INLINE void find_addresses(const Sampled &sampled, AddressLanes base, AddressLanes step, bool far,
                                AddressLanes (&to)[CORNERS]) {
@@ -205,17 +206,17 @@ MXD_INLINE void find_addresses(const Sampled &sampled, AddressLanes base, Addres
 }
 inline bool is_far(int64_t step) { return step != int32_t(step); }
 
-// The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map
-// lies at the zero row. A coefficient of 0 for some row of the map would not do: 0 * infinity is NaN.
+// The addresses of rows: pixel i of sample s is at base[s] + i * stride[s] bytes. A corner off the map gets the address of the
+// zero row. A row of the map with coefficient 0 would be wrong, because 0 * infinity is NaN.
 struct RowAddresses {
     int64_t *base, *stride, *row_bytes, zero_row;
-    bool far = false; // some stride is
+    bool far = false; // true if is_far(stride) for a sample
 
     RowAddresses(Arena &arena, int64_t samples, const void *zero_row_at)
         : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)), row_bytes(arena.take<int64_t>(samples)),
           zero_row(reinterpret_cast<int64_t>(zero_row_at)) {}
 
-    // On maps of `width` pixels in a row.
+    // Sets samples first..last-1, whose map has `width` pixels in a row.
     void set(int64_t first, int64_t last, const void *pixel0, int64_t bytes, int64_t width = 0) {
         for (int64_t i = first; i < last; ++i) {
             base[i] = reinterpret_cast<int64_t>(pixel0);
@@ -231,7 +232,7 @@ struct RowAddresses {
         const AddressLanes off_map = broadcast<int64_t, LANES>(zero_row);
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            if constexpr (CORNERS == 1) // a clamped pixel is always on its map, and base is the zero row for padding
+            if constexpr (CORNERS == 1) // clamped pixels are on the map, and the base of padding samples is the zero row
                 put_entries<CORNERS>(list, i, k, address[k]);
             else
                 put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address[k], off_map));
@@ -247,8 +248,8 @@ template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *li
         return eight_of<E>(raw_load<E, 4>(from), raw_load<E, 4>(from + CORNERS * ROWS));
 }
 
-// From the dot products d of g with the four corner rows, 0 for a corner off the map, to the products of g with the
-// sample and with its slopes in x and y.
+// The dot products of g with a sample and with its derivatives in x and y. d has the dot products of g with the four corner
+// rows; a corner off the map has 0.
 template <class Real> struct CornerSlopes {
     Real sample, dx, dy;
 
@@ -260,7 +261,7 @@ template <class Real> struct CornerSlopes {
     }
 };
 
-// The same for samples i..i+LANES-1 of a list of products.
+// Returns the CornerSlopes of samples i..i+LANES-1, whose dot products are a list in the order of entry_of.
 template <class T> MXD_INLINE CornerSlopes<RealLanes<T>> slopes_at(const Corners<T> &c, const T *dot, int64_t i) {
     RealLanes<T> d[4];
     MXD_UNROLL
@@ -268,24 +269,24 @@ template <class T> MXD_INLINE CornerSlopes<RealLanes<T>> slopes_at(const Corners
     return {d, c.right, c.below};
 }
 
-// Which corners k of LANES samples are rows of a band.
+// Returns a mask of the samples whose corner k is a row of the band.
 template <class T, class Sampled, class B> MXD_INLINE IntLanes<T> in_band(const Sampled &sampled, int k, const B &band) {
     return sampled.inside[k] & (sampled.pixel[k] >= Int<T>(band.begin)) & (sampled.pixel[k] < Int<T>(band.end));
 }
 
-// The rows of one query that a band holds, in one list without gaps.
+// The rows of one query that belong to a band, as one list without gaps.
 template <class T> struct ScatterList {
     int64_t *address;
     T *coefficient;
     int64_t count = 0;
 
-    // Room for LANES entries more: add() writes an entry before it is clear whether it stays. Addresses are prefetched
-    // before the first is written.
+    // The arrays have LANES extra entries, because add() writes an entry before it knows whether the entry is kept. Addresses
+    // begin as zeros, because they are prefetched before the first is written.
     ScatterList(Arena &arena, int64_t n)
         : address(arena.zeros<int64_t>(4 * n + LANES)), coefficient(arena.take<T>(4 * n + LANES)) {}
 
-    // Entries keep the order of lists of rows: ROWS samples at a time, corner by corner. Callers begin at the same
-    // samples for all bands, so the order does not depend on where bands are cut.
+    // Adds the entries of LANES samples that belong to the band, in the order of entry_of. Callers begin at the same samples
+    // for all bands, so the order does not depend on where bands are cut.
     template <int CORNERS, class B> MXD_INLINE void add(const SampledRows<T, CORNERS> &rows, const B &band) {
         IntLanes<T> mine[CORNERS], here = {};
         MXD_UNROLL

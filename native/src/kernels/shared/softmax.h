@@ -1,4 +1,4 @@
-// exp and softmax, in steps that every machine has.
+// exp and softmax, from operations that every instruction set has.
 #pragma once
 
 #include "kernels/shared/rows.h"
@@ -6,13 +6,13 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// e^x = 2^n e^r with n the whole number nearest to x / ln 2. A polynomial for (e^r - 1 - r) / r^2 where |r| <= ln 2 /
-// 2, highest power first, from a Chebyshev fit: its relative error is below 0.2 units in the last place.
+// Constants for e^x = 2^n e^r, where n is the integer nearest to x / ln 2. TERMS is a polynomial for (e^r - 1 - r) / r^2 where
+// |r| <= ln 2 / 2, highest power first, from a Chebyshev fit. Its relative error is below 0.2 units in the last place.
 template <class T> struct ExpOf;
 template <> struct ExpOf<float> {
     typedef uint32_t Bits;
     static constexpr int MANTISSA = 23, BIAS = 127;
-    static constexpr float LEAST = -104; // e^x is 0 from here on
+    static constexpr float LEAST = -104; // e^x is 0 below this x
     static constexpr float ROUND = 0x1.8p23f, LOG2_E = 0x1.715476p0f;
     static constexpr float LN2_HIGH = 0x1.62cp-1f, LN2_LOW = 0x1.217f7ep-12f; // n * LN2_HIGH is exact
     static constexpr int UP = 64;                                             // 2^(n + UP) is a normal number for every n
@@ -32,7 +32,7 @@ template <> struct ExpOf<double> {
         0x1.6c16c1789d1d7p-10, 0x1.11111111109a6p-7,  0x1.5555555553d37p-5,  0x1.5555555555556p-3,  0x1.0000000000001p-1};
 };
 
-// e^x for x <= 0, to two units in the last place; 0 for -inf, NaN for NaN.
+// Returns e^x for x <= 0, with an error of at most two units in the last place. Returns 0 for -inf and NaN for NaN.
 template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
     typedef ExpOf<T> E;
     typedef Vec<typename E::Bits, N> Bits;
@@ -44,22 +44,22 @@ template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
     MXD_UNROLL
     for (int k = 1; k < int(sizeof E::TERMS / sizeof(T)); ++k) p = p * r + E::TERMS[k];
     p = p * (r * r) + r + 1;
-    // the lowest bits of `shifted` are n, and its upper ones leave
+    // the low bits of `shifted` are n; the shift removes the high bits
     const Bits power = (bits_as<Bits>(shifted) << E::MANTISSA) + (typename E::Bits(E::BIAS + E::UP) << E::MANTISSA);
     return p * bits_as<Vec<T, N>>(power) * E::DOWN;
 }
 
-// Numbers of one row that are worked on together.
+// The numbers of one row that are processed at once.
 template <class T> constexpr int SOFTMAX_LANES = VECTOR_BYTES / int(sizeof(T)) > LANES ? VECTOR_BYTES / int(sizeof(T)) : LANES;
 
-// Whether lanes i, i + 1, .. are among the first `count`.
+// Returns a mask of the first `count` lanes.
 template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
     typedef typename IntOfSize<sizeof(T)>::type I;
     static constexpr I NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return raw_load<I, N>(NUMBERS) < broadcast<I, N>(I(count));
 }
 
-// What the numbers of each part of a vector, PART lanes, fold into, in all lanes of that part.
+// Folds each part of PART lanes into one number, and returns that number in all lanes of the part.
 template <class T, int N, int PART, class Fold> MXD_INLINE Vec<T, N> folded_parts(Vec<T, N> x, Fold &&fold) {
     typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
     static_assert((PART == 4 || PART == 8) && (N == 8 || N == 16), "parts and vectors that models need");
@@ -73,7 +73,7 @@ template <class T, int N, int PART, class Fold> MXD_INLINE Vec<T, N> folded_part
     }
 }
 
-// The softmax of each part of a vector.
+// Returns the softmax of each part of PART lanes.
 template <class T, int N, int PART> MXD_INLINE Vec<T, N> softmax_of_parts(Vec<T, N> logits) {
     const Vec<T, N> e = exp_below_zero<T, N>(logits - folded_parts<T, N, PART>(logits, Larger()));
     return e / folded_parts<T, N, PART>(e, Total());
@@ -82,7 +82,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> first_of(const T *row, int64_t co
     return lanes_below<T, N>(count) ? raw_load<T, N>(row) : broadcast<T, N>(-T(__builtin_inf()));
 }
 
-// softmax for rows of at most LANES numbers, half a vector: two rows lie in one.
+// softmax for rows of at most LANES numbers, half a vector. A vector holds two rows.
 template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     typedef Vec<T, LANES> Half;
     struct Two {
@@ -96,7 +96,7 @@ template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], 
         store<T, LANES>(weights[r + 1], both.second);
     }
 }
-// softmax for rows of at most 4 numbers where vectors hold 16: all four rows lie in one.
+// softmax for rows of at most 4 numbers, with vectors of 16. A vector holds all four rows.
 template <class T> MXD_INLINE void softmax_of_fours(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     typedef Vec<T, 4> Four;
     struct All {
@@ -106,10 +106,10 @@ template <class T> MXD_INLINE void softmax_of_fours(const T *const (&rows)[4], i
     const auto high = joined<T, 4>(first_of<T, 4>(rows[2], count), first_of<T, 4>(rows[3], count));
     const All all = bits_as<All>(softmax_of_parts<T, 16, 4>(joined<T, 8>(low, high)));
     MXD_UNROLL
-    for (int r = 0; r < 4; ++r) store<T, 8>(weights[r], joined<T, 4>(all.of[r], Four{})); // whole, as they are read
+    for (int r = 0; r < 4; ++r) store<T, 8>(weights[r], joined<T, 4>(all.of[r], Four{})); // readers load eight weights
 }
 
-// For rows that fill VECTORS vectors; 0: for rows of any length.
+// softmax for rows that fill VECTORS vectors. VECTORS is 0 for rows of any length.
 template <class T, int VECTORS>
 MXD_INLINE void softmax_of_vectors(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     constexpr int N = SOFTMAX_LANES<T>;
@@ -149,9 +149,9 @@ __attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t
     softmax_of_vectors<T, 0>(rows, count, weights);
 }
 
-// Of four rows of `count` > 0 numbers, as torch computes it: the largest is subtracted, -inf has weight 0, and a row
-// whose largest is infinite is NaN, as is one with a NaN. Four, because a row by itself waits for each of its steps.
-// Whole vectors are read and written: what follows the numbers may be anything, and gets weight 0, or NaN.
+// Computes the softmax of four rows of `count` > 0 numbers as torch does: the maximum is subtracted, -inf gets weight 0, and a
+// row with a NaN or with an infinite maximum becomes NaN. Four rows are processed together to hide latency. Whole vectors are
+// read and written: the numbers after a row may be anything; their weights become 0 or NaN.
 template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     constexpr int N = SOFTMAX_LANES<T>;
     if constexpr (N == 16 && LANES == 8)
@@ -163,8 +163,8 @@ template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t co
     softmax_of_any<T>(rows, count, weights);
 }
 
-// weights * (gradient of weights - sum over the row of their product): the gradient of the logits. Whole vectors of
-// LANES are read and written; those from `in_place` on are written over the gradient of the weights.
+// Computes the gradient of the logits: weights * (grad_weights - sum over the row of weights * grad_weights). Whole vectors of
+// LANES are read and written. Vectors from `in_place` on overwrite grad_weights.
 template <class T>
 MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *grad_weights, int64_t in_place, T *grad_logits) {
     typedef Vec<T, LANES> Lanes;

@@ -1,4 +1,4 @@
-// The four storage types, and how a run of them becomes float or double and back.
+// The four storage types, and their conversions to and from vectors of float and double.
 #pragma once
 
 #include "kernels/shared/vectors.h"
@@ -14,7 +14,7 @@ struct BFloat16 {
     uint16_t bits;
 };
 
-// fn(the elements at this address) of a floating dtype.
+// Calls fn with the address as a pointer to elements of a floating dtype.
 template <class Fn> MXD_INLINE auto with_elements(char *at, int64_t dtype, Fn &&fn) {
     switch (dtype) {
     case MXD_FLOAT64: return fn(reinterpret_cast<double *>(at));
@@ -24,7 +24,7 @@ template <class Fn> MXD_INLINE auto with_elements(char *at, int64_t dtype, Fn &&
     }
 }
 
-// float from the bits of a half, by operations that every machine has. One multiplication rescales the exponent.
+// Converts halves to floats with operations that every machine has. The multiplication rescales the exponent.
 template <int N> MXD_INLINE Vec<float, N> half_to_float(Vec<uint16_t, N> half) {
     typedef Vec<uint32_t, N> U;
     const U bits = convert<uint32_t, N>(half), magnitude = bits & 0x7fff;
@@ -46,14 +46,14 @@ inline uint16_t float_to_half(float x) {
 #endif
 }
 
-// A bfloat16 in the upper half of each lane, and anything in the lower one.
+// Rounds to bfloat16. The result is the upper half of each lane; the lower half is undefined.
 template <int N> MXD_INLINE Vec<uint32_t, N> rounded_to_bfloat16(Vec<float, N> x) {
     typedef Vec<uint32_t, N> U;
     const U bits = bits_as<U>(x), rounded = bits + 0x7fff + (bits >> 16 & 1), nan = bits | 0x400000;
     return x == x ? rounded : nan;
 }
 
-// N elements of storage type V as T.
+// Loads N elements of storage type V and converts them to T.
 template <class T, int N, class V> MXD_INLINE Vec<T, N> load(const V *from) { return convert<T, N>(raw_load<V, N>(from)); }
 template <class T, int N> MXD_INLINE Vec<T, N> load(const BFloat16 *from) {
     typedef Vec<uint32_t, N> U;

@@ -1,4 +1,4 @@
-// How kernels read and write tensors: runs of elements of any dtype and stride.
+// Reads and writes runs of elements of any dtype and stride.
 #pragma once
 
 #include "call/call.h"
@@ -17,13 +17,13 @@ inline int64_t element_size(int64_t dtype) {
     }
 }
 
-// The dtype of T itself.
+// The mxd_dtype of T.
 template <class T> constexpr int64_t OWN = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
 template <> constexpr int64_t OWN<int64_t> = MXD_INT64;
 
 inline char *at(const Tensor &t, int64_t offset) { return static_cast<char *>(t.data) + offset * element_size(t.dtype); }
 
-// Of a tensor whose first axes are BATCH and QUERY or KEY, and then HEAD.
+// Returns the element offset of a query, key or head in a tensor whose first axes are BATCH, QUERY or KEY, and HEAD.
 inline int64_t offset_of(const Tensor &t, int64_t b, int64_t i) { return b * t.strides[BATCH] + i * t.strides[QUERY]; }
 inline int64_t offset_of(const Tensor &t, int64_t b, int64_t i, int64_t h) { return offset_of(t, b, i) + h * t.strides[HEAD]; }
 
@@ -47,7 +47,7 @@ template <class T> inline void write_elements(const T *from, char *to, int64_t d
     }
 }
 
-// Some axes of a tensor: one run when they are contiguous, else element by element.
+// Some axes of a tensor. They are read as one run if they are contiguous, else as one run for each index of the outer axes.
 template <int AXES> struct SomeAxes {
     const Tensor &tensor;
     int64_t shape[AXES], strides[AXES];
@@ -63,7 +63,7 @@ template <int AXES> struct SomeAxes {
         }
     }
 
-    // Reads only so many of the first of these axes.
+    // Limits the first of these axes to `size` entries.
     void shorten(int64_t size) { *shape = size; }
 
     MXD_INLINE int64_t count() const {
@@ -72,7 +72,7 @@ template <int AXES> struct SomeAxes {
         return product;
     }
 
-    // fn(element offset of a run, its stride, its length, its position in a contiguous copy)
+    // Calls fn(element offset of a run, its stride, its length, its position in a contiguous copy) for each run.
     template <class Fn> void runs(int64_t offset, Fn &&fn) const {
         if (contiguous) {
             fn(offset, 1, count(), 0);
@@ -83,7 +83,8 @@ template <int AXES> struct SomeAxes {
     }
 
     template <class T> void read(int64_t offset, T *to) const { read_at(at(tensor, offset), to); }
-    // From the element at this address. One run of 16 bits is widened here: two calls more cost as much as 48 elements.
+    // Reads from the element at this address. Contiguous 16-bit elements are widened here, because two nested calls cost as
+    // much as 48 elements.
     template <class T> MXD_INLINE void read_at(const char *from, T *to) const {
         if constexpr (same_type<T, float>) {
             if (contiguous && tensor.dtype == MXD_BFLOAT16)
@@ -117,15 +118,15 @@ template <int AXES> struct SomeAxes {
     }
 };
 
-// Prefetches `count` elements from `offset` on. Always inlined: GCC takes a function that does nothing but prefetch for
-// one without effect, and drops the calls.
+// Prefetches `count` elements from `offset` on. It must be inlined: GCC treats a function that only prefetches as one without
+// effect and removes the calls.
 MXD_INLINE void prefetch(const Tensor &t, int64_t offset, int64_t count) {
     const char *from = at(t, offset);
     const int64_t bytes = count * element_size(t.dtype);
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// A row of channels as T: in the tensor's own memory where dtype and stride allow it, else copied to `scratch`.
+// Returns a row of channels as T: the tensor's own memory if dtype and stride allow it, else a copy in `scratch`.
 template <class T> MXD_INLINE const T *row_as(const char *from, int64_t dtype, int64_t stride, int64_t n, T *scratch) {
     if (dtype == OWN<T> && stride == 1) return reinterpret_cast<const T *>(from);
     read_elements(from, dtype, stride, n, scratch);

@@ -1,8 +1,8 @@
-// The compiler's vectors (GCC, Clang): how wide they are, and what every use of them needs.
+// The vector types of GCC and Clang: their width, loads, conversions and shuffles.
 //
-// What lies under kernels/ is compiled once per instruction set inside namespace MXD_ISA: an inline function shared
-// between object files of different instruction sets would be merged by the linker, and the one that stays may not run
-// on this machine. For the same reason nothing here uses a function of the standard library.
+// Code under kernels/ is compiled once per instruction set, in namespace MXD_ISA. Without the namespace the linker would merge
+// an inline function of several object files into one, whose instructions this machine may not have. For the same reason code
+// here uses no function of the standard library.
 #pragma once
 
 #include <stdint.h>
@@ -15,11 +15,12 @@
 #include <arm_neon.h>
 #endif
 
-// For functions of a few vectors: a call would pass them through memory.
+// For functions with vector arguments: a call would pass the vectors through memory.
 #define MXD_INLINE __attribute__((always_inline)) inline
 #define MXD_UNROLL _Pragma("GCC unroll 16")
 
-// Lanes of a and b by number, b's counted on after a's; `Index` is an integer vector type of the same shape.
+// Selects lanes of a and b by number. The lanes of b are numbered after those of a. `Index` is an integer vector type of the
+// same shape.
 #if defined(__clang__)
 #define MXD_SHUFFLE(a, b, Index, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -63,7 +64,7 @@ constexpr int VECTOR_BYTES = 16;
 #endif
 template <class T> constexpr int WIDTH = VECTOR_BYTES / int(sizeof(T));
 
-// Samples prepared at once: as many as 64-bit addresses fit in one vector.
+// The number of samples that are prepared at once: the 64-bit addresses of one vector.
 constexpr int LANES = VECTOR_BYTES == 64 ? 8 : 4;
 
 template <class To, class From> MXD_INLINE To bits_as(From from) {
@@ -74,7 +75,7 @@ template <class To, class From> MXD_INLINE To bits_as(From from) {
 }
 
 template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) {
-    // GCC 12 widens the halves one by one; maskz because it warns of the other form
+    // GCC 12 widens the two halves separately, so we use intrinsics. It warns of intrinsics without maskz.
 #if defined(__AVX512F__)
     if constexpr (same_type<To, int64_t> && same_type<From, Vec<int32_t, 8>>)
         return (Vec<int64_t, 8>)_mm512_maskz_cvtepi32_epi64(0xff, (__m256i)from);
@@ -108,7 +109,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> raw_load(const void *from) {
     return v;
 }
 
-// Hides x from the optimiser, which then cannot fuse the operation that made it with the one that uses it.
+// Hides x from the optimiser, which then cannot fuse the operations before and after into a multiply-add.
 template <class V> MXD_INLINE V rounded(V x) {
 #if defined(__AVX2__)
     if constexpr (sizeof(V) <= VECTOR_BYTES) {
@@ -120,7 +121,7 @@ template <class V> MXD_INLINE V rounded(V x) {
     return x;
 }
 
-// Forces x to be computed here. On ARM, Clang delays sums until their terms no longer fit into the registers.
+// Forces x to be computed here. On ARM, Clang otherwise delays sums until their terms no longer fit into the registers.
 template <class V> MXD_INLINE void finish(V &x) {
 #if defined(__aarch64__)
     __asm__ volatile("" : "+w"(x) : : "memory");
