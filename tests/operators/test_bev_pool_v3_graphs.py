@@ -270,3 +270,20 @@ def test_intervals_of_linearized_calls_and_of_fake_tensors():
     with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode:
         tables = [mode.from_tensor(t[0]) for t in (STARTS_OF_ENTRIES, LENGTHS_OF_ENTRIES)]
         assert pool_intervals(POOLED[0], *tables).shape == (2, 3, 1, 1, 2)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("base", [torch.int32, torch.int64])
+@pytest.mark.parametrize("trace", [torch.jit.trace, lambda call, args: make_fx(call)(*args)], ids=["jit", "fx"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_traced_graph_called_with_other_dtypes_of_places(call, trace, base):
+    """Its graph has no check of ours but the kernel's."""
+    args = [t if t.is_floating_point() else t.clamp(min=0, max=4) for t in CALLS[call][0](2, 30)]
+    integers = [i for i, t in enumerate(args) if not t.is_floating_point()]
+    graph = trace(call, tuple(t.to(base) if i in integers else t for i, t in enumerate(args)))
+    for i in integers:
+        for dtype in (torch.int32, torch.int64):
+            assert torch.equal(graph(*args[:i], args[i].to(dtype), *args[i + 1 :]), call(*args))
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            with pytest.raises((RuntimeError, ValueError, TypeError, IndexError)):
+                graph(*args[:i], args[i].to(dtype), *args[i + 1 :])

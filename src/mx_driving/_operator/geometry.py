@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -22,12 +23,20 @@ def inside(locations: Tensor) -> Tensor:
     return ((locations > 0) & (locations < 1)).all(-1)
 
 
+def as_int64(index: Tensor) -> Tensor:
+    """Return index in int64. Graphs of torch.jit.trace and make_fx check no dtype: a sum keeps floats, and the kernel refuses
+    them, where a conversion truncates them."""
+    if torch.compiler.is_compiling() or not (torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()):  # pyright: ignore
+        return index.long()
+    return index + index.new_zeros(1, dtype=torch.int64)
+
+
 def clamp_index(index: Tensor, size: Any) -> tuple[Tensor, Tensor]:
     """Return index clamped to 0..size, and a flag that is 1 where it was not one of 0..size - 1, and 0 elsewhere.
 
     size is a number or a tensor. There is no comparison, because some compilers compute comparisons of int64 wrongly.
     """
-    index = index.long().clamp(min=-1).clamp(max=size)
+    index = as_int64(index).clamp(min=-1).clamp(max=size)
     clamped = index.clamp(min=0)
     return clamped, clamped - index.clamp(max=size - 1)
 

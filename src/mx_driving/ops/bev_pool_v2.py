@@ -57,12 +57,12 @@ def bev_pool_v2(
             need_shape(name, t, axis, like.shape[0])
     for name, t in intervals.items():
         need_dtype(name, t, INDEX, INDEX_RULE)
-    shape, (starts, lengths) = bev_feat_shape, (t.long() for t in intervals.values())
+    shape, (starts, lengths) = bev_feat_shape, map(geometry.as_int64, intervals.values())
     if any(map(_is_batched, (starts, lengths))):
         cells, sizes = math.prod(shape[:4]), shape[1:]
         points, first, padding = _IntervalPoints.apply(starts, lengths, ranks_bev.shape[0])
         scene = math.prod(sizes[:3])  # a scene more, into whose first cell all padding goes
-        ranks = ranks_bev[first].long()
+        ranks = geometry.as_int64(ranks_bev[first])
         ranks = torch.where(padding, cells, ranks + (ranks >= cells) * scene)
         return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], ranks, (shape[0] + 1, *sizes))[:-1]
     points, first = _points_of_intervals(starts, lengths, ranks_bev.shape[0])
