@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+import types
 
 import cases
 import numpy as np
 import pytest
 import torch
-from attention_modules import direction_of, results
+from attention_modules import direction_of, library, results
 from recorded_calls import replay
 from torch.testing import assert_close
 from values import DTYPES
@@ -82,6 +83,42 @@ def test_autograd_functions_over_both_by_name_and_parameters():
     with pytest.raises(NotImplementedError, match="the maximum of points is not compiled"):
         run(feat, places, ranks, *sizes, "max")
     assert record.find_autograd_function("Other", FLASHOCC) is record.find_autograd_function("QuickCumsum", ["x"]) is None
+
+
+SOURCE = """
+class {name}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, {parameters}):
+        return extension.no_cpu({parameters})
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError
+"""
+
+
+def test_patch_serves_both_by_the_table():
+    """Over a compiled file: by `apply`, and by forward and backward, which torch.compile reads."""
+    value, shapes, starts, *rest = ATTENTION
+    places, _, _, *sizes = points()
+    feat, ranks = torch.randn(len(places), C, dtype=torch.float64), torch.arange(len(places))
+    classes = {"MSDeformAttnFunction": TRACKFORMER, "QuickBevPoolingCuda": FLASHOCC}
+    source = "".join(SOURCE.format(name=name, parameters=", ".join(words)) for name, words in classes.items())
+    module = library(types.ModuleType("extension"), source=source)
+    module.extension.no_cpu = len  # a builtin, as the functions of a compiled file are
+    sampled = results(mx_driving.multi_scale_deformable_attn, value, shapes, starts, *rest)
+    pooled = results(mx_driving.bev_pool, feat, places[:, [1, 0, 2, 3]], *sizes)
+    with mx_driving.patched(module) as done:
+        assert done.replaced == tuple(f"a_library.{name}" for name in classes)
+        apply, pool = module.MSDeformAttnFunction.apply, module.QuickBevPoolingCuda.apply
+        for attention in (apply, torch.compile(lambda *args: apply(*args), backend="eager", fullgraph=True)):
+            assert all(map(torch.equal, results(attention, value, shapes, *rest, 64), sampled))
+        output, gradient = results(pool, feat, places, ranks, *sizes, "sum")
+        assert torch.equal(output.permute(0, 4, 1, 2, 3), pooled[0])
+        x, y, z, b = places.long().unbind(1)
+        assert torch.equal(gradient, direction_of(output)[b, z, y, x])
+        with pytest.raises(NotImplementedError, match="the maximum of points is not compiled"):
+            pool(feat, places, ranks, *sizes, "max")
 
 
 def test_both_are_recorded_and_judged(extension, tmp_path):

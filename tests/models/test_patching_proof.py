@@ -158,6 +158,7 @@ def test_a_layer_that_keeps_its_code_says_so_once():
             for layer in 3 * [model["first"], model["second"]]:
                 layer(*inputs_of())
         (words,) = [str(w.message) for w in seen]
+        assert seen[0].filename == __file__  # where the layer is called
         assert words.startswith("mx_driving.patch: second keeps its own code in evaluation, without gradients, float64 on cpu")
         assert "its result differs from the operator's by 5.0e-01 of its size" in words
         assert (done.proven[-1], list(done.kept), done.uncalled) == ("first", ["second"], ("third",))

@@ -44,10 +44,11 @@ def forward(ctx: Any, public: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         return public(*inputs)
 
 
-def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """Return a gradient or None for each input of forward. `ctx` is torch's, or any object with saved_tensors."""
+def backward(ctx: Any, operator: str, grad_output: Tensor, needs: Any = None) -> tuple[Tensor | None, ...]:
+    """Return a gradient or None for each input of forward. `ctx` is torch's, or any object with saved_tensors. `needs` says
+    which inputs need one, where ctx is of a function that has other inputs."""
     registered = REGISTERED[operator]
-    needs = getattr(ctx, "needs_input_grad", None)
+    needs = needs or getattr(ctx, "needs_input_grad", None)
     if isinstance(needs, tuple):
         gradients = registered.differentiate(ctx, (grad_output,), needs)
         return (*gradients, *[None] * (len(needs) - len(gradients)))

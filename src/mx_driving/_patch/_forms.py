@@ -2,13 +2,12 @@
 
 `ROLES` says what each name of an argument means. A core has a value, shapes, locations and weights, and perhaps some more. What
 the names do not show (how values lie in memory, whether levels and points share an axis) is one of the alternatives of `CORES`,
-which are tried in turn. An autograd function is known by its name and its exact parameters.
+which are tried in turn.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,8 @@ from torch import Tensor
 from .._operator import geometry
 from .._operator.checks import is_readable
 from .._operator.rules import INDEX
-from ..ops._other_shapes import aggregation_inputs, attention_inputs
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
-from ..ops.npu_deformable_aggregation import deformable_aggregation
 from ._parameters import Parameters
 from ._snapshot import list_plain_state
 
@@ -108,39 +105,6 @@ class Form:
     def answer(self, module: Any, arguments: Arguments) -> Any:
         """Return what the original returns for such arguments."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Exact(Form):
-    """A function or an autograd function of these parameters, and ours of the same arguments."""
-
-    kind: str
-    parameters: tuple[str, ...]
-    run: Callable[..., Any]
-    called: str  # a pattern: autograd functions of different operators have the same parameters
-    inputs: Callable[..., tuple[Any, ...]] | None = None  # from an extension's tensors to those of the operator `run`
-    example: Callable[[], tuple[Any, ...]] | None = None  # arguments for a trial, where they are not those of a core
-    tried: Any = None  # an autograd function that needs a compiled file is not tried
-    reads_all = True
-
-    @property
-    def described(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(map(find_role, self.parameters))
-
-    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        has_name = kind == self.kind and re.search(self.called, name) is not None
-        return has_name and not self.explain_refusal(parameters)
-
-    def explain_refusal(self, parameters: Parameters) -> str:
-        is_same = parameters.all == self.parameters and not parameters.variadic
-        return "" if is_same else f"the parameters {parameters}"
-
-    def serves(self, module: Any, arguments: Arguments) -> bool:
-        return True
-
-    def answer(self, module: Any, arguments: Arguments) -> Any:
-        values = list(arguments.values())
-        return self.run(*values) if self.inputs is None else self.run(*self.inputs(*values[:5]))  # without im2col_step
 
 
 def is_table(t: Any) -> bool:
@@ -308,22 +272,4 @@ CORES = (
         for methods in (("default", "discrete"), ("default",))
         for layout in LAYOUTS
     ),
-)
-_MMCV = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights", "im2col_step")
-_SPARSE4D = ("mc_ms_feat", "spatial_shape", "scale_start_index", "sampling_location", "weights")
-
-
-def _make_aggregation() -> tuple[Tensor, ...]:
-    """Return features of 2 cameras with 2 levels each, and 5 anchors of 3 points, in 2 groups."""
-    generator = torch.Generator().manual_seed(0)
-    shapes, starts = torch.tensor([[[3, 4], [2, 2]]] * 2), torch.tensor([[0, 12], [16, 28]])
-    sides = ((2, 32, 4), (2, 5, 3, 2, 2), (2, 5, 3, 2, 2, 2))
-    features, places, weights = (torch.rand(side, generator=generator) for side in sides)
-    return features - 0.5, shapes.int(), starts.int(), 1.4 * places - 0.2, weights
-
-
-EXTENSIONS = (
-    Exact(AUTOGRAD, _MMCV, multi_scale_deformable_attn, "(?i)(ms|multi_?scale)_?deform", attention_inputs),
-    Exact(AUTOGRAD, _MMCV, geometric_kernel_attention, "(?i)geometric", attention_inputs),
-    Exact(AUTOGRAD, _SPARSE4D, deformable_aggregation, "(?i)deformable_?aggregation", aggregation_inputs, _make_aggregation),
 )

@@ -1,7 +1,6 @@
 """The forms of functions that sum points into cells, as BEVDet, BEVFusion and BEVDepth write them, over bev_pool_v3.
 
-The autograd functions over their extensions are taken by their parameters, untried: a compiled file of CUDA's that is given
-memory of a CPU may end the process. The functions around them are tried after them, on points of which some lie outside.
+They are tried after the autograd functions that they call, on points of which some lie outside.
 """
 
 from __future__ import annotations
@@ -16,19 +15,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_some_sizes
-from ..ops._pooling import cells, lifted_points
+from ..ops._stand_ins import sum_inside
 from ..ops.bev_pool_v2 import bev_pool_v2
-from ..ops.bev_pool_v3 import bev_pool_v3
 from ..ops.voxel_pooling_train import npu_voxel_pooling_train
-from ._forms import AUTOGRAD, FUNCTION, Arguments, Exact, is_table
+from ._forms import FUNCTION, Arguments, Form, find_role, is_table
+from ._parameters import Parameters
 
-_FEATURES = {"depth", "feat", "feats", "x", "input_features", "depth_features", "context_features"}
+_FEATURES = {"depth", "feat", "feats", "x", "input_features"}
 
 
 @dataclass(frozen=True)
-class Pool(Exact):
-    """A function that sums points into cells."""
+class Pool(Form):
+    """A function of these parameters that sums points into cells, and ours of the same arguments."""
+
+    parameters: tuple[str, ...]
+    run: Callable[..., Any]
+    called: str  # a pattern of its name
+    example: Callable[[], tuple[Any, ...]]  # makes the arguments of a trial
+    tried: Any = None
+    kind = FUNCTION
+    reads_all = True
+
+    @property
+    def described(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(map(find_role, self.parameters))
+
+    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
+        has_name = kind == self.kind and re.search(self.called, name) is not None
+        return has_name and not self.explain_refusal(parameters)
+
+    def explain_refusal(self, parameters: Parameters) -> str:
+        is_same = parameters.all == self.parameters and not parameters.variadic
+        return "" if is_same else f"the parameters {parameters}"
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         """Return whether operators take the call. They refuse coordinates that are not whole numbers, and features that are."""
@@ -36,6 +54,9 @@ class Pool(Exact):
         if "coords" in tensors and len(tensors["coords"]) != len(tensors["feats"]):
             return False
         return all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items())
+
+    def answer(self, module: Any, arguments: Arguments) -> Any:
+        return self.run(*arguments.values())
 
 
 def _pool_bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
@@ -48,33 +69,11 @@ def _pool_alike(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) ->
     return bev_pool_v2(depth, feat.to(torch.promote_types(depth.dtype, feat.dtype)), *ranks_shape_and_intervals)
 
 
-def _pool_bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) -> Tensor:
-    """Leave out points outside. The extension writes them anywhere, and models drop them before."""
-    need_dtype("coords", coords, INDEX, INDEX_RULE)
-    need_some_sizes("feats", feats, "n, C", coords.shape[0], None)
-    sizes = [int(size) for size in (B, D, H, W)]
-    cell = cells(coords, *sizes)
-    (points,) = (cell + 1).nonzero(as_tuple=True)
-    shape = (*sizes, feats.shape[-1])
-    return bev_pool_v3(feats.new_ones(1), feats, torch.zeros_like(points), points, cell[points], shape)
-
-
 def _pool_sorted(x: Tensor, geom_feats: Tensor, ranks: Tensor, *sizes: Any) -> Tensor:
-    return _pool_bevfusion(x, geom_feats, *sizes)
+    return sum_inside(x, geom_feats, *sizes).permute(0, 2, 3, 4, 1)
 
 
-def _pool_bevdepth_inference(geom_xyz: Tensor, depth: Tensor, context: Tensor, voxel_num: Tensor) -> Tensor:
-    """Lift context [B * cams, C, H, W] by depth [B * cams, D, H, W], to [B, C, Y, X]."""
-    sizes = [int(size) for size in voxel_num]
-    shape = (geom_xyz.shape[0], 1, sizes[1], sizes[0], context.shape[1])
-    return bev_pool_v3(depth, context.permute(0, 2, 3, 1), *lifted_points(geom_xyz, sizes), shape).squeeze(2)
-
-
-def _put_channels_last(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args: pool(*args).permute(0, 2, 3, 4, 1)
-
-
-def _make_lifted() -> tuple[Any, ...]:
+def make_lifted() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     depth, feat = (torch.rand(*sides, generator=generator).double() - 0.5 for sides in ((1, 2, 3, 2, 2), (1, 2, 2, 2, 3)))
     depth_ranks = torch.randperm(24, generator=generator)[:20]
@@ -84,30 +83,36 @@ def _make_lifted() -> tuple[Any, ...]:
     return depth, feat, *(r.int() if isinstance(r, Tensor) else r for r in ranks)
 
 
-def _make_rows() -> tuple[Any, ...]:
+def make_rows() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     coords = torch.stack([torch.randint(size, (30,), generator=generator) for size in (3, 4, 2, 2)], 1)
     return torch.rand(30, 3, generator=generator) - 0.5, coords, 2, 2, 3, 4
 
 
-def _make_frustum() -> tuple[Any, ...]:
+def make_frustum() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     geometry = torch.randint(-1, 5, (2, 40, 3), generator=generator).int()
     return geometry, torch.rand(2, 40, 3, generator=generator) - 0.5, torch.tensor([4, 3, 2])
 
 
-def _make_image() -> tuple[Any, ...]:
+def make_image() -> tuple[Any, ...]:
     """Return a frustum of 2 cameras, 3 depths and 2 x 2 pixels of a batch."""
-    geometry, features, sizes = _make_frustum()
+    geometry, features, sizes = make_frustum()
     depth, context = (features.flatten()[first : first + 24].view(2, 3, 2, 2) for first in (0, 24))
     return geometry[:1, :24].view(1, 2, 3, 2, 2, 3), depth, context, sizes
 
 
-def _sort_rows() -> tuple[Any, ...]:
-    feats, coords, *sizes = _make_rows()
+def make_sorted_rows() -> tuple[Any, ...]:
+    feats, coords, *sizes = make_rows()
     ranks = coords @ torch.tensor([16, 4, 2, 1])
     order = ranks.argsort()
     return feats[order], coords[order], ranks[order], *sizes
+
+
+def make_sorted_xyzb() -> tuple[Any, ...]:
+    """Return sorted rows whose innermost axis is x, as FlashOCC has them."""
+    feats, coords, *others = make_sorted_rows()
+    return feats, coords[:, [1, 0, 2, 3]], *others, "sum"
 
 
 _BEVDET = (
@@ -115,29 +120,16 @@ _BEVDET = (
     *("bev_feat_shape", "interval_starts", "interval_lengths"),
 )
 _SIZES = ("B", "D", "H", "W")
-_VOXEL = ("geom_xyz", "input_features", "voxel_num")
-_LIFTED = ("geom_xyz", "depth_features", "context_features", "voxel_num")
-_CLASSES = "(?i)cumsum|pool"
 _FUNCTIONS = (
-    Pool(FUNCTION, _BEVDET, _pool_bevdet, "bev_pool", example=_make_lifted),
-    Pool(FUNCTION, _BEVDET, _pool_alike, "bev_pool", example=_make_lifted),
-    Pool(FUNCTION, ("feats", "coords", *_SIZES), _pool_bevfusion, "bev_pool", example=_make_rows),
-    Pool(
-        FUNCTION,
-        ("feats", "coords", "ranks", *_SIZES),
-        _put_channels_last(_pool_sorted),
-        "(?i)cumsum",
-        example=_sort_rows,
-    ),
-    Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", example=_make_frustum),
+    Pool(_BEVDET, _pool_bevdet, "bev_pool", make_lifted),
+    Pool(_BEVDET, _pool_alike, "bev_pool", make_lifted),
+    Pool(("feats", "coords", *_SIZES), sum_inside, "bev_pool", make_rows),
+    Pool(("feats", "coords", "ranks", *_SIZES), _pool_sorted, "(?i)cumsum", make_sorted_rows),
+    Pool(("geom_xyz", "input_features", "voxel_num"), npu_voxel_pooling_train, "voxel_pooling", make_frustum),
 )
 POOLS = (
     *_FUNCTIONS,
     *(replace(form, run=torch.no_grad()(form.run)) for form in _FUNCTIONS),  # MapTR's have no gradient
-    Pool(AUTOGRAD, _BEVDET, _put_channels_last(_pool_bevdet), _CLASSES, example=_make_lifted),
-    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", *_SIZES), _put_channels_last(_pool_sorted), _CLASSES, example=_sort_rows),
-    Pool(AUTOGRAD, _VOXEL, npu_voxel_pooling_train, _CLASSES, example=_make_frustum),
-    Pool(AUTOGRAD, _LIFTED, _pool_bevdepth_inference, _CLASSES, example=_make_image),
 )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import threading
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ._comparison import PLACES, Comparison, answer_in
+from ._parameters import STAND_IN
 from ._snapshot import VERDICTS
 
 Arguments = Mapping[str, Any]  # by role
@@ -177,7 +179,7 @@ class Proof:
             known.add(verdict, layer)
         if known.reason:
             where = spell(situation)
-            warnings.warn(f"mx_driving.patch: {self.get_name(layer)} keeps its own code {where}: {known.reason}", stacklevel=5)
+            _warn(f"mx_driving.patch: {self.get_name(layer)} keeps its own code {where}: {known.reason}")
 
     def _serve_unseen(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call whose numbers cannot be compared. torch.compile reads this function."""
@@ -306,7 +308,19 @@ def spell(situation: tuple[Any, ...]) -> str:
 
 def _warn_of_unproven(name: str) -> None:
     text = f"mx_driving.patch: {name} runs its own code in a call whose numbers cannot be compared"
-    warnings.warn(f"{text}; call the model once, as it will be used, before compiling, exporting or capturing it", stacklevel=6)
+    _warn(f"{text}; call the model once, as it will be used, before compiling, exporting or capturing it")
+
+
+def _warn(text: str) -> None:
+    """Warn at the line that calls the layer or the core."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and (frame.f_code.co_filename == STAND_IN or _is_below(frame.f_globals.get("__name__", ""))):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def _is_below(module: str) -> bool:
+    return module.partition(".")[0] in ("mx_driving", "torch", "contextlib")
 
 
 # what torch.compiler.assume_constant_result does, which would import the compiler

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
+from .._operator.description import POOL, SamplingInputs
+from ..ops._other_shapes import sampling_inputs
+from ..ops._stand_ins import differentiable
 from ._forms import AUTOGRAD, MODULE, Form, find_role, map_to_roles
 from ._parameters import STAND_IN, Parameters, unwrap
 from ._proof import Proof
@@ -171,34 +174,42 @@ def _make_apply(form: Form, kind: Any, proof: Proof) -> staticmethod:
 
 def _make_methods(form: Any, kind: Any) -> dict[str, staticmethod]:
     """Return the new methods of an autograd function that is taken by its name."""
-    run = _dispatch.functions.as_compiled(form.run)
-    apply, forward, backward = (_wrap_operator if form.inputs else _wrap_function)(form, run, kind)
+    apply, forward, backward = (_wrap_function if form.row.operator == POOL else _wrap_operator)(form.row, kind)
     wrapped = functools.wraps(kind.forward)(forward), functools.wraps(kind.backward)(backward)
     return {name: staticmethod(m) for name, m in zip(("apply", "forward", "backward"), (apply, *wrapped), strict=True)}
 
 
-def _wrap_operator(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
-    casts = _read_casts(kind.forward)
-    operator_inputs, operator = form.inputs, form.run.__name__  # torch 2.6 compiles no function that reads a form
+def _wrap_operator(row: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
+    casts, run, operator = _read_casts(kind.forward), differentiable(row), row.operator
+    words = [word for word in row.words.split() if word != "step"]
+    count = len(words)
 
     def apply(*args: Any) -> Tensor:
-        return run(*operator_inputs(*casts(*args[:5])))  # without im2col_step
+        return run(*casts(*args[:count]))
 
     def forward(ctx: Any, *args: Any) -> Tensor:
-        inputs = casts(*args[:5])
+        inputs = casts(*args[:count])
         ctx.shapes = [i.shape for i in inputs]
-        return _dispatch.functions.forward(ctx, run, *operator_inputs(*inputs))
+        ctx.save_for_backward(*sampling_inputs(operator, dict(zip(words, inputs, strict=True))))
+        with _dispatch.functions.without_graph():
+            return run(*inputs)
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _dispatch.functions.backward(ctx, operator, grad_output)
-        own = [g if g is None else g.view(shape) for g, shape in zip(gradients[: len(ctx.shapes)], ctx.shapes, strict=True)]
-        return (*own, *gradients[len(own) :])
+        has_needs = isinstance(getattr(ctx, "needs_input_grad", None), tuple)
+        needed = dict(zip(words, ctx.needs_input_grad, strict=False)) if has_needs else {}
+        needs = tuple([needed.get(word, False) for word in SamplingInputs._fields]) if has_needs else None
+        gradients = _dispatch.functions.backward(ctx, operator, grad_output, needs)
+        by_word = dict(zip(SamplingInputs._fields, gradients, strict=False))
+        own = [by_word.get(word) for word in words]
+        own = [g if g is None else g.view(shape) for g, shape in zip(own, ctx.shapes, strict=True)]
+        return (*own, *[None] * (len(ctx.needs_input_grad) - count if has_needs else 0))
 
     return apply, forward, backward
 
 
-def _wrap_function(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
+def _wrap_function(row: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
     """Return methods that run a function of several operators. Backward runs it again, and differentiates it."""
+    run = differentiable(row)
 
     def apply(*args: Any) -> Tensor:
         return run(*args)

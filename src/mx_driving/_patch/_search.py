@@ -18,7 +18,8 @@ import torch
 from .. import compat
 from .._operator import rules
 from ._attention import ATTENTION_FORMS, has_layers
-from ._forms import AUTOGRAD, CORES, EXTENSIONS, FUNCTION, MODULE, Form
+from ._extensions import EXTENSIONS
+from ._forms import AUTOGRAD, CORES, FUNCTION, MODULE, Form
 from ._parameters import Parameters, unwrap
 from ._pools import POOLS, Pool, looks_like_one
 

@@ -139,7 +139,7 @@ def stand_in(row: Function) -> Callable[..., Any]:
     return function
 
 
-def _sum_inside(feat: Tensor, places: Tensor, *sizes: Any) -> Tensor:
+def sum_inside(feat: Tensor, places: Tensor, *sizes: Any) -> Tensor:
     """Leave out points outside. The extension writes them anywhere, and models drop them before."""
     need_dtype("coords", places, INDEX, INDEX_RULE)
     need_some_sizes("feats", feat, "n, C", places.shape[0], None)
@@ -161,15 +161,16 @@ def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: An
     if sizes:
         return npu_voxel_pooling_train(places["geom_xyz"], feat, sizes)
     order = places["geom_feat"] if "geom_feat" in places else places["geom_xyzb"][:, [1, 0, 2, 3]]
-    return _sum_inside(feat, order, *(places[name] for name in ("B", "D", "H", "W")))
+    return sum_inside(feat, order, *(places[name] for name in ("B", "D", "H", "W")))
 
 
+@functools.cache
 def differentiable(row: AutogradFunction) -> Callable[..., Tensor]:
     """Return our function of the arguments of an autograd function. Autograd differentiates it."""
     words, operator, is_last = row.words.split(), row.operator, row.layout == "BDHWC"  # torch 2.6 compiles no read of a row
 
     def run(*args: Any) -> Tensor:
-        facts = dict(zip(words, args, strict=True))
+        facts = dict(zip(words, args, strict=False))  # without a step, which may have a default
         if operator != POOL:
             return _FORWARDS[operator](*sampling_inputs(operator, facts))
         output = _pool(**facts)

@@ -1,0 +1,85 @@
+"""Autograd functions over compiled extensions: a form for each row of record.py's table.
+
+A function is known by its name and its exact parameters. A compiled file of CUDA's that is given memory of a CPU may end the
+process, so a function that needs one is taken untried. One in plain torch is tried and proven as any core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mx_driving_portable.record import AUTOGRAD_FUNCTIONS, AutogradFunction, find_autograd_function
+
+from .._operator.description import AGGREGATION, POOL
+from ..ops._stand_ins import differentiable
+from ._forms import AUTOGRAD, Arguments, Form, find_role, is_table
+from ._parameters import Parameters
+from ._pools import make_frustum, make_image, make_lifted, make_sorted_rows, make_sorted_xyzb
+
+
+@dataclass(frozen=True)
+class OverExtension(Form):
+    """An autograd function of a row."""
+
+    row: AutogradFunction
+    tried: Any = None  # a function that needs a compiled file is not tried
+    kind = AUTOGRAD
+    reads_all = True
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.row.parameters.split())
+
+    @property
+    def described(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(map(find_role, self.parameters))
+
+    @property
+    def example(self) -> Callable[[], tuple[Any, ...]] | None:
+        """What makes the arguments of a trial, where they are not those of a core."""
+        if self.row.operator == AGGREGATION:
+            return _make_aggregation
+        words = self.row.words.split()
+        return next((make for word, make in _EXAMPLES.items() if word in words), None)
+
+    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
+        has_row = kind == AUTOGRAD and not parameters.variadic
+        return has_row and find_autograd_function(name, parameters.all) is self.row
+
+    def explain_refusal(self, parameters: Parameters) -> str:
+        is_same = parameters.all == self.parameters and not parameters.variadic
+        return "" if is_same else f"the parameters {parameters}"
+
+    def serves(self, module: Any, arguments: Arguments) -> bool:
+        """Return whether operators take the call. Pools refuse places that are not whole numbers, and features that are."""
+        facts = dict(zip(self.row.words.split(), arguments.values(), strict=True))
+        if self.row.operator != POOL:
+            return True
+        tensors = {word: t for word, t in facts.items() if isinstance(t, Tensor)}
+        are_fit = (t.is_floating_point() if word in ("depth", "feat") else is_table(t) for word, t in tensors.items())
+        return facts.get("method", "sum") == "sum" and all(are_fit)
+
+    def answer(self, module: Any, arguments: Arguments) -> Any:
+        return differentiable(self.row)(*arguments.values())
+
+
+def _make_aggregation() -> tuple[Tensor, ...]:
+    """Return features of 2 cameras with 2 levels each, and 5 anchors of 3 points, in 2 groups."""
+    generator = torch.Generator().manual_seed(0)
+    shapes, starts = torch.tensor([[[3, 4], [2, 2]]] * 2), torch.tensor([[0, 12], [16, 28]])
+    sides = ((2, 32, 4), (2, 5, 3, 2, 2), (2, 5, 3, 2, 2, 2))
+    features, places, weights = (torch.rand(side, generator=generator) for side in sides)
+    return features - 0.5, shapes.int(), starts.int(), 1.4 * places - 0.2, weights
+
+
+# a word that only one layout has -> what makes its example
+_EXAMPLES = {
+    **{"ranks_bev": make_lifted, "geom_feat": make_sorted_rows, "geom_xyzb": make_sorted_xyzb},
+    **{"depth": make_image, "voxel_num": make_frustum},
+}
+EXTENSIONS = tuple(map(OverExtension, AUTOGRAD_FUNCTIONS))
