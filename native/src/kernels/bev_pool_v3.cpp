@@ -1,14 +1,15 @@
-// bev_pool_v3 on the CPU. Points are sorted by cell, and a cell is summed by one thread. The gradient of feat is the same
-// sum with cells and rows of feat exchanged; the gradient of depth is a dot product of the same two rows.
+// bev_pool_v3 on the CPU. Points are sorted by cell, and one thread sums a cell. The gradient of feat is the same sum with
+// cells and rows of feat exchanged. The gradient of depth is the dot product of a cell's gradient and a row of feat.
 #include "kernels/pooling/points.h"
 #include "kernels/shared/job.h"
 
 namespace mxd::MXD_ISA {
 namespace {
 
-// ---- cells of the bird's-eye view: in an output [bs, c, d, h, w] the channels of a cell lie far apart, in a row side by side
+// ---- cells of the bird's-eye view: their channels are far apart in an output [bs, c, d, h, w], and contiguous in a row
 
-// read_elements, for floating dtypes, and write_elements, not inlined: each inlined copy would be 10 KB of code.
+// read_elements for floating dtypes, and write_elements. They are not inlined, because each inlined copy would have 10 KB of
+// code.
 template <class T> __attribute__((noinline)) void read_run(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
     with_elements(const_cast<char *>(from), dtype, [&](auto *elements) { convert_run<T>(elements, stride, to, 1, n); });
 }
@@ -16,7 +17,7 @@ template <class T> __attribute__((noinline)) void write_run(const T *from, char 
     write_elements(from, to, dtype, stride, n);
 }
 
-// Blocks of cells that follow each other in one batch.
+// Blocks of consecutive cells of one batch.
 class Cells {
   public:
     static constexpr int64_t BLOCK = 64;
@@ -27,14 +28,14 @@ class Cells {
     }
 
     int64_t blocks() const { return t.shape[BATCH] * blocks_of_batch; }
-    // Of a block: its first cell, counted through all batches, and how many it has.
+    // Return the first cell of a block, numbered through all batches, and the number of its cells.
     int64_t first(int64_t block) const { return block / blocks_of_batch * in_batch + first_in_batch(block); }
     int64_t count(int64_t block) const {
         const int64_t rest = in_batch - first_in_batch(block);
         return rest < BLOCK ? rest : BLOCK;
     }
 
-    // A block of the tensor from rows of `channels` side by side, and into them.
+    // write copies contiguous rows of `channels` to a block of the tensor; read copies a block to such rows.
     template <class T> void write(int64_t block, const T *rows, int64_t channels) const {
         const int64_t n = count(block);
         if (!side_by_side)
@@ -67,14 +68,14 @@ class Cells {
   private:
     const Tensor &t;
     const int64_t in_batch, blocks_of_batch;
-    const bool side_by_side; // cells of a batch
+    const bool side_by_side; // true if the cells of a batch are contiguous in each channel
 
     bool steps(Axis axis, int64_t stride) const { return t.shape[axis] == 1 || t.strides[axis] == stride; }
     int64_t first_in_batch(int64_t block) const { return block % blocks_of_batch * BLOCK; }
 
-    template <class T> static constexpr int SIDE = WIDTH<T> < 4 ? 4 : WIDTH<T>; // of the squares that are transposed
+    template <class T> static constexpr int SIDE = WIDTH<T> < 4 ? 4 : WIDTH<T>; // the side of the squares that are transposed
 
-    // to[k * to_step + i] = from[i * step + k], for i below `lines` and k below `columns`, SIDE at most.
+    // Transposes a square: to[k * to_step + i] = from[i * step + k] for i < lines and k < columns, both at most SIDE.
     template <class T> static void square(const T *from, int64_t step, int64_t lines, int64_t columns, T *to, int64_t to_step) {
         constexpr int N = SIDE<T>;
         if (lines == N && columns == N) {
@@ -88,7 +89,7 @@ class Cells {
         }
     }
 
-    // The same for any number of them, square by square. A function of its own, which reading and writing have in common.
+    // Transposes any number of lines and columns, square by square. It is not inlined, so that read and write share the code.
     template <class T>
     __attribute__((noinline)) static void transposed(const T *from, int64_t step, int64_t lines, int64_t columns, T *to,
                                                      int64_t to_step) {
@@ -99,7 +100,7 @@ class Cells {
                           to + k * to_step + i, to_step);
     }
 
-    // Where a block's cells begin in a channel; and one cell.
+    // Return the address of a block's first cell in a channel, and of cell i of a block.
     char *line(int64_t block, int64_t channel) const {
         return at(t, block / blocks_of_batch * t.strides[BATCH] + first_in_batch(block) + channel * t.strides[CELL_CHANNEL]);
     }
@@ -120,7 +121,7 @@ struct Forward {
     const Sorted &by_cell;
     const Cells cells;
     const Source feat;
-    const bool side_by_side; // points, and what they read of depth and ranks
+    const bool side_by_side; // true if points are sorted, and ranks and depth can be read without a window
 
     static bool are_side_by_side(const Call &call, const Sorted &by_cell) {
         const auto narrow = [](const Tensor &ranks) { return ranks.dtype == MXD_INT32 && ranks.strides[LISTED] == 1; };
@@ -172,8 +173,8 @@ template <class T> struct Backward {
     const Call &call;
     const Sorted &by_feat;
     const Cells cells;
-    T *const rows; // grad_output, a row for each cell
-    T *const dots; // of each point; null where the gradient of depth is not wanted
+    T *const rows; // grad_output as a row for each cell
+    T *const dots; // the gradient of each point's depth; null if the gradient of depth is not wanted
     const Source cell_rows;
 };
 
@@ -187,7 +188,7 @@ template <class T> struct CellRows {
     }
 };
 
-// Of some rows of feat.
+// Computes the gradient of a block of rows of feat, and the dot products for the gradient of depth.
 template <class T> class FeatGradient {
   public:
     static constexpr int64_t BLOCK = 16;
@@ -232,7 +233,7 @@ template <class T> class FeatGradient {
     }
 };
 
-// A range of depth. Each thread goes through all points, and adds those whose depth is its own.
+// Computes the gradient of a range of depth. Each thread reads all points and adds those whose depth is in its range.
 template <class T> class DepthGradient {
   public:
     struct Args {
@@ -259,7 +260,7 @@ template <class T> class DepthGradient {
 
   private:
     const Args &args;
-    T *const sums; // and one of all other points
+    T *const sums; // the last sum collects the points of other ranges
 
     int64_t most() const { return (args.call.grad_depth.shape[LISTED] + args.ranges - 1) / args.ranges; }
 };
@@ -269,7 +270,7 @@ template <class T> bool gradients(const Call &call) {
     const Sorted by_feat(call.ranks_feat, n.points, n.keys, call.num_threads);
     const bool needs_depth = call.grad_depth.data;
     const Memory memory(Arena::bytes<T>(n.cells * n.channels) + (needs_depth ? Arena::bytes<T>(n.points) : 0) +
-                        1); // never nothing
+                        1); // + 1, because Memory of 0 bytes is null
     if (!by_feat.ready() || !memory.begin()) return false;
     Arena arena(memory.begin());
     T *const rows = arena.take<T>(n.cells * n.channels), *const dots = needs_depth ? arena.take<T>(n.points) : nullptr;

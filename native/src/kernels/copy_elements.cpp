@@ -1,4 +1,4 @@
-// Copies of value where kernels cannot read it as it lies. Compiled for the baseline alone: few calls need it.
+// Copies value if kernels cannot read it in place. Only the baseline has this code, because few calls need it.
 #include "kernels/kernels.h"
 #include "kernels/shared/tensor.h"
 

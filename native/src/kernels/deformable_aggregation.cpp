@@ -1,5 +1,6 @@
-// deformable_aggregation on the CPU. A point is projected into cameras. Where it lies strictly inside the image, each
-// scale of that camera gives a bilinear sample, weighted group by group. With logits, the points are projected here.
+// deformable_aggregation on the CPU. A point has a location in each camera. If the location is strictly inside the image, each
+// scale of the camera gives a bilinear sample, with a weight for each group. deformable_aggregation_with_logits computes the
+// locations here.
 #include "kernels/aggregation/anchors.h"
 #include "kernels/shared/bands.h"
 #include "kernels/shared/partial_sums.h"
@@ -7,7 +8,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// ---- forward: each anchor's rows, summed with a coefficient for each group
+// ---- forward: sums the rows of each anchor with a coefficient for each group
 
 // Items: anchor_blocks.
 template <class V, class T> class Forward : AnchorWorker<V, T> {
@@ -44,9 +45,9 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
     }
 };
 
-// ---- the gradients of sample_locations and weights; with logits, of key points, projections and logits
+// ---- the gradients of locations and weights; with logits: of key points, projections and logits
 
-// With logits: from the gradients of an anchor's samples to those of its key points and logits, and of the projection.
+// With logits: computes the gradients of an anchor's key points and logits and of the projection from those of its samples.
 //
 //   of a location    goes to its key point and its camera
 //   of a logit       = softmax * (of its weight * pair_scale - mean), mean = sum of softmax * of weights * pair_scale
@@ -65,16 +66,16 @@ template <class T> class AnchorGradients {
         grad_matrices = sums.of(item, 0);
         if (grad_matrices) memset(grad_matrices, 0, size_t(sums.bytes(1)));
     }
-    // Another anchor. Its pairs come in the order in which they are seen.
+    // Begins an anchor. add() must then be called for its pairs in the order of SeenPoints.
     void begin() {
         num_pairs = 0;
         memset(mean, 0, size_t(n.groups) * sizeof(T));
         memset(grad_points, 0, size_t(3 * n.points) * sizeof(T));
     }
-    // Where the gradients of the next pair's weights belong, [scales, groups].
+    // Returns memory for the gradients of the next pair's weights, [scales, groups].
     T *next_pair() { return grad_weights + num_pairs++ * n.scales * n.groups; }
 
-    // Pair i of a bundle.
+    // Adds the gradients of pair i of a bundle.
     void add(const AnchorReader<T> &reader, const Bundle<T> &bundle, int64_t i, const T *location, const T *grad_pair) {
         const int64_t pair = bundle.pairs[i];
         if (call.grad_locations.data || grad_matrices)
@@ -92,9 +93,9 @@ template <class T> class AnchorGradients {
     const Call &call;
     Sizes n;
     SomeAxes<2> points;
-    PartialSums<T> sums; // of projections: each block of anchors is a part
+    PartialSums<T> sums; // the gradient of projections; each block of anchors is a part
     T *grad_weights = nullptr, *mean = nullptr, *grad_points = nullptr;
-    T *grad_matrices = nullptr; // of this item's anchors; null where it is not needed
+    T *grad_matrices = nullptr; // the sum of this item's anchors; null if it is not wanted
     int64_t num_pairs = 0;
 
     void add_products(const T *grad, const T *weight) {
@@ -130,9 +131,9 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 
   private:
     T *dot;  // [row, groups]
-    T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
+    T *pair; // the gradients of one pair's weights, [scales, groups]
     SomeAxes<2> weights_out;
-    AnchorGradients<T> anchor_gradients; // with logits
+    AnchorGradients<T> anchor_gradients; // used with logits
 
     static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 
@@ -168,7 +169,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
         grouped_dots<V, T>(bundle.address, bundle.num_rows(), n.groups, n.group_channels, g, dot);
     }
 
-    // Adds to location[0], location[1]; writes weight[groups].
+    // Computes the gradients of sample i: adds to location[0] and location[1], writes weight[groups].
     void sample(const Bundle<T> &bundle, int64_t i, T *location, T *weight) {
         T slope_x = 0, slope_y = 0;
         for_pieces<T>(this->n.groups, [&](auto lanes, auto vectors, int64_t c) {
@@ -193,9 +194,9 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     }
 };
 
-// ---- the gradient of feature_maps, by bands of rows
+// ---- the gradient of feature_maps, in bands of rows
 
-// Items: (batch, band).
+// An item is (batch, band).
 template <class T> class FeatureGradient {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * job.plan.num_bands; }
@@ -225,12 +226,12 @@ template <class T> class FeatureGradient {
     SampleWeights<T> weights;
     Samples<T> samples;
     T *row;
-    T *sink; // never written: prefetched where no row is ahead
+    T *sink; // a row to prefetch after the last row; never read or written
     int64_t *address;
     T *coefficients; // [row, groups]
     Band<T> band;
     BandReach<T> reach;
-    int64_t first_map = 0, end_map = 0; // the maps that reach into the band lie between
+    int64_t first_map = 0, end_map = 0; // all maps with rows in the band are in first_map..end_map-1
 
     void anchor(int64_t b, int64_t a) {
         locations.read(b, a);
@@ -249,7 +250,8 @@ template <class T> class FeatureGradient {
         serve(b, a);
     }
 
-    // Sample by sample, so that where value is cut into bands does not change the order of additions.
+    // Adds the rows of the collected samples, sample by sample, so that the order of additions does not depend on the cut into
+    // bands.
     void serve(int64_t b, int64_t a) {
         if (samples.count == 0) return;
         const int64_t padded = samples.pad();
@@ -304,7 +306,8 @@ bool deformable_aggregation_backward(const Call &call, const Plan &plan) {
         if (!call.with_logits) return all_gradients<V, T>({call, plan});
         const Tensor &grad = call.grad_projection;
         const int64_t totals = SoftmaxTotals<T>::bytes(call), blocks = anchor_blocks(call).per_range;
-        const Memory memory(totals + PartialSums<T>(grad, nullptr).bytes(call.sizes.batch * blocks) + 1); // never nothing
+        const Memory memory(totals + PartialSums<T>(grad, nullptr).bytes(call.sizes.batch * blocks) +
+                            1); // + 1, because Memory of 0 bytes is null
         char *const begin = memory.begin(), *const sums = grad.data ? begin + totals : nullptr;
         if (!begin || !all_gradients<V, T>({call, plan, nullptr, sums, begin})) return false;
         return !sums || add_parts<T>(call.num_threads, {grad, blocks, {grad, sums}});

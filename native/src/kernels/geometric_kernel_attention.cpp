@@ -8,7 +8,7 @@ namespace {
 template <class T> struct Nearest {
     static constexpr int CORNERS = 1;
 
-    // The pixels of samples i..i+LANES-1. They are clamped as integers, because T does not hold every width.
+    // Finds the pixels of samples i..i+LANES-1. They are clamped as integers, because T cannot represent every width.
     static MXD_INLINE void pixels(const Query<T> &query, int64_t i, IntLanes<T> &x, IntLanes<T> &y) {
         const MapLanes<T> &maps = query.maps().at(i);
         if (query.in_whole_numbers()) {
@@ -40,14 +40,14 @@ template <class T> struct Nearest {
         const IntLanes<T> width = raw_load<Int<T>, LANES>(maps.row);
         IntLanes<T> x, y;
         pixels(query, i, x, y);
-        const IntLanes<T> sampled = width > 0; // padding has an empty map, and weights that are another head's
+        const IntLanes<T> sampled = width > 0; // false for padding, whose weights belong to another head
         return {{sampled},
                 {raw_load<Int<T>, LANES>(maps.start) + y * width + x},
                 width,
                 {sampled ? query.weight(i) : RealLanes<T>{}}};
     }
 
-    // The product with a sample's one row is its weight's gradient.
+    // The gradient of a weight is the dot product of the sample's row with grad_output.
     template <bool OF_OFFSETS = false>
     static MXD_INLINE void gradients(const Query<T> &, const T *dot, int64_t i, T *, T *grad_weight) {
         store<T, LANES>(grad_weight + i, get_entries<1>(dot, i, 0));

@@ -1,4 +1,4 @@
-// The one list of kernels.
+// The list of kernels.
 #include "kernels/kernels.h"
 
 namespace mxd::MXD_ISA {

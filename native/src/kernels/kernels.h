@@ -1,21 +1,21 @@
-// The kernels of each instruction set: all that the rest of the library sees of them.
+// The kernels of each instruction set. The rest of the library includes only this header of kernels/.
 #pragma once
 
 #include "call/plan.h"
 
 namespace mxd {
 
-// One direction of an operator. False: no memory for scratch.
+// One direction of an operator. Returns false if there is no scratch memory.
 typedef bool Kernel(const Call &call, const Plan &plan);
 
 struct Kernels {
     Kernel *forward, *backward;
 };
 
-// By Operator. A library has those that it is built with.
+// Arrays indexed by Operator. A library has the instruction sets that it was built with.
 namespace baseline {
 extern const Kernels kernels[];
-void copy_elements(const Tensor &t, bool as_doubles, char *to); // prepare()'s
+void copy_elements(const Tensor &t, bool as_doubles, char *to); // used by prepare()
 } // namespace baseline
 namespace avx2 {
 extern const Kernels kernels[];

@@ -1,4 +1,4 @@
-// multi_scale_deformable_attn on the CPU. Locations are normalised, samples bilinear, corners off the map zero.
+// multi_scale_deformable_attn on the CPU. Locations are normalised, samples are bilinear, and corners off the map are zero.
 #include "kernels/attention/attention.h"
 
 namespace mxd::MXD_ISA {
@@ -39,7 +39,7 @@ template <class T> struct Bilinear {
         return rows;
     }
 
-    // Of locations, or of offsets in pixels, and of weights.
+    // Computes the gradients of weights, and of locations, or with OF_OFFSETS of offsets in pixels.
     template <bool OF_OFFSETS = false>
     static MXD_INLINE void gradients(const Query<T> &query, const T *dot, int64_t i, T *grad_xy, T *grad_weight) {
         const Corners<T> c = corners(query, i);

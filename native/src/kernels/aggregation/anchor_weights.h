@@ -1,5 +1,5 @@
-// The weights of anchors' pairs: as they are given, or with logits the softmax of each group over all samples of an
-// anchor, times the pair's scale.
+// The weights of an anchor's pairs. Without logits they are an input. With logits they are the softmax of each group over all
+// samples of the anchor, times the scale of the pair.
 #pragma once
 
 #include "kernels/shared/job.h"
@@ -9,24 +9,24 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Softmax over the rows of contiguous logits [row, groups], for each group. A vector holds some groups of one row, or
-// some rows: the group of a lane repeats after `cycle` numbers. Each of `cycle` lanes keeps a maximum and a sum of its
-// own; the lanes of a group are folded at the end.
+// The softmax over the rows of contiguous logits [row, groups], for each group. Logits are processed as one array of numbers,
+// whatever rows they belong to. The pattern of groups in vectors repeats after `cycle` numbers. So `cycle` lanes each have a
+// maximum and a sum, and at the end the lanes of each group are folded.
 template <class T> class GroupedSoftmax {
     static constexpr int N = WIDTH<T>;
-    static constexpr int64_t STEP = 4 * N; // four vectors, because one by itself waits for each step of its exp
+    static constexpr int64_t STEP = 4 * N; // four vectors at once, which hides the latency of exp
     typedef Vec<T, N> Lanes;
 
   public:
-    // Room for the exps of `count` logits.
+    // Returns the elements of memory for the exps of `count` logits.
     static int64_t room(int64_t count) { return round_up(count, STEP); }
     GroupedSoftmax(int64_t rows, int64_t row_size, Arena &arena)
         : groups(row_size), count(rows * row_size), whole(count / STEP * STEP), padded(room(count)),
           cycle(row_size > 0 ? STEP / common_divisor(row_size, STEP) * row_size : STEP), used(cycle < padded ? cycle : padded),
           lanes(arena.take<T>(padded + row_size)) {}
 
-    // exps = e^(logit - most[group]) and inverse[group] = 1 / their sum, as torch computes softmax: a group is NaN
-    // whose largest logit is infinite, or that has a NaN. next: logits to prefetch; any address is harmless.
+    // Computes exps = e^(logit - most[group]) and inverse[group] = 1 / sum of exps. As in torch, a group with a NaN or with an
+    // infinite maximum becomes NaN. next: the address of logits to prefetch, which may be invalid.
     template <class S> void operator()(const S *logits, int64_t next, T *exps, T *most, T *inverse) const {
         if (count == 0) return;
         find_most(logits, exps, most);
@@ -36,7 +36,8 @@ template <class T> class GroupedSoftmax {
             find_exps(exps, next, int64_t(sizeof(S)), exps, inverse);
     }
 
-    // to[row, group] = exps * factor[group]; what does not fill STEP numbers is written over exps first.
+    // Computes to[row, group] = exps * factor[group]. The last numbers, which do not fill STEP, are first computed in place in
+    // exps.
     void multiply(T *exps, const T *factor, T *to) const {
         for (int64_t i = 0; i < used; i += groups) memcpy(lanes + i, factor, size_t(groups) * sizeof(T));
         for (int64_t column = 0; column < used; column += STEP) {
@@ -53,9 +54,9 @@ template <class T> class GroupedSoftmax {
 
   private:
     int64_t groups, count, whole, padded, cycle, used;
-    T *lanes; // what each lane keeps, up to `used`
+    T *lanes; // the maximum, and later the sum, of each of `used` lanes
 
-    // Logits that cannot be used as they lie are copied to exps: of another dtype, or too few to fill STEP.
+    // Finds the maximum of each group. Copies logits to exps if they have another dtype or do not fill STEP numbers.
     template <class S> void find_most(const S *logits, T *exps, T *most) const {
         const Lanes least = broadcast<T, N>(-T(__builtin_inf()));
         for (int64_t i = whole; i < padded; ++i) exps[i] = i < count ? load<T, 1>(logits + i) : least[0];
@@ -80,7 +81,7 @@ template <class T> class GroupedSoftmax {
         fold(least[0], most, Larger());
     }
 
-    // logits: exps, where they were copied.
+    // Computes exps and inverse. `logits` may be `exps`, if they were copied.
     void find_exps(const T *logits, int64_t next, int64_t size, T *exps, T *inverse) const {
         for (int64_t column = 0; column < used; column += STEP) {
             Lanes top[4], sums[4] = {};
@@ -110,7 +111,7 @@ template <class T> class GroupedSoftmax {
         return a;
     }
 
-    // One number for each group from those of its lanes, in `to` and again in each lane.
+    // Folds the lanes of each group into one number, and stores it in `to` and in all lanes of the group.
     template <class Fold> void fold(T neutral, T *to, Fold &&fold) const {
         const int64_t end = round_up(used, groups);
         for (int64_t i = used; i < end; ++i) lanes[i] = neutral;
@@ -124,23 +125,24 @@ template <class T> class GroupedSoftmax {
     }
 };
 
-// With logits: while the rows of one anchor are used, those of the next are found, and the one after it is computed.
+// The number of anchors whose softmax is kept: while the rows of one anchor are summed, the rows of the next are found, and the
+// softmax of the one after it is computed.
 constexpr int64_t KNOWN_ANCHORS = 3;
 
-// Of anchors; a range is a batch.
+// Cuts anchors into blocks. A range is a batch.
 inline Blocks anchor_blocks(const Call &call) {
-    // sums over a block must not depend on threads
+    // The gradient of projections sums over blocks, so its blocks must not depend on the number of threads.
     const int64_t items = call.grad_projection.data ? 64 : 8 * (call.num_threads > 1 ? call.num_threads : 1);
     return {call.sizes.queries, between(1, call.sizes.batch * call.sizes.queries / items, 16)};
 }
 
-// The offset of a pair in weights, logits or pair_scale; on the first scale.
+// Returns the offset of a pair in weights, logits or pair_scale, for the first scale.
 inline int64_t offset_of_pair(const Call &call, const Tensor &t, int64_t b, int64_t anchor, int64_t pair) {
     return offset_of(t, b, anchor) + pair / call.sizes.cameras * t.strides[KEY_POINT] +
            pair % call.sizes.cameras * t.strides[CAMERA];
 }
 
-// The pair's number in pair_scale, or 1.
+// Returns the pair's element of pair_scale, or 1 without pair_scale.
 template <class T> T scale_of_pair(const Call &call, int64_t b, int64_t anchor, int64_t pair) {
     const Tensor &t = call.pair_scale;
     T scale = 1;
@@ -148,8 +150,8 @@ template <class T> T scale_of_pair(const Call &call, int64_t b, int64_t anchor, 
     return scale;
 }
 
-// Of each anchor and group: the largest logit, and 1 / the sum of exps. The gradient of feature_maps goes through the
-// anchors once for each band, and makes the weights of that band's samples from these two.
+// The largest logit and 1 / sum of exps, for each anchor and group. The gradient of feature_maps reads the anchors once for
+// each band, and recomputes the weights of the band's samples from these two numbers.
 template <class T> class SoftmaxTotals {
   public:
     static int64_t bytes(const Call &call) {
@@ -169,7 +171,7 @@ template <class T> class SoftmaxTotals {
 // The softmax of one anchor's logits.
 template <class T> struct AnchorSoftmax {
     T *exps;           // [camera, scale, point, group]
-    T *most, *inverse; // [group]: as in SoftmaxTotals
+    T *most, *inverse; // [group], as in SoftmaxTotals
 
     AnchorSoftmax(const Sizes &n, int64_t rows, Arena &arena)
         : exps(arena.take<T>(GroupedSoftmax<T>::room(rows * n.groups))), most(arena.take<T>(2 * n.groups)),
@@ -183,7 +185,7 @@ template <class T> class AnchorWeights {
           by_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job), softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
-    // With logits, before the weights of an anchor's pairs are read. The weights of the two anchors before stay valid.
+    // Computes the softmax of an anchor; with logits it must precede read(). The results of the two anchors before stay valid.
     void compute(int64_t b, int64_t anchor) {
         AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
         const int64_t offset = offset_of(call.weights, b, anchor);
@@ -191,7 +193,7 @@ template <class T> class AnchorWeights {
             to.most = totals.most(b, anchor);
             to.inverse = totals.inverse(b, anchor);
         }
-        const auto compute_elements = [&](auto *logits, int64_t step) { // step: to the next anchor
+        const auto compute_elements = [&](auto *logits, int64_t step) { // step: elements to the next anchor
             softmax(logits, reinterpret_cast<int64_t>(logits + step), to.exps, to.most, to.inverse);
         };
         if (by_anchor.contiguous)
@@ -201,20 +203,20 @@ template <class T> class AnchorWeights {
         compute_elements(static_cast<const T *>(to.exps), 0);
     }
 
-    // The weights of a pair, [scales, groups].
+    // Reads the weights of a pair, [scales, groups].
     void read(int64_t b, int64_t anchor, int64_t pair, T *to) const {
         if (!call.with_logits) return by_pair.read(offset_of_pair(call, call.weights, b, anchor, pair), to);
         const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const T *exps = from.exps + first_row(pair) * n.groups, scale = scale_of_pair<T>(call, b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s) multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
     }
-    // Prefetches the weights of a pair. With logits they were computed just before.
+    // Prefetches the weights of a pair. With logits this does nothing, because the softmax is still in the cache.
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair) const {
         if (!call.with_logits) prefetch(call.weights, offset_of_pair(call, call.weights, b, anchor, pair), n.scales * n.groups);
     }
 
-    // Turns gradients of the weights of an anchor's pairs, [pair, scales, groups], into those of all its logits.
-    // mean[group]: the sum of weights times gradients. grad_weights and the anchor's exps are written over.
+    // Computes the gradient of all logits of an anchor from that of its pairs' weights, [pair, scales, groups]. mean[group] is
+    // the sum of weights times gradients. Overwrites grad_weights, mean and the anchor's exps.
     void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *grad_weights, T *mean) {
         AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const Tensor &grad = call.grad_weights;
@@ -228,7 +230,8 @@ template <class T> class AnchorWeights {
                 find_grad_logits(exps + s * n.points * n.groups, from.inverse, scale, mean,
                                  grad_weights + (i * n.scales + s) * n.groups);
         }
-        for (int64_t g = 0; g < n.groups; ++g) mean[g] *= -from.inverse[g]; // the others have weights * (0 - mean)
+        for (int64_t g = 0; g < n.groups; ++g)
+            mean[g] *= -from.inverse[g]; // logits of pairs that are not seen have softmax * (0 - mean)
         softmax.multiply(from.exps, mean, to);
         for (int64_t i = 0; i < count; ++i)
             for (int64_t s = 0; s < n.scales; ++s)
@@ -247,7 +250,7 @@ template <class T> class AnchorWeights {
     AnchorSoftmax<T> anchors[KNOWN_ANCHORS];
 
     static int64_t rows_of(const Call &call) { return call.with_logits ? call.sizes.levels * call.sizes.points : 0; }
-    // Of logits, on the first scale; `points` rows follow until the next scale.
+    // Returns the row of a pair's logits for the first scale. The row for the next scale is `points` rows later.
     int64_t first_row(int64_t pair) const { return pair % n.cameras * n.scales * n.points + pair / n.cameras; }
     void multiply(const T *exps, const T *inverse, T scale, T *to) const {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
@@ -255,7 +258,7 @@ template <class T> class AnchorWeights {
             store<T, N>(to + g, load<T, N>(exps + g) * load<T, N>(inverse + g) * scale);
         });
     }
-    // Writes over grads, those of the weights.
+    // Computes the gradients of logits, and overwrites the gradients of the weights.
     void find_grad_logits(const T *exps, const T *inverse, T scale, const T *mean, T *grads) const {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
@@ -265,7 +268,7 @@ template <class T> class AnchorWeights {
     }
 };
 
-// The weights of single samples, from SoftmaxTotals where logits are given.
+// Reads the weights of single samples. With logits computes them from SoftmaxTotals.
 template <class T> class SampleWeights {
   public:
     explicit SampleWeights(const Job &job) : call(job.call), n(call.sizes), totals(job) {}
@@ -288,7 +291,7 @@ template <class T> class SampleWeights {
     int64_t offset(int64_t b, int64_t anchor, int64_t pair, int64_t scale) const {
         return offset_of_pair(call, call.weights, b, anchor, pair) + scale * call.weights.strides[SCALE];
     }
-    // Logits become weights.
+    // Replaces logits by weights.
     void compute(const T *most, const T *inverse, T scale, T *logits) const {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
@@ -298,8 +301,8 @@ template <class T> class SampleWeights {
     }
 };
 
-// Where only the gradient of feature_maps is wanted: SoftmaxTotals, which the gradients of samples else write. Items:
-// anchor_blocks.
+// Computes SoftmaxTotals if only the gradient of feature_maps is wanted. Otherwise SampleGradients computes them. An item is a
+// block of anchor_blocks.
 template <class T> class Totals {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }

@@ -1,7 +1,8 @@
-// How deformable_aggregation reads its anchors: which pairs (point, camera) are seen, and bundles of their samples.
+// Reads the anchors of deformable_aggregation: finds the pairs (point, camera) that are seen, and makes bundles of their
+// samples.
 //
-// A bundle holds the seen samples of one anchor, or as many as there is room for. While the rows of one bundle are
-// summed, the first rows of the next are prefetched.
+// A bundle has the seen samples of one anchor. An anchor with too many samples gets several bundles. While the rows of one
+// bundle are summed, the first rows of the next bundle are prefetched.
 #pragma once
 
 #include "kernels/aggregation/anchor_weights.h"
@@ -11,14 +12,13 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Samples of a bundle: all scales of a pair (point, camera) stay together.
+// Returns the most samples of a bundle. It is at least n.scales, because all scales of a pair are in one bundle.
 inline int64_t bundle_room(const Sizes &n) { return round_up(n.scales > 64 ? n.scales : 64, LANES); }
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
 
-// The locations of an anchor's pairs (point, camera), as T, and the pairs that are seen, which lie strictly inside the
-// image. With logits only seen pairs have locations; these stay valid while the next two anchors
-// are read.
+// The locations of an anchor's pairs (point, camera) as T, and the seen pairs: those strictly inside the image. With logits
+// only seen pairs have locations, which stay valid while the next two anchors are read.
 template <class T> class AnchorReader {
   public:
     const int64_t *seen = nullptr;
@@ -30,7 +30,7 @@ template <class T> class AnchorReader {
           copy(arena.take<T>(call.with_logits ? 0 : 2 * pairs_of(n))), cameras(c, arena),
           anchors{{c, arena}, {c, arena}, {c, arena}}, last_camera(n.cameras) {}
 
-    // Selects a batch; with logits, only what the cameras first..last-1 see.
+    // Selects a batch. With logits, read() projects only into the cameras first..last-1.
     void open(int64_t b, int64_t first, int64_t last) {
         first_camera = first;
         last_camera = last;
@@ -52,7 +52,7 @@ template <class T> class AnchorReader {
     const SeenPoints<T> &points_of(int64_t anchor) const { return anchors[anchor % KNOWN_ANCHORS]; }
     const Cameras<T> &all_cameras() const { return cameras; }
 
-    // Finds all pairs that are seen; calls skip(pair) for the others where locations are given.
+    // Finds all seen pairs. Without logits, calls skip(pair) for every other pair.
     template <class Skip> void find_seen(int64_t anchor, Skip &&skip) {
         num_seen = 0;
         if (call.with_logits) {
@@ -67,7 +67,7 @@ template <class T> class AnchorReader {
                 skip(pair);
         seen = seen_pairs;
     }
-    // Finds the pairs of one camera that may read rows of a band on the camera's map `map`.
+    // Finds the seen pairs of one camera that may read rows of a band on the camera's map `map`.
     void find_seen(int64_t anchor, int64_t camera, int64_t map, const BandReach<T> &band) {
         const T height = T(call.levels[map].height);
         const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of<T>(xy[2 * pair + 1], height), map); };
@@ -87,7 +87,7 @@ template <class T> class AnchorReader {
     const Call &call;
     Sizes n;
     SomeAxes<3> axes;
-    bool in_place; // locations are read where they lie
+    bool in_place; // locations are read without a copy
     int64_t *seen_pairs;
     T *copy;
     Cameras<T> cameras;
@@ -98,7 +98,7 @@ template <class T> class AnchorReader {
     bool inside(int64_t pair) const { return is_inside(xy[2 * pair], xy[2 * pair + 1]); }
 };
 
-// Samples of one anchor: positions, maps, and weights [sample, groups].
+// Samples of one anchor: positions in pixels, maps, and weights [sample, groups].
 template <class T> class Samples {
   public:
     int64_t count = 0;
@@ -107,8 +107,8 @@ template <class T> class Samples {
         : call(c), n(c.sizes), maps_(arena, bundle_room(n)), x(arena.take<T>(bundle_room(n))), y(arena.take<T>(bundle_room(n))),
           weights(arena.take<T>(bundle_room(n) * n.groups)) {}
 
-    // Add samples at normalised (u, v), one on each of the maps first..last-1. Returns where their weights belong,
-    // [samples, groups].
+    // Adds samples at normalised (u, v), one on each of the maps first..last-1. Returns memory for their weights, [samples,
+    // groups].
     T *add(T u, T v, int64_t first, int64_t last) {
         T *const first_weights = weights + count * n.groups;
         for (int64_t map = first; map < last; ++map, ++count) {
@@ -119,7 +119,7 @@ template <class T> class Samples {
         }
         return first_weights;
     }
-    // Adds invalid samples up to a multiple of LANES, and returns the number of samples with them.
+    // Pads with invalid samples to a multiple of LANES. Returns the number of samples with padding.
     int64_t pad() {
         const int64_t padded = round_up(count, LANES);
         for (int64_t i = count; i < padded; ++i) {
@@ -142,16 +142,16 @@ template <class T> class Samples {
     T *x, *y, *weights;
 };
 
-// Samples of one anchor and their rows, in the order of lists of rows.
+// Samples of one anchor and their rows, in the order of entry_of().
 template <class T> struct Bundle {
     Samples<T> samples;
     int64_t anchor = -1;
-    bool first = true, last = true; // whether it is its anchor's first bundle, and its last
-    int64_t *pairs, num_pairs = 0;  // each has `scales` samples, one after the other
+    bool first = true, last = true; // true for an anchor's first bundle, and for its last
+    int64_t *pairs, num_pairs = 0;  // each pair has `scales` consecutive samples
     int64_t *address;
-    T *corner_coefficient; // of each row, before it is multiplied with a weight
-    Int<T> *inside;        // whether it is on the map
-    T *right, *below;      // of each sample, as in Corners
+    T *corner_coefficient; // the bilinear coefficient of each row, without the weight
+    Int<T> *inside;        // true for each row that is on the map
+    T *right, *below;      // as in Corners, for each sample
 
     Bundle(const Call &call, const Sizes &n, Arena &arena)
         : samples(call, arena), pairs(arena.take<int64_t>(bundle_room(n))),
@@ -176,8 +176,8 @@ template <class T> struct Bundle {
     }
 };
 
-// Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for pairs that are not seen, where
-// locations are given; serve(bundle) for bundles in order, at least one for each anchor.
+// The base of workers that process anchors in order. each() calls serve(bundle) for the bundles of the anchors begin..end-1, at
+// least one bundle for each anchor. Without logits it also calls skip(anchor, pair) for pairs that are not seen.
 template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;
@@ -185,7 +185,7 @@ template <class V, class T> struct AnchorWorker {
     AnchorReader<T> locations;
     AnchorWeights<T> weights;
     Bundle<T> bundles[2];
-    V *zeros; // a row, for corners that are not on the map
+    V *zeros; // the zero row, for corners off the map
     T *row;
     RowAddresses rows;
 
@@ -229,11 +229,12 @@ template <class V, class T> struct AnchorWorker {
     template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
         locations.read(b, anchor);
         locations.find_seen(anchor, [&](int64_t pair) { skip(anchor, pair); });
-        // An anchor that no camera sees has its softmax computed as well: where that is NaN, so are its gradients.
+        // The backward also computes the softmax of an anchor that no camera sees, because a NaN there makes the gradients NaN.
         if (call.with_logits && (call.backward || locations.num_seen > 0)) weights.compute(b, anchor);
         for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) ask_for_weights(b, anchor, i);
     }
-    // Prefetches the weights of the pair seen[index]: those of pairs lie apart.
+    // Prefetches the weights of the pair seen[index]. The hardware's prefetcher does not, because the weights of pairs are not
+    // contiguous.
     MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index) const {
         if (index < locations.num_seen) weights.ask_for(b, anchor, locations.seen[index]);
     }

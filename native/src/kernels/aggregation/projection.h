@@ -1,4 +1,4 @@
-// With logits, deformable_aggregation's locations: (u, v, d) = projection (point, 1), and
+// The locations of deformable_aggregation_with_logits: (u, v, d) = projection (point, 1), and
 //
 //   location = (u, v) / max(d, 1e-5) / image_size
 #pragma once
@@ -9,20 +9,20 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// A pair (point, camera) is numbered point * cameras + camera.
+// Returns the number of pairs (point, camera). The index of a pair is point * cameras + camera.
 inline int64_t pairs_of(const Sizes &n) { return n.points * n.cameras; }
 
-template <class T> constexpr T NEAREST = T(1e-5); // what is nearer to a camera, or behind it, is taken to be this far
+template <class T> constexpr T NEAREST = T(1e-5); // the least depth: smaller depths, also behind the camera, are set to it
 
-constexpr int64_t OF_MATRIX = 16; // its last row is not read, and has a gradient of 0
+constexpr int64_t OF_MATRIX = 16; // elements of a 4x4 matrix; its last row is not read and has gradient 0
 
-// What the cameras see of one anchor's key points.
+// The pairs of one anchor's key points and the cameras that see them.
 template <class T> struct SeenPoints {
-    int64_t room = 0;                            // of each coordinate
-    T *points = nullptr;                         // [3, room]: all x, all y, all z
-    int64_t *pairs = nullptr, *begins = nullptr; // the pairs that are seen, camera by camera; where each camera's begin
+    int64_t room = 0;                            // elements of each coordinate, padded
+    T *points = nullptr;                         // [3, room]: all x, then all y, then all z
+    int64_t *pairs = nullptr, *begins = nullptr; // the seen pairs, sorted by camera; the index of each camera's first
     int64_t count = 0;
-    T *xy = nullptr, *depth = nullptr; // of pairs that are seen, by their number: the location, and d
+    T *xy = nullptr, *depth = nullptr; // the location and d of each seen pair, by the pair's index
 
     SeenPoints(const Call &call, Arena &arena) {
         if (!call.with_logits) return;
@@ -56,8 +56,8 @@ template <class T> class Cameras {
         }
     }
 
-    // The pairs of an anchor that the cameras first..last-1 see: strictly inside their images. Its key points begin at
-    // element `offset`.
+    // Finds the pairs of an anchor that are strictly inside the images of the cameras first..last-1. The key points of the
+    // anchor begin at element `offset`.
     void find_seen(int64_t offset, int64_t first, int64_t last, SeenPoints<T> &to) const {
         read_points(offset, to);
         to.count = 0;
@@ -68,8 +68,8 @@ template <class T> class Cameras {
         to.begins[last] = to.count;
     }
 
-    // From the gradient of a location to those of its key point, and of its camera's matrix if it is not null. Both are
-    // added to. A depth that overflows has no gradient, but an infinite row.
+    // Adds the gradient of a location to the gradient of its key point, and to that of its camera's matrix unless grad_matrices
+    // is null. A clamped depth has gradient 0. Its row is skipped, because 0 times an infinite element of the row would be NaN.
     void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *grad_location, T *grad_point, T *grad_matrices) const {
         const int64_t cam = pair % n.cameras, p = pair / n.cameras;
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam, *location = seen.xy + 2 * pair;
@@ -91,7 +91,7 @@ template <class T> class Cameras {
     Sizes n;
     T *matrices = nullptr, *image_sizes = nullptr; // [camera, 4, 4], [camera, 2]
 
-    // Padding is NaN, which no camera sees.
+    // Reads the key points. Padding is NaN, which no camera sees.
     void read_points(int64_t offset, SeenPoints<T> &to) const {
         const Tensor &t = call.locations;
         for (int64_t k = 0; k < 3; ++k) {
@@ -101,7 +101,7 @@ template <class T> class Cameras {
         }
     }
 
-    // For points p..p+LANES-1.
+    // Finds the seen pairs of one camera and points p..p+LANES-1.
     MXD_INLINE void find_seen(int64_t cam, int64_t p, SeenPoints<T> &to) const {
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam;
         RealLanes<T> point[3], projected[3]; // u, v, d

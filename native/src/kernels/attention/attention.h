@@ -1,4 +1,4 @@
-// The workers of an attention operator, and which of them run. A Rule<T> says what an operator does with a location:
+// The forward of the attention operators, and the choice of workers for the backward. A Rule<T> defines an operator's samples:
 //
 //   CORNERS                                         rows of value a sample reads
 //   rows(query, i)                                  what samples i..i+LANES-1 read, a SampledRows
@@ -12,8 +12,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Items: query_blocks. V: the type of value. Near: of the rows of near levels: V, or T where those are packed as computed.
-// Without SOME_FAR all levels are near.
+// The forward. An item is a block of query_blocks. V is the type of value. Near is the type of the rows of near levels: T if
+// the plan has near_as_computed, else V. Without SOME_FAR all levels are near.
 template <class V, class T, template <class> class Rule, bool SOME_FAR, class Near = V>
 class Forward : QueryWorker<Near, T, Rule> {
     typedef QueryWorker<Near, T, Rule> Base;
@@ -31,7 +31,8 @@ class Forward : QueryWorker<Near, T, Rule> {
         const int64_t b = blocks.range(item) / this->n.heads, h = blocks.range(item) % this->n.heads;
         const Tensor &output = this->call.output;
         const bool side_by_side = output.strides[CHANNEL] == 1;
-        // Value may have been widened to double, and the output of 16-bit value may be float32.
+        // V may differ from the output's dtype: value may have been widened to double, and the output of 16-bit value may be
+        // float32.
         const bool as_value = side_by_side && output.dtype == this->call.value.dtype;
         const bool as_computed = side_by_side && output.dtype == OWN<T>;
         const QueryRows outputs(output, b, h, this->n.channels);
@@ -50,9 +51,9 @@ class Forward : QueryWorker<Near, T, Rule> {
 
   private:
     const Job job;
-    Blocks blocks; // a range is a head
+    Blocks blocks; // a range is one head of a batch
     FarRows far;
-    T *sum; // of a query, where output has another dtype or stride
+    T *sum; // the output of a query, if output has another dtype or stride
 };
 
 template <template <class> class Rule> inline bool attention(const Call &call, const Plan &plan) {
@@ -71,7 +72,7 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
     });
 }
 
-// Chunk `chunk` of the gradient of value, in the order of memory: head by head takes longer.
+// Sets a chunk of grad_value to zero, in the order of memory. Zeroing one head after the other takes longer.
 template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
     const Sizes &n = call.sizes;
     const Tensor &grad = call.grad_value;
@@ -87,7 +88,7 @@ template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
     }
 }
 
-// Worker over its items, once grad_value is zero.
+// Sets grad_value to zero, unless the worker writes all of its rows, and then runs the worker over its items.
 template <class T, class Worker> inline bool add_to_zero(const Job &job) {
     if (job.plan.all_rows_are_packed) return over_items<Worker>(job);
     return parallel_stages<Worker>(job.call.num_threads, 1, Worker::items(job), job,
@@ -123,7 +124,8 @@ template <template <class> class Rule> inline bool attention_backward(const Call
         typedef __typeof__(*t) T;
         if (!call.grad_reference.data) return all_gradients<V, T, Rule>({call, plan});
         const Sizes &n = call.sizes;
-        const Memory memory(PartialSums<T>(call.grad_reference, nullptr).bytes(n.batch * n.heads) + 1); // never nothing
+        const Memory memory(PartialSums<T>(call.grad_reference, nullptr).bytes(n.batch * n.heads) +
+                            1); // + 1, because Memory of 0 bytes is null
         return memory.begin() && all_gradients<V, T, Rule>({call, plan, nullptr, memory.begin()}) &&
                add_parts<T>(call.num_threads, {call.grad_reference, n.heads, {call.grad_reference, memory.begin()}});
     });

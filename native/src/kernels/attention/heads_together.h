@@ -1,6 +1,7 @@
-// Attention around a window, several heads of a query together: the forward direction, and all gradients in one pass.
+// geometric_kernel_attention_with_logits, with several heads of a query processed together: the forward, and all gradients in
+// one pass.
 //
-// Reference points, logits and results of a query lie side by side, and all heads read the same window.
+// This pays because the reference points, logits and results of a query are contiguous, and all heads read the same window.
 #pragma once
 
 #include "kernels/attention/packing.h"
@@ -8,36 +9,37 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Samples whose pixels are found together.
+// The number of samples whose pixels are found at once.
 template <class T> constexpr int PIXELS = VECTOR_BYTES / int(sizeof(T)) >= 8 ? 8 : 4;
 
-// What PIXELS samples have for every reference point: their pixels in the window, and their maps. Bytes are counted from
-// the first row of a head.
+// The constants of PIXELS samples, which are the same for all reference points: pixels of the window, and maps. Bytes count
+// from the first row of a head.
 template <class T> struct WindowLanes {
     T width[PIXELS<T>], height[PIXELS<T>], x[PIXELS<T>], y[PIXELS<T>];
     Int<T> last_x[PIXELS<T>], last_y[PIXELS<T>], bytes_of_row[PIXELS<T>], bytes_of_pixel[PIXELS<T>], start[PIXELS<T>];
 };
 
-// A query between prepare and finish.
+// A query that is prepared and not finished yet.
 template <class T> struct PreparedHeads {
-    int64_t *address; // of rows, head by head, padded
-    T *weights;       // the same
+    int64_t *address; // addresses of rows, [head, sample], padded
+    T *weights;       // softmax of the logits, [head, sample], padded
 };
 
-// Finds the rows and the weights of queries, for some heads of one batch, or for ALL_HEADS, which the hardware's
-// prefetcher follows. All rows lie within 2 GB.
+// Finds the rows and computes the weights of queries, for some heads of a batch or for ALL_HEADS. With ALL_HEADS the hardware's
+// prefetcher recognises the accesses, so there are no prefetches. All rows of a batch are within 2 GB.
 template <class T, bool ALL_HEADS> class WindowQueries {
     static constexpr int N = PIXELS<T>;
-    static constexpr int SOFTMAX_ROWS = 4; // that are worked on together
+    static constexpr int SOFTMAX_ROWS = 4; // rows of one call of softmax()
     typedef Vec<T, N> Lanes;
     typedef Vec<Int<T>, N> Ints;
 
   public:
-    int64_t num_rows;     // of a query and head, padded with rows of zeros
-    int64_t address_step; // from head to head of a prepared query
+    int64_t num_rows;     // rows of a query and head; the padding is zero rows
+    int64_t address_step; // addresses between heads of a prepared query
     int64_t weight_step;
 
-    // heads: that go together. first_row(level): bytes from a head's first row to the level's; step: from row to row.
+    // num_heads: heads that are processed together. first_row(level): bytes from the first row of a head to the level's first
+    // row. step: bytes between rows.
     template <class FirstRow>
     WindowQueries(const Call &c, const Sizes &sizes, int64_t num_heads, FirstRow &&first_row, int64_t step,
                   const void *row_of_zeros, Arena &arena)
@@ -55,7 +57,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         }
         for (int64_t i = 0; i < 2 * together; ++i)
             prepared_queries[i] = {arena.zeros<int64_t>(heads * address_step), arena.take<T>(num_weights(n, heads))};
-        for (int64_t i = 0; i < together; ++i) // zeros: whole vectors are read, of which not all is written
+        for (int64_t i = 0; i < together; ++i) // zeros, because whole vectors are read and only a part is written
             logit_copies[i] = arena.zeros<T>(num_logits(n, heads));
         for (int64_t i = 0; i < (arena.counts ? 0 : address_step); ++i) set_lane(i, first_row, step);
         references_in_place = c.reference.dtype == OWN<T> && references.contiguous;
@@ -65,7 +67,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         return prepared_queries[q & (ALL_HEADS ? 1 : 2 * together - 1)];
     }
 
-    // Selects a batch and `heads` heads from h on. rows_of(i): the first row of head h + i.
+    // Selects a batch and the `heads` heads from h on. rows_of(i): the address of the first row of head h + i.
     template <class RowsOf> void open(int64_t b, int64_t h, RowsOf &&rows_of) {
         for (int64_t i = 0; i < heads; ++i)
             for (int64_t s = 0; s < address_step; ++s)
@@ -73,7 +75,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         reference_rows = QueryRows(call.reference, b, h, 2 * heads);
         logit_rows = QueryRows(call.weights, b, h, heads * samples);
     }
-    // finish(query, it as prepared) for queries begin..end-1. Each is prepared while one before it is finished.
+    // Calls finish(query, prepared query) for queries begin..end-1. Queries are prepared ahead, while earlier queries are
+    // finished.
     template <class Finish> MXD_INLINE void go_through(int64_t begin, int64_t end, Finish &&finish) {
         int64_t ready = begin;
         for (int64_t q = begin; q < end; ++q) {
@@ -88,17 +91,17 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     Sizes n;
     int64_t heads;
     int64_t together; // queries that are prepared together: a power of two
-    int64_t samples;  // of a query and head
+    int64_t samples;  // samples of a query and head
     int64_t zero_row; // the address of a row of zeros
     WindowLanes<T> *lanes;
-    int64_t *base; // of the first row of each head, for each sample; the zero row for padding
+    int64_t *base; // [head, sample]: the address of the head's first row, or of the zero row for padding
     SomeAxes<2> references;
     SomeAxes<3> logits;
-    T *reference_copy, *logit_copies[SOFTMAX_ROWS]; // of queries that cannot be read as they lie
+    T *reference_copy, *logit_copies[SOFTMAX_ROWS]; // copies for queries that cannot be read in place
     bool references_in_place = false;
-    int64_t last_in_place = -1; // the last query whose logits are read as they lie
+    int64_t last_in_place = -1; // the last query whose logits are read in place
     QueryRows reference_rows, logit_rows;
-    int64_t query_of_row[SOFTMAX_ROWS], head_of_row[SOFTMAX_ROWS]; // of a softmax
+    int64_t query_of_row[SOFTMAX_ROWS], head_of_row[SOFTMAX_ROWS]; // for each row of softmax()
     PreparedHeads<T> prepared_queries[2 * SOFTMAX_ROWS];
 
     static int64_t computed_together(int64_t heads) { return ALL_HEADS || heads > 2 ? 1 : SOFTMAX_ROWS / heads; }
@@ -109,7 +112,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     }
     static int64_t num_logits(const Sizes &n, int64_t heads) { return heads * n.levels * n.points + SOFTMAX_LANES<T>; }
 
-    // Returns how far queries are prepared.
+    // Prepares queries from q on. Returns the first query that is not prepared.
     MXD_INLINE int64_t prepare(int64_t q, int64_t end) const {
         const int64_t together = ALL_HEADS ? 1 : this->together, last = q + together < end ? q + together : end;
         for (int64_t i = q; i < last; ++i) find_rows(reference_of(i), prepared(i).address);
@@ -119,7 +122,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
             const T *row[SOFTMAX_ROWS];
             T *to[SOFTMAX_ROWS];
             for (int64_t i = 0; i < SOFTMAX_ROWS;
-                 ++i) { // rows without a head repeat the last head's, and go to memory that is not read
+                 ++i) { // a row without a head repeats the last head, and its weights are not read
                 const int64_t query = ALL_HEADS ? 0 : query_of_row[i], h = first + (ALL_HEADS ? i : head_of_row[i]);
                 row[i] = from[query] + (h < heads ? h : heads - 1) * samples;
                 to[i] = prepared(q + query).weights + h * weight_step;
@@ -129,7 +132,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         return last;
     }
 
-    // Padding is pixel 0 of a row of zeros.
+    // Sets the constants of a sample. Padding reads pixel 0 of the zero row.
     template <class FirstRow> void set_lane(int64_t sample, FirstRow &&first_row, int64_t row_step) {
         WindowLanes<T> &to = lanes[sample / N];
         const int64_t lane = sample % N;
@@ -153,7 +156,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         to.bytes_of_pixel[lane] = Int<T>(step);
         to.start[lane] = Int<T>(first);
     }
-    // Whole vectors are read: what follows the last head's logits is the next query.
+    // Returns the last query whose logits can be read in whole vectors. Such a vector also reads the first logits of the next
+    // query.
     int64_t last_in_vectors() const {
         if (samples % SOFTMAX_LANES<T> == 0) return n.queries - 1;
         const int64_t per_query = n.heads * samples;
@@ -190,7 +194,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         return on_map<N>(whole_or_largest<true, N>(x), raw_load<Int<T>, N>(last));
     }
     static MXD_INLINE void put_addresses(Ints bytes, const int64_t *from, int64_t *to) {
-        if constexpr (sizeof(Int<T>) == 4 && N == 8 && LANES == 4) { // a vector holds four addresses
+        if constexpr (sizeof(Int<T>) == 4 && N == 8 && LANES == 4) { // a vector has four addresses
             store<int64_t, 4>(to, raw_load<int64_t, 4>(from) + convert<int64_t, 4>(four_of<0>(bytes)));
             store<int64_t, 4>(to + 4, raw_load<int64_t, 4>(from + 4) + convert<int64_t, 4>(four_of<4>(bytes)));
         } else {
@@ -199,8 +203,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     }
 };
 
-// Items: (batch, block of queries). V: the type of value. Rows are read as T: if V is another type, from
-// job.packed_value, which has all rows of the batch as T.
+// The forward. An item is (batch, block of queries). V is the type of value. If V is not T, job.packed_value has all rows of
+// the batch as T.
 template <class V, class T> class WindowForward {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call); }
@@ -227,13 +231,13 @@ template <class V, class T> class WindowForward {
 
   private:
     const Call &call;
-    const char *widened; // rows of the batch that is worked on
+    const char *widened; // the rows of the current batch as T, or null
     Sizes n;
-    T *zero_row; // a row of zeros
-    T *sums;     // where output has another dtype or stride
+    T *zero_row;
+    T *sums; // the output of a query, if output has another dtype or stride
     WindowQueries<T, true> queries;
 
-    // Bytes from a head's row to its next.
+    // Returns the bytes between two rows of a head.
     int64_t step_of_rows() const {
         return (same_type<V, T> ? call.value.strides[KEY] : n.heads * n.channels) * int64_t(sizeof(T));
     }
@@ -263,7 +267,7 @@ template <class V, class T> class WindowForward {
     }
 };
 
-// A batch is a stage: all threads widen its rows, then work on its items.
+// Runs the forward. If V is not T, each batch is a stage: all threads widen its rows, and then process its items.
 template <class V, class T> inline bool forward_of_heads_together(const Call &call, const Plan &plan) {
     typedef WindowForward<V, T> Worker;
     if constexpr (same_type<V, T>) {
@@ -289,8 +293,8 @@ inline bool all_heads_together(const Call &call, const Plan &plan) {
                       [&](auto *v, auto *t) { return forward_of_heads_together<__typeof__(*v), __typeof__(*t)>(call, plan); });
 }
 
-// Items: (batch, heads that go together). The worker packs their value and its gradient, head by head. One zero row
-// follows in both, which padding points to.
+// Computes all gradients. An item is (batch, heads that are processed together). The worker packs value and its gradient, head
+// by head. Both end with one zero row, to which padding points.
 template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together); }
@@ -320,11 +324,11 @@ template <class V, class T> class WindowGradients {
     const Job job;
     const Call &call;
     Sizes n;
-    int64_t heads; // that go together
+    int64_t heads; // heads that are processed together
     char *packed_value, *packed_gradient;
-    T *row;         // of grad_output, where it has another dtype or stride
-    T *dots;        // of grad_output with rows, head by head
-    T *grad_logits; // where the tensor cannot be written in whole vectors
+    T *row;         // a row of grad_output, if it has another dtype or stride
+    T *dots;        // dot products of grad_output with rows, [head, sample]
+    T *grad_logits; // [head, sample], if the tensor cannot be written in whole vectors
     SomeAxes<3> axes;
     WindowQueries<T, false> queries;
 
@@ -346,7 +350,7 @@ template <class V, class T> class WindowGradients {
         for (int64_t i = 0; i < heads; ++i) unpack<T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i);
     }
 
-    // Both for all rows of a query: the products with grad_output, and what is added to the gradient.
+    // For all rows of a query: computes the dot products with grad_output, and adds to the gradient of value.
     MXD_INLINE void add_rows(const PreparedHeads<T> &prepared, const char *grad_output) {
         const Tensor &t = call.grad_output;
         const int64_t step = t.strides[HEAD] * element_size(t.dtype), address_step = queries.address_step,

@@ -1,11 +1,11 @@
-// From offsets and logits of one query and head to locations and weights, and the gradients back:
+// Computes locations and weights of queries from offsets and logits, and their gradients back:
 //
 //   location = reference + offset / (W, H)                      reference is a point
 //   location = reference + offset * (w, h) / (2 * num_points)   reference is a box
 //   weights  = softmax of the logits of all levels and points
 //
-// Locations and weights exist only in a few queries' scratch memory. A call with a window has no
-// offsets: only its weights are computed here.
+// Locations and weights exist only in scratch memory, for a few queries at a time. geometric_kernel_attention_with_logits has a
+// window and no offsets, so only its weights are computed here.
 #pragma once
 
 #include "kernels/attention/query_rows.h"
@@ -14,10 +14,11 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Samples that are located together, as pairs (x, y) in one vector; the last of a query may be 4.
+// The number of samples whose locations are computed at once, as pairs (x, y) in one vector. The last samples of a query may be
+// four.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
 
-// The pair at from + begin[i] for each of four samples; SHARED: they have the same.
+// Reads the pair at from + begin[i] for each of four samples. With SHARED all four samples have the pair of the first.
 template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, const int64_t *begin) {
     const T *a = from + begin[0];
     if constexpr (SHARED && sizeof(T) == 4) {
@@ -43,8 +44,8 @@ template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T
             eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four), bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, begin + 4))));
 }
 
-// Queries that are computed together: two independent softmaxes of four queries are interleaved to hide latency. A
-// query is used until PIPELINE_DEPTH more are prepared, so there is room for twice as many.
+// The number of queries that are computed together. Two independent softmaxes of four queries overlap, which hides latency. The
+// rings have room for twice as many queries, because a query is used until PIPELINE_DEPTH more queries are prepared.
 constexpr int64_t COMPUTED_TOGETHER = 8;
 
 template <class T> class Logits {
@@ -76,7 +77,7 @@ template <class T> class Logits {
         first_sample = first * n.points;
         shared = true;
         for (int64_t i = 0; i < padded; ++i) {
-            const int64_t sample = i < samples ? i : samples - 1; // padding is like the last
+            const int64_t sample = i < samples ? i : samples - 1; // padding repeats the last sample
             const Level &level = call.levels[first + sample / n.points];
             const int64_t reference = reference_of(first + sample / n.points, sample % n.points);
             begin[i] = reference * reference_apart();
@@ -88,8 +89,8 @@ template <class T> class Logits {
         }
     }
 
-    // Selects the queries of a batch and head. Offsets and logits lie at `offsets` and `logits`, where whole vectors can
-    // be read up to query `in_place_until`.
+    // Selects the queries of a batch and head. Whole vectors of `offsets` and `logits` can be read in place up to query
+    // `in_place_until`.
     void open(int64_t b, const QueryRows &offsets, const QueryRows &logits, int64_t in_place_until) {
         if (!call.with_logits) return;
         first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[BATCH]));
@@ -100,20 +101,20 @@ template <class T> class Logits {
         computed = 0;
     }
 
-    // Valid once compute() has reached the query; the address before that.
+    // The address of a query's locations is always valid; the locations are valid after compute() has reached the query.
     const T *locations(int64_t q) const { return located[q]; }
-    const T *weights(int64_t q) const { return all_weights[q] + first_sample; } // of the levels in use
+    const T *weights(int64_t q) const { return all_weights[q] + first_sample; } // from the first level in use on
     int64_t computed_until() const { return computed; }
     bool has_boxes() const { return boxes; }
 
-    // Computes q and its neighbours, because a query by itself waits for each step of its softmax. copy(begin,
-    // end, to their offsets, to their logits) is called for queries that cannot be read in place. Queries computed together
-    // begin at a multiple of their number, so that they lie side by side in a ring.
+    // Computes the block of COMPUTED_TOGETHER queries that contains q, because the softmax of a single query has too much
+    // latency. Calls copy(begin, end, offsets of the copy, logits of the copy) if the block cannot be read in place. Blocks
+    // begin at multiples of COMPUTED_TOGETHER, so that a block is contiguous in a ring.
     template <class Copy> __attribute__((noinline)) void compute(int64_t q, Copy &&copy) {
         q &= -COMPUTED_TOGETHER;
         const int64_t last = q + COMPUTED_TOGETHER < n.queries ? q + COMPUTED_TOGETHER : n.queries;
         computed = last;
-        if (last - 1 > until) { // 16 bits, or the last queries
+        if (last - 1 > until) { // the inputs have 16 bits, or the block has the last queries
             if (copied_from > q) copied_from = q;
             copy(q, last, offset_copies, logit_copies);
         }
@@ -135,16 +136,16 @@ template <class T> class Logits {
         }
     }
 
-    // From the gradients of a query's offsets in pixels, or of its locations if it has boxes, to those of its offsets,
-    // and of its reference points unless grad_reference is null. Samples before `direct_until` go to grad_offsets, the
-    // others are overwritten in grad_xy. All levels are in use.
+    // Computes the gradients of a query's offsets, and of its reference points unless grad_reference is null. grad_xy has the
+    // gradients of offsets in pixels, or of locations if reference points are boxes. Samples before `direct_until` are written
+    // to grad_offsets; the others overwrite grad_xy. All levels must be in use.
     MXD_INLINE void offset_gradients(int64_t q, T *grad_xy, int64_t direct_until, T *grad_offsets, T *grad_reference) const {
         if (call.has_window) return;
         if (grad_reference) add_reference(offsets_of(q), grad_xy, grad_reference);
         const T *size = boxes ? references(q) + 2 : nullptr;
-        for (int64_t i = 0; i < samples; i += 4) { // as wide as the stores before: a wider load would wait for them
+        for (int64_t i = 0; i < samples; i += 4) { // as wide as the earlier stores: a wider load would wait for them
             Vec<T, 8> g = raw_load<T, 8>(grad_xy + 2 * i);
-            // exactly 0 where the sample is not valid, whose box may be infinite
+            // The gradient of an invalid sample stays exactly 0, even if its box is infinite.
             if (size) {
                 g = g == 0 ? g : g * (shared ? four_pairs<true>(size, begin + i) : four_pairs<false>(size, begin + i));
                 g *= raw_load<T, 8>(inverse + 2 * i);
@@ -152,7 +153,7 @@ template <class T> class Logits {
             store<T, 8>((i < direct_until ? grad_offsets : grad_xy) + 2 * i, g);
         }
     }
-    // From the gradients of a query's weights to those of its logits, in the same way.
+    // Computes the gradients of a query's logits from those of its weights. direct_until: as in offset_gradients.
     MXD_INLINE void logit_gradients(int64_t q, T *grad_weights, int64_t direct_until, T *grad_logits) const {
         softmax_gradient<T>(all_weights[q], samples, grad_weights, direct_until, grad_logits);
     }
@@ -161,22 +162,23 @@ template <class T> class Logits {
     const Call &call;
     Sizes n;
     bool boxes = false;
-    bool shared = true; // four samples belong to the same reference point
-    // For each sample: its reference point's offset from the query's first, and its gradient's among their sums.
+    bool shared = true; // true if every group of four samples has one reference point
+    // For each sample: the offset of its reference point from the query's first, and the offset of that point's gradient in the
+    // sums.
     int64_t *begin = nullptr, *sum_begin = nullptr;
-    // What offsets are divided by, in pairs. Divided, not multiplied by the inverse, so that locations have the bits
-    // that torch gives: untrained offsets are whole pixels, where a slope jumps with the last bit.
+    // The divisors of offsets, in pairs. Locations divide by them instead of multiplying by the inverse, to have the same bits
+    // as torch: untrained offsets are whole pixels, where the last bit decides between two slopes.
     T *divisor = nullptr, *inverse = nullptr;
-    T *copy = nullptr;                     // of a query's reference points
-    bool in_place = false;                 // reference points are read as they lie
-    int64_t reference_run = 0;             // elements of a query's that lie side by side; 0: not all that are read
-    int64_t first = 0, reference_step = 0; // of reference points, in bytes
-    int64_t samples = 0, first_sample = 0; // of the levels in use
+    T *copy = nullptr;                     // a query's reference points as T
+    bool in_place = false;                 // reference points are read without a copy
+    int64_t reference_run = 0;             // contiguous elements of a query's reference points; 0 if they are not contiguous
+    int64_t first = 0, reference_step = 0; // address and step of a query's reference points, in bytes
+    int64_t samples = 0, first_sample = 0; // samples of the levels in use, and the first one
     int64_t computed = 0;
     Rows offsets_in_place, logits_in_place, offset_copies, logit_copies, located, all_weights;
-    int64_t until = -1, copied_from = 0; // the last query that can be read in place, the first that was copied
+    int64_t until = -1, copied_from = 0; // the last query that can be read in place; the first query that was copied
 
-    struct Places { // of each sample
+    struct Places { // pointers to the first sample
         const int64_t *begin;
         const T *divisor;
     };
@@ -189,12 +191,13 @@ template <class T> class Logits {
         const int64_t references = n.references;
         return call.reference_by_point ? point % references : references == 1 ? 0 : level;
     }
-    // Elements from a query's reference point to its next. All levels often have the same one, at a stride of 0.
+    // Returns the elements between two reference points of a query. The stride is 0 if all levels share an expanded reference
+    // point.
     int64_t reference_apart() const {
         const Tensor &t = call.reference;
         return in_place || t.strides[REFERENCE] == 0 ? t.strides[REFERENCE] : n.coordinates;
     }
-    static int64_t longest(const Sizes &n) { return n.levels + n.points; } // reference points of a query, at most
+    static int64_t longest(const Sizes &n) { return n.levels + n.points; } // at least the number of a query's reference points
 
     const T *references(int64_t q) const {
         const char *from = reinterpret_cast<const char *>(first + q * reference_step);
@@ -209,22 +212,22 @@ template <class T> class Logits {
         return copy;
     }
 
-    // Of queries q..last-1, whose offsets are `offsets`.
+    // Computes the locations of queries q..last-1.
     MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
         if (boxes)
             shared ? locate<true, true, 0>(q, last, offsets) : locate<true, false, 0>(q, last, offsets);
         else if (!shared)
             locate<false, false, 0>(q, last, offsets);
-        else if (samples == 16) // numbers that models have
+        else if (samples == 16) // 16 and 4 samples are common in models
             locate<false, true, 16>(q, last, offsets);
         else if (samples == 4)
             locate<false, true, 4>(q, last, offsets);
         else
             locate<false, true, 0>(q, last, offsets);
     }
-    // COUNT: samples, if they are known here.
+    // COUNT is the number of samples, or 0 if it is not known at compile time.
     template <bool BOXES, bool SHARED, int COUNT> MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
-        // Local copies, so that the compiler may keep them in registers across the stores below.
+        // These are local copies, so that the compiler can keep them in registers across the stores below.
         const Places of{begin, divisor};
         const int64_t count = COUNT > 0 ? COUNT : samples, step = reference_step, offset_step = offsets.step,
                       location_step = located.step;
@@ -242,7 +245,7 @@ template <class T> class Logits {
             for (; i < count; i += 4) locate_some<BOXES, SHARED, 4>(i, of, r, o, to);
         }
     }
-    // Samples i..i+N-1.
+    // Computes the locations of samples i..i+N-1 of a query.
     template <bool BOXES, bool SHARED, int N>
     static MXD_INLINE void locate_some(int64_t i, const Places &of, const T *reference, const T *offsets, T *locations) {
         Vec<T, 2 * N> offset = raw_load<T, 2 * N>(offsets + 2 * i);
@@ -251,11 +254,11 @@ template <class T> class Logits {
                         pairs_at<SHARED, N>(reference, of.begin + i) + offset / raw_load<T, 2 * N>(of.divisor + 2 * i));
     }
 
-    // This head's part of the gradient of a query's reference points.
+    // Computes this head's part of the gradient of a query's reference points.
     MXD_INLINE void add_reference(const T *offsets, const T *grad_xy, T *sums) const {
         for (int64_t i = 0; i < n.references * n.coordinates; ++i) sums[i] = 0;
         const int64_t fours = shared ? samples / 4 * 4 : 0;
-        for (int64_t i = 0; i < fours; i += 4) { // as wide as the stores before: a wider load would wait for them
+        for (int64_t i = 0; i < fours; i += 4) { // as wide as the earlier stores: a wider load would wait for them
             const Vec<T, 8> gradient = raw_load<T, 8>(grad_xy + 2 * i),
                             g = boxes ? gradient : gradient * raw_load<T, 8>(divisor + 2 * i);
             add_pair(g, sums + sum_begin[i]);
@@ -274,7 +277,7 @@ template <class T> class Logits {
             to[3] += y == 0 ? y : y * offsets[2 * i + 1] * inverse[2 * i + 1];
         }
     }
-    // Four pairs are added to one.
+    // Adds the sum of four pairs to the pair at `to`.
     static MXD_INLINE void add_pair(Vec<T, 8> pairs, T *to) {
         const Vec<T, 2> sum = folded_lanes<T, 8, 2>(pairs, Total());
         to[0] += sum[0];

@@ -1,4 +1,4 @@
-// Levels of one head in memory of their own: where they lie, and how rows get there and back.
+// Packing: copies levels of one head to contiguous memory, and copies the gradient back.
 #pragma once
 
 #include "kernels/attention/queries.h"
@@ -6,7 +6,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The rows of a head in a tensor: address of the first, and bytes from row to row.
+// The rows of a head in a tensor: the address of the first row, and the bytes between rows.
 struct HeadRows {
     char *first;
     int64_t step;
@@ -15,13 +15,13 @@ struct HeadRows {
         : first(at(t, offset_of(t, b, 0, h))), step(t.strides[KEY] * element_size(t.dtype)) {}
 };
 
-// Bytes of a packed row of a level.
+// Returns the bytes of a packed row of a level.
 inline int64_t row_bytes_of(const PackedLevels &levels, int64_t level) {
     return level >= levels.far_begin && level < levels.far_end ? levels.far_row_bytes : levels.near_row_bytes;
 }
 
-// Where the rows of n.levels levels of one head lie, from first_level on: in a tensor, or in `packed` memory, where a
-// level is packed.
+// Sets the addresses of the rows of n.levels levels of one head, from first_level on. Rows are in `packed` if their level is
+// packed, else in the tensor.
 inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, HeadRows head, const PackedLevels &levels,
                         const char *packed, RowAddresses &rows) {
     for (int64_t l = 0; l < n.levels; ++l) {
@@ -35,14 +35,14 @@ inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, H
     rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.zero_row), 0); // padding
 }
 
-// The range of a query's list that holds all rows of levels that are not near.
+// Returns the range of a query's list that contains all rows of far levels.
 template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevels &levels) {
     const int64_t first = levels.far_begin * n.points / ROWS * ROWS, end = round_up(levels.far_end * n.points, ROWS);
     return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
 }
 
-// fn(row of value, its row in packed memory, bytes of the packed row) for the rows of packed levels, as far as chunk `chunk`
-// of `chunks` holds them.
+// Calls fn(row of value, address of the packed row, bytes of the packed row) for all rows of packed levels that are in chunk
+// `chunk` of `chunks`.
 template <class Byte, class Fn>
 inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t chunk, int64_t chunks, Fn &&fn) {
     if (levels.bytes == 0) return;
@@ -56,7 +56,7 @@ inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *pack
     }
 }
 
-// A call of memcpy takes as long as a head's row of 128 bytes.
+// Copies a row without memcpy: for a row of 128 bytes, a call takes as long as the copy itself.
 MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
     int64_t i = 0;
     for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) {
@@ -66,7 +66,7 @@ MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
     if (i < bytes) memcpy(to + i, from + i, size_t(bytes - i));
 }
 
-// Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them. Rows that have the size of Near become Near.
+// Packs the rows of chunk `chunk` of `chunks`. Levels whose packed rows have the size of Near rows are converted to Near.
 template <class V, class Near>
 inline void pack(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk,
                  int64_t chunks) {
@@ -82,7 +82,7 @@ inline void pack(const Call &call, const PackedLevels &levels, int64_t b, int64_
     });
 }
 
-// Packed rows of the gradient go to where they belong, whatever its dtype and strides are.
+// Copies packed rows of the gradient to grad_value, which may have any dtype and strides.
 template <class T> inline void unpack(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h) {
     const Tensor &t = call.grad_value;
     const HeadRows rows(t, b, h);
@@ -95,7 +95,8 @@ template <class T> inline void unpack(const Call &call, const PackedLevels &leve
     });
 }
 
-// Packs a chunk of a head. `pack` is an address, so that the loop of a worker is compiled once for all types of value.
+// Packs a chunk of a head. pack_chunk is a function pointer, so that the loop of a worker is compiled once for all types of
+// value.
 struct PackHead {
     const Call &call;
     const PackedLevels &levels;
@@ -107,8 +108,8 @@ struct PackHead {
     }
 };
 
-// Runs a worker over query_blocks. Where levels are packed, a head is a stage: all threads pack its levels, those that the plan
-// widens as rows of Worker::Row, then work on its items. V: the type of value.
+// Runs a worker over query_blocks. V is the type of value. If levels are packed, each head is a stage: all threads pack its
+// levels, and then process its items. Levels that the plan widens become rows of Worker::Row.
 template <class V, class Worker> inline bool over_queries(const Job &unpacked) {
     typedef typename Worker::Row Row;
     const Call &call = unpacked.call;

@@ -1,5 +1,5 @@
-// How the attention operators read their queries: in which order, and what a query holds. value is [bs, num_keys,
-// num_heads, embed_dims], a query [num_heads, num_levels, num_points].
+// Reads the queries of the attention operators. value is [bs, num_keys, num_heads, embed_dims], a query [num_heads, num_levels,
+// num_points].
 #pragma once
 
 #include "kernels/attention/logits.h"
@@ -9,13 +9,14 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Software pipelining: query q + PIPELINE_DEPTH is prepared, which finds its rows, while the rows of q are summed and those
-// of the query prepared before are prefetched. With a depth below three, queries of few rows wait for memory.
+// Software pipelining: while the rows of query q are summed, the addresses of the rows of q + PIPELINE_DEPTH are computed and
+// the rows of q + PIPELINE_DEPTH - 1 are prefetched. With a depth below three, queries with few rows wait for memory.
 constexpr int PIPELINE_DEPTH = 3;
-constexpr int IN_FLIGHT = 4; // prepared queries that are kept: a power of two above PIPELINE_DEPTH
+constexpr int IN_FLIGHT = 4; // slots for prepared queries, a power of two above PIPELINE_DEPTH
 
-// prepare(query, slot) for each query, and PIPELINE_DEPTH queries later finish(query, its slot, the slot prepared before
-// the last, whose addresses are still being computed). Slots are 0..IN_FLIGHT-1.
+// Calls prepare(query, slot) for each query, and PIPELINE_DEPTH queries later finish(query, slot, slot of the query whose rows
+// are to be prefetched). That query is the second last that was prepared, because the addresses of the last are still being
+// computed. Slots are 0..IN_FLIGHT-1.
 template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
     const auto slot = [&](int64_t q) __attribute__((always_inline)) { return (q - begin) & (IN_FLIGHT - 1); };
     for (int64_t q = begin; q < end + PIPELINE_DEPTH; ++q) {
@@ -24,8 +25,8 @@ template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int6
     }
 }
 
-// Consecutive items read the same head's rows, which stay in the cache. Long blocks prefetch best, but each thread should get
-// several items of a stage. A stage is one head if levels are packed, else all heads.
+// Cuts queries into blocks. Consecutive items read the rows of one head, which stay in the cache. Prefetching is best in long
+// blocks, but each thread should get several items of a stage. A stage is one head if levels are packed, else all heads.
 inline Blocks query_blocks(const Call &call, bool head_by_head) {
     const Sizes &n = call.sizes;
     const int64_t together = (head_by_head ? 1 : n.batch * n.heads) * n.queries;
@@ -33,9 +34,9 @@ inline Blocks query_blocks(const Call &call, bool head_by_head) {
     return {n.queries, round_up(between(32, size, 1024), COMPUTED_TOGETHER)};
 }
 
-// Locations and weights of one query and head as T, padded to a multiple of LANES samples on empty maps. They are read
-// in place where dtype and strides allow it. The padding is then whatever follows in memory, which does no harm: an
-// empty map has no rows.
+// The locations and weights of one query and head as T, padded to a multiple of LANES samples. They are read in place if dtype
+// and strides allow it. Then the padding is whatever follows in memory. This is harmless, because padding samples have empty
+// maps, which have no rows.
 template <class T> class Query {
   public:
     template <class Reader>
@@ -48,8 +49,8 @@ template <class T> class Query {
     MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         load_pairs<T>(reinterpret_cast<const T *>(xy) + 2 * sample, x, y);
     }
-    // Of samples sample..sample+15. Their elements may have 16 bits. Two bfloat16 are one word: the upper half is a float
-    // as it stands, the lower half needs a shift.
+    // sixteen_weights and sixteen_locations read samples sample..sample+15, whose elements may have 16 bits. A pair of bfloat16
+    // is read as one 32-bit word. The upper half of a word is already a float; the lower half becomes a float by a shift.
     MXD_INLINE Vec<T, 16> sixteen_weights(int64_t sample) const {
         if (stored == MXD_BFLOAT16) return load<T, 16>(reinterpret_cast<const BFloat16 *>(weights) + sample);
         if (stored == MXD_FLOAT16) return load<T, 16>(reinterpret_cast<const Half *>(weights) + sample);
@@ -65,12 +66,12 @@ template <class T> class Query {
         x = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words << 16));
         y = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words & 0xffff0000u));
     }
-    // Integer locations stay integers, because T cannot represent all of them: whole_location() reads them.
+    // Integer locations stay integers, because T cannot represent all of them. whole_location() reads them.
     bool in_whole_numbers() const { return whole; }
     MXD_INLINE void whole_location(int64_t sample, IntLanes<T> &x, IntLanes<T> &y) const {
         whole_pairs<Int<T>, LANES>(reinterpret_cast<const int64_t *>(xy) + 2 * sample, x, y);
     }
-    // With a window there are no locations but a reference point: window_pixel() reads it.
+    // A call with a window has a reference point in place of locations. window_pixel() reads it.
     bool has_window() const { return window.exists(); }
     MXD_INLINE void window_pixel(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         window.pixel(reference, maps_.at(sample), sample, x, y);
@@ -82,19 +83,19 @@ template <class T> class Query {
     Window<T> window;
     const T *reference = nullptr; // a pair
     T reference_copy[2];
-    const void *xy = nullptr; // T, or int64_t where they are whole
+    const void *xy = nullptr; // T, or int64_t if locations are integers
     const T *weights = nullptr;
-    int64_t stored = OWN<T>; // the dtype of weights, and of xy that are not whole
+    int64_t stored = OWN<T>; // the dtype of weights, and of locations that are not integers
     bool whole = false;
     void *xy_copy; // T or int64_t
     T *weight_copy;
 };
 
-// Reads the queries of one (batch, head) one after the other, on some or all levels.
+// Reads the queries of one (batch, head) in order, on some or all levels.
 template <class T> class QueryReader {
   public:
-    int64_t padded = 0;         // samples of a query
-    bool reads_16_bits = false; // queries are read by sixteen samples at once alone, as they are stored
+    int64_t padded = 0;         // samples of a query, rounded up to a multiple of LANES
+    bool reads_16_bits = false; // only put_sixteen reads the queries, so 16-bit elements are not widened
 
     QueryReader(const Call &c, Arena &arena)
         : call(c), n(c.sizes), locations(c.locations, {LEVEL, POINT, XY}), weights(c.weights, {LEVEL, POINT}),
@@ -106,7 +107,7 @@ template <class T> class QueryReader {
         first_level = first;
         samples = (last - first) * n.points;
         padded = round_up(samples, LANES);
-        // the softmax is of all levels
+        // The softmax covers all levels.
         weight_samples = call.with_logits ? n.levels * n.points : samples;
         weights_padded = call.with_logits ? round_up(weight_samples, SOFTMAX_LANES<T>) : padded;
         locations.shorten(last - first);
@@ -122,7 +123,7 @@ template <class T> class QueryReader {
     void open(int64_t b, int64_t h) {
         const int64_t location_skip = first_level * call.locations.strides[LEVEL];
         const int64_t weight_skip = call.with_logits ? 0 : first_level * call.weights.strides[LEVEL];
-        // the padding is read as well
+        // `padded` samples are read, so `padded` samples are prefetched
         location_rows =
             call.has_window ? QueryRows(call.reference, b, h, 2) : QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
@@ -147,7 +148,7 @@ template <class T> class QueryReader {
         query.whole = whole;
         query.xy = location;
         query.stored = stored_in_place;
-        if (q <= in_place_until) { // nearly always: one test for both
+        if (q <= in_place_until) { // the usual case: one test for locations and weights
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
@@ -161,7 +162,7 @@ template <class T> class QueryReader {
                               static_cast<T *>(query.xy_copy));
         query.weights = values(weights, weight, q <= weights_until, samples, padded, T(0), query.weight_copy);
     }
-    // From gradients of locations and weights to those of offsets and logits; see Logits.
+    // Computes the gradients of offsets and logits.
     const Logits<T> &with_logits() const { return logits; }
 
   private:
@@ -172,14 +173,14 @@ template <class T> class QueryReader {
     Maps<T> maps_;
     Logits<T> logits;
     Window<T> window_;
-    bool references_in_place = false; // of windows
+    bool references_in_place = false; // with a window: reference points need no conversion
     int64_t first_level = 0, samples = 0;
-    int64_t weight_samples = 0, weights_padded = 0; // of a query, as they are read
+    int64_t weight_samples = 0, weights_padded = 0; // weights or logits of a query, without and with padding
     QueryRows location_rows, weight_rows;
-    int64_t locations_until = -1, weights_until = -1; // the last query whose elements may be read in whole vectors
-    int64_t in_place_until = -1;                      // the last query of which nothing is copied
-    int64_t stored_in_place = OWN<T>;                 // the dtype of those
-    bool whole = false;                               // locations are whole numbers
+    int64_t locations_until = -1, weights_until = -1; // the last queries whose elements may be read in whole vectors
+    int64_t in_place_until = -1;                      // the last query that is read without a copy
+    int64_t stored_in_place = OWN<T>;                 // the dtype of queries that are read without a copy
+    bool whole = false;                               // locations are integers
 
     MXD_INLINE void read_computed(int64_t q, const char *location, Query<T> &query) {
         if (q >= logits.computed_until())
@@ -195,7 +196,7 @@ template <class T> class QueryReader {
         }
         query.weights = logits.weights(q);
     }
-    // Offsets and logits of queries begin..end-1, as T, in whole vectors.
+    // Copies offsets and logits of queries begin..end-1 as T.
     __attribute__((noinline)) void copy_inputs(int64_t begin, int64_t end, const PlainRows<T> &offsets,
                                                const PlainRows<T> &logit_rows) {
         if (!call.has_window)
@@ -206,7 +207,7 @@ template <class T> class QueryReader {
     template <class Input>
     MXD_INLINE void copy_queries(const Input &input, const QueryRows &rows, int64_t begin, int64_t end, int64_t until,
                                  int64_t count, int64_t room, T pad, const PlainRows<T> &to) const {
-        constexpr int N = WIDTH<T>; // rooms of offsets and of logits are multiples of it
+        constexpr int N = WIDTH<T>; // `room` is a multiple of N
         const auto widen = [&](auto *first) __attribute__((always_inline)) {
             for (int64_t q = begin; q < end; ++q, first = next_query(first, rows))
                 for (int64_t i = 0; i < room; i += N) store<T, N>(to[q] + i, load<T, N>(first + i));
@@ -220,7 +221,8 @@ template <class T> class QueryReader {
         return reinterpret_cast<const V *>(reinterpret_cast<const char *>(query) + rows.bytes_of_query());
     }
 
-    // Copies `count` elements, a multiple of LANES, as E: T or int64_t. False: this dtype is read another way.
+    // Converts `count` elements, a multiple of LANES, to E, which is T or int64_t. Returns false unless the dtype is int32 or
+    // has 16 bits.
     template <class E> static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, E *to) {
         const auto widen = [&](auto *elements) {
             for (int64_t i = 0; i < count; i += LANES) store<E, LANES>(to + i, load<E, LANES>(elements + i));
@@ -234,7 +236,7 @@ template <class T> class QueryReader {
         }
         return false;
     }
-    // `count` elements of a query's locations or weights, padded to `room`: in place, or copied to `memory`.
+    // Returns `count` elements of a query's locations or weights, padded to `room`: in place, or a copy in `memory`.
     template <class E, class Input>
     MXD_INLINE const E *values(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room, E pad,
                                E *memory) const {
@@ -254,9 +256,9 @@ template <class T> class QueryReader {
         for (int64_t i = count; i < room; ++i) memory[i] = pad;
     }
 
-    // The last query of a (batch, head) that can be read in whole vectors: `padded` elements from its first on, `count`
-    // of its own and what follows in memory, all belong to the tensor. With a copy of each query instead, RT-DETR's
-    // decoder (12 samples a query) takes 0.252 ms instead of 0.225 (2026-11-22, Zen 5).
+    // Returns the last query of a (batch, head) that can be read in whole vectors: `padded` elements from its first element on
+    // are all inside the tensor, though the query has only `count`. RT-DETR's decoder (12 samples per query) takes 0.225 ms; if
+    // each query were copied, 0.252 (2026-11-22, Zen 5).
     static int64_t last_in_vectors(const Tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count, int64_t padded,
                                    int axes) {
         if (count == padded) return INT64_MAX;
@@ -273,7 +275,7 @@ template <class T> class QueryReader {
     }
 };
 
-// grad_output of one (batch, head), query by query, as T.
+// Reads grad_output of one (batch, head) as T, query by query.
 template <class T> class OutputGradient {
   public:
     OutputGradient(const Call &call, int64_t b, int64_t h, T *memory)
@@ -289,7 +291,7 @@ template <class T> class OutputGradient {
     const Tensor &tensor;
     int64_t channels;
     QueryRows rows;
-    T *row; // where the tensor has another dtype or stride
+    T *row; // memory for a copy, if the tensor has another dtype or stride
     bool in_place;
 };
 

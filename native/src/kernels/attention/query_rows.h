@@ -1,4 +1,4 @@
-// Where the elements of queries lie, query by query: inputs, outputs, copies.
+// The addresses of queries in inputs, outputs and copies.
 #pragma once
 
 #include "kernels/shared/sampling.h"
@@ -6,30 +6,31 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte
-// apart: the hardware's prefetcher does not follow that.
+// The distance of prefetches in queries. The hardware's prefetcher does not recognise the inputs of one head: a few cache lines
+// of each query, a kilobyte apart.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
-// The elements of a tensor for one (batch, head), query by query. Addresses are integers, not pointers: we prefetch
-// past the last query.
+// The elements of a tensor for one (batch, head), query by query. Addresses are integers instead of pointers, because we
+// prefetch past the last query.
 class QueryRows {
   public:
     QueryRows() {}
-    // `count` contiguous elements a query, from element `skipped` on. Always inlined: called, it would have the object's
-    // address, so loops would reload its members: BEVFormer temporal's gradient of value took 1.06 of the time (Zen 4).
+    // A query has `count` contiguous elements, from element `skipped` on. This is always inlined: a call would take the
+    // object's address, so loops would reload its members. BEVFormer temporal's gradient of value took 1.06 of the time (Zen
+    // 4).
     MXD_INLINE QueryRows(const Tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
           step(t.strides[QUERY] * element_size(t.dtype)) {
-        // as many cache lines as a query can touch: it begins at a multiple of `unit`
+        // Count the cache lines that a query can touch. Each query begins at a multiple of `unit`.
         const int64_t bits = first | step | 64, unit = bits & -bits;
-        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // position in its first line, at most
+        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // largest offset of a query in its first line
         last_line = (begin + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
         ahead = PREFETCH_QUERIES * step;
     }
     int64_t bytes_of_query() const { return step; }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
-    // As at(), for queries in ascending order: also prefetches what a later query reads or writes. A write fetches its
-    // cache line, too.
+    // As at(), for queries in ascending order; also prefetches the elements of a later query. This helps with writes, too,
+    // because a write fetches its cache line.
     template <bool TO_WRITE = false> MXD_INLINE char *at_in_turn(int64_t query) const {
         const int64_t address = first + query * step, from = address + ahead;
         __builtin_prefetch(reinterpret_cast<const void *>(from), TO_WRITE);
@@ -43,21 +44,21 @@ class QueryRows {
     int64_t first = 0, step = 0, last_line = 0, ahead = 0;
 };
 
-// Elements of T, query by query, either where QueryRows has them or in a ring of copies.
+// Elements of T, query by query: those of QueryRows in place, or a ring of copies.
 template <class T> class PlainRows {
   public:
     PlainRows() {}
     static PlainRows in_place(const QueryRows &rows) { return {rows.at(0), rows.bytes_of_query(), -1}; }
-    // count: a power of two. A copy stays until that of the query `count` later.
+    // count is a power of two. The copy of query q + count overwrites the copy of query q.
     static PlainRows ring(int64_t count, int64_t elements, Arena &arena) {
         const int64_t step = Arena::bytes<T>(elements);
-        // zeros, because whole vectors are read, of which not all was written
+        // zeros, because whole vectors are read and only a part is written
         return {arena.zeros<char>(count * step), step, count - 1};
     }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + (query & mask) * step); }
     MXD_INLINE T *operator[](int64_t query) const { return reinterpret_cast<T *>(at(query)); }
 
-    int64_t step = 0; // bytes from query to query
+    int64_t step = 0; // bytes between queries
 
   private:
     int64_t first = 0, mask = 0;

@@ -7,8 +7,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Writes a gradient of OF_EACH numbers a sample, query by query. If dtype and strides allow it, whole vectors are
-// written in place as they are worked out. Everything else goes through scratch memory.
+// Writes a gradient with OF_EACH numbers per sample, query by query. If dtype and strides allow it, whole vectors are written
+// directly to the tensor. Other elements are collected in scratch memory and then copied.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
     SampleOutput(const SomeAxes<AXES> &sample_axes, const Sizes &n, Arena &arena)
@@ -23,7 +23,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
         char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
         return direct ? reinterpret_cast<T *>(to) : scratch;
     }
-    // Return where samples i..i+LANES-1 of a query go. begun: what begin() returned.
+    // Returns the array to which samples i..i+LANES-1 are written. begun: the address from begin().
     MXD_INLINE T *address(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
     T *memory() const { return scratch; }
     int64_t whole_vectors() const { return in_vectors; }
@@ -40,14 +40,14 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     SomeAxes<AXES> axes;
     int64_t samples, in_vectors;
     bool direct;
-    T *scratch; // of a query
+    T *scratch; // the gradient of one query
     QueryRows queries;
 };
 
-// From the dot products of a query's rows with grad_output to the gradients of its samples.
+// Computes the gradients of a query's samples from the dot products of its rows with grad_output.
 template <class T, template <class> class Rule> class SampleOutputs {
   public:
-    T *dot; // of each row
+    T *dot; // the dot product of each row
 
     SampleOutputs(const Job &job, Arena &arena)
         : dot(arena.zeros<T>(4 * padded_samples(job.call.sizes))), call(job.call), n(call.sizes),
@@ -60,7 +60,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
         at_once = call.with_logits && xy.in_whole_vectors() && weights.in_whole_vectors() && !sums.all;
     }
     MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
-        if (call.has_window && weights.in_whole_vectors()) // a weight's gradient is its row's product, as it stands
+        if (call.has_window && weights.in_whole_vectors()) // the gradient of a weight is the dot product of its row
             return reader.with_logits().logit_gradients(q, dot, n.levels * n.points, weights.begin(q));
         if constexpr (Rule<T>::CORNERS == 4)
             if (at_once && !reader.with_logits().has_boxes()) return write_at_once(q, query, reader);
@@ -78,13 +78,13 @@ template <class T, template <class> class Rule> class SampleOutputs {
     Sizes n;
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
-    PartialSums<T> sums; // of reference points: each head is a part
+    PartialSums<T> sums; // the gradient of reference points; each head is a part
     int64_t part = 0;
-    // With logits, where whole vectors are written in place and reference points have no gradient.
+    // Calls with logits: true if all gradients are written in whole vectors and reference points need no gradient.
     bool at_once = false;
 
-    // op(first of LANES samples, the query, dot) for all samples of a query. The query is a local copy, so that the
-    // compiler may keep it in registers across the stores of gradients.
+    // Calls op(first of LANES samples, query, dot) for all samples of a query. The query is a local copy, so that the compiler
+    // can keep it in registers across the stores of gradients.
     template <class Op> MXD_INLINE void each_vector(const Query<T> &query, int64_t padded, Op &&op) const {
         const Query<T> own = query;
         const T *dots = dot;
@@ -115,7 +115,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
     }
 };
 
-// The gradients of samples alone. Items: query_blocks.
+// Computes the gradients of samples without the gradient of value. An item is a block of query_blocks.
 template <class V, class T, template <class> class Rule> class SampleGradients : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 

@@ -1,5 +1,5 @@
-// Sixteen bilinear samples at once, where a vector holds sixteen float32: half the instructions of eight at a time. The
-// rows and their coefficients have the bits of corners_at().
+// Sixteen bilinear samples at once, for vectors of sixteen float32. This takes half the instructions of eight samples at a
+// time. Rows and coefficients have the same bits as from corners_at().
 #pragma once
 
 #include "kernels/attention/queries.h"
@@ -10,7 +10,7 @@ namespace {
 #if defined(__AVX512F__)
 template <class T> constexpr bool SIXTEEN_AT_ONCE = sizeof(T) == 4;
 
-// The corners of sixteen samples: a mask of those on the map, and the number of the first corner's row.
+// The corners of sixteen samples: masks of the corners on the map, and the index of the first corner's row.
 struct SixteenCorners {
     __mmask16 inside[4];
     __m512i pixel;
@@ -34,8 +34,8 @@ struct SixteenCorners {
     }
 
   private:
-    // Which pixels `whole`, which are x rounded down, and which of the pixels after them lie on the map. A sample is valid
-    // when -1 < x < size; what does not fit in 32 bits, and a NaN, becomes the least integer.
+    // Finds which samples have their first pixel `whole` on the map, and which have the next pixel on the map. `whole` is x
+    // rounded down; NaN and numbers that do not fit in 32 bits are the least integer there. A sample is valid if -1 < x < size.
     static MXD_INLINE void on_axis(Vec<float, 16> x, __m512i whole, const float *size, const int32_t *last, __mmask16 &first_in,
                                    __mmask16 &next_in) {
         const __mmask16 below_size = _mm512_cmp_ps_mask((__m512)x, _mm512_loadu_ps(size), _CMP_LT_OQ);
@@ -45,17 +45,17 @@ struct SixteenCorners {
     }
 };
 
-// maskz, because GCC 12 warns of the other form
+// GCC 12 warns of intrinsics without maskz.
 template <int HALF> MXD_INLINE __m256i half_of(__m512i v) { return _mm512_maskz_extracti64x4_epi64(0xff, v, HALF); }
 template <int QUARTER> MXD_INLINE __m128 quarter_of(__m512 v) { return _mm512_maskz_extractf32x4_ps(0xf, v, QUARTER); }
 
-// Entries of one corner of eight samples, the first four and the others: see entry_of().
+// Writes the entries of one corner of eight samples, four and four, in the order of entry_of().
 MXD_INLINE void put_addresses(int64_t *to, __m512i eight) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), half_of<0>(eight));
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + 4 * ROWS), half_of<1>(eight));
 }
 
-// Puts the rows of samples i..i+15 into a list.
+// Writes the rows of samples i..i+15 to a list.
 template <bool COEFFICIENTS>
 MXD_INLINE void put_sixteen(const Query<float> &query, int64_t i, const RowAddresses &rows, int64_t *address,
                             float *coefficient) {

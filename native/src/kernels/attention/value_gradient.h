@@ -1,4 +1,4 @@
-// The gradient of value: a worker for each way to it.
+// The gradient of value: a worker for each ValueGradient.
 #pragma once
 
 #include "kernels/attention/samples.h"
@@ -8,11 +8,10 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// A head, or a part of a head, at a time. A worker owns the rows that it adds to. They lie in grad_value; only those of packed
-// levels lie in memory of the worker, and go to grad_value when the head is done.
+// Computes the gradient of value for a head or a part of a head. No other worker adds to these rows. Rows of packed levels are
+// summed in memory of the worker, and copied to grad_value at the end. Other rows are summed in grad_value.
 //
-// Items: (batch, head, part). Value is not read, so its type is that of the gradient. All of grad_value has been set to
-// zero.
+// An item is (batch, head, part). grad_value must be zero. Value is not read, so the rows have type T.
 template <class T, template <class> class Rule> class ValueByHeads : QueryWorker<T, T, Rule> {
     typedef QueryWorker<T, T, Rule> Base;
 
@@ -37,7 +36,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
 
   private:
     const Plan &plan;
-    char *packed; // levels of plan.packed_gradient
+    char *packed; // the levels of plan.packed_gradient
 
     void open(int64_t b, int64_t h, int64_t first_level, int64_t last_level) {
         memset(packed, 0, size_t(plan.packed_gradient.bytes));
@@ -48,10 +47,10 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
     }
 };
 
-// A band of rows at a time: where threads are more than heads, and where the gradient is buffered because kernels do not
-// compute in its dtype or its channels are not contiguous.
+// Computes the gradient of value for a band of rows. The plan chooses bands if there are more threads than heads, or if
+// grad_value is buffered because its dtype is not T or its channels are not contiguous.
 //
-// Items: (batch, head, band).
+// An item is (batch, head, band).
 template <class T, template <class> class Rule> class ValueByBands {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.heads * job.plan.num_bands; }
@@ -80,10 +79,10 @@ template <class T, template <class> class Rule> class ValueByBands {
     Band<T> band;
     BandReach<T> reach;
 
-    // Samples of levels first..last-1.
+    // Adds the samples of levels first..last-1.
     void add_queries(int64_t b, int64_t h, int64_t first, int64_t last) {
         const OutputGradient<T> grad_output(call, b, h, row);
-        while (first * n.points % ROWS != 0) --first; // lists take ROWS samples at a time, in every band the same
+        while (first * n.points % ROWS != 0) --first; // lists have groups of ROWS samples, which must be the same in every band
         reader.use_levels(first, last);
         reach.set_levels(call.levels, first, last, n.points, reader.padded, band);
         reader.open(b, h);
@@ -93,7 +92,7 @@ template <class T, template <class> class Rule> class ValueByBands {
                 reader.read(q, query);
                 lists[prepared].count = 0;
                 for (int64_t i = 0; i < reader.padded; i += LANES)
-                    if (any(Rule<T>::reach(query, i, reach))) // few vectors do: a band covers little of a map
+                    if (any(Rule<T>::reach(query, i, reach))) // true for few vectors, because a band covers little of a map
                         lists[prepared].add(Rule<T>::rows(query, i), band);
             },
             [&](int64_t q, int64_t prepared, int64_t next) {
@@ -105,12 +104,11 @@ template <class T, template <class> class Rule> class ValueByBands {
     }
 };
 
-// All gradients in one pass, a head at a time: a query's rows of value are multiplied with grad_output, and the same rows of
-// the gradient are added to.
+// Computes all gradients of a head in one pass: multiplies a query's rows of value with grad_output, and adds to the same rows
+// of the gradient.
 //
-// Items: (batch, head). Value and its gradient are laid out alike: in their tensors, which are of T; or PACKED in
-// memory of the worker, all rows of both, and the tensors are of any dtype. Where they are not packed, all of
-// grad_value has been set to zero.
+// An item is (batch, head). Value and its gradient must have the same layout. With PACKED all rows of both are packed in memory
+// of the worker, and the tensors may have any dtype. Without PACKED both tensors have type T, and grad_value must be zero.
 template <class V, class T, template <class> class Rule, bool PACKED> class AllGradients : QueryWorker<T, T, Rule> {
     static_assert(PACKED || same_type<V, T>, "rows that are added to are of the type computed in");
     typedef QueryWorker<T, T, Rule> Base;

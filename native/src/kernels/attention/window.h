@@ -1,5 +1,4 @@
-// A window around a reference point: pixel = reference * (W, H) + window, which is then rounded, halves to
-// even.
+// A window around a reference point: pixel = reference * (W, H) + window, rounded half to even.
 #pragma once
 
 #include "kernels/shared/sampling.h"
@@ -7,12 +6,13 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// No fused multiply-add: each operation rounds as in torch, because another pixel is another row.
+// This must not become a fused multiply-add: each operation rounds as in torch, because another rounding may select another
+// pixel.
 template <int N, class T> MXD_INLINE Vec<T, N> around_reference(T reference, const T *size, const T *xy) {
     return rounded(Vec<T, N>(reference * raw_load<T, N>(size))) + raw_load<T, N>(xy);
 }
 
-// x clamped to 0..last.
+// Clamps x to 0..last.
 template <int N, class Ints> MXD_INLINE Ints on_map(Ints x, Ints last) {
     x = x > 0 ? x : Ints{};
     return x < last ? x : last;
@@ -23,12 +23,12 @@ template <class T> class Window {
     Window() {}
     Window(const Call &call, Arena &arena) : points(call.sizes.points) {
         if (!call.has_window) return;
-        x_of = arena.zeros<T>(padded_samples(call.sizes)); // with padding, which stays 0
+        x_of = arena.zeros<T>(padded_samples(call.sizes)); // zeros, because padding samples are read and never set
         y_of = arena.zeros<T>(padded_samples(call.sizes));
     }
     bool exists() const { return x_of != nullptr; }
 
-    // For samples in the order of Maps::set_levels.
+    // Sets the pixels of samples, in the order of Maps::set_levels.
     void set(const Tensor &window, int64_t samples) {
         for (int64_t i = 0; i < samples; ++i) {
             T xy[2] = {0, 0};
@@ -38,7 +38,7 @@ template <class T> class Window {
         }
     }
 
-    // Of samples i..i+LANES-1, before they are rounded.
+    // Computes the pixels of samples i..i+LANES-1, before rounding.
     MXD_INLINE void pixel(const T *reference, const MapLanes<T> &maps, int64_t i, RealLanes<T> &x, RealLanes<T> &y) const {
         x = around_reference<LANES>(reference[0], maps.width, x_of + i);
         y = around_reference<LANES>(reference[1], maps.height, y_of + i);
@@ -46,7 +46,7 @@ template <class T> class Window {
 
   private:
     int64_t points = 0;
-    T *x_of = nullptr, *y_of = nullptr; // of each sample
+    T *x_of = nullptr, *y_of = nullptr; // the window's pixel of each sample
 };
 
 } // namespace

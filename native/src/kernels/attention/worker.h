@@ -1,4 +1,4 @@
-// What all workers that go query by query do: they open one (batch, head), and prepare and finish its queries.
+// The base of workers that process queries in order: they open a (batch, head), and prepare and finish its queries.
 #pragma once
 
 #include "kernels/attention/packing.h"
@@ -7,29 +7,29 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// A query between prepare and finish: its inputs, the addresses of its rows, and the coefficient of each.
-template <class T> struct alignas(64) PreparedQuery { // a power of two, so that an index is a shift
+// A query that is prepared and not finished yet: its inputs, the addresses of its rows, and their coefficients.
+template <class T> struct alignas(64) PreparedQuery { // aligned, so that its size is a power of two and an index is a shift
     Query<T> query;
     int64_t *address;
     T *coefficient;
 
     template <class Reader>
     PreparedQuery(const Sizes &n, const Reader &reader, Arena &arena)
-        : query(n, reader, arena), // addresses are prefetched before the first query is prepared
+        : query(n, reader, arena), // zeros, because addresses are prefetched before the first query is prepared
           address(arena.zeros<int64_t>(4 * padded_samples(n))), coefficient(arena.take<T>(4 * padded_samples(n))) {}
 };
 
-// V: the type of the rows, of value or of its gradient.
+// V is the type of the rows, which belong to value or to its gradient.
 template <class V, class T, template <class> class Rule> struct QueryWorker {
     static constexpr int CORNERS = Rule<T>::CORNERS;
     const Call &call;
-    Sizes n; // n.levels: those that are worked on
+    Sizes n; // n.levels counts only the levels in use
     QueryReader<T> reader;
     PreparedQuery<T> prepared_queries[IN_FLIGHT];
-    V *zero_row; // a row of zeros, for corners that are not on the map
-    T *row;      // memory for a row of another dtype
+    V *zero_row; // for corners off the map
+    T *row;      // memory for a row of grad_output that needs conversion
     RowAddresses rows;
-    int64_t num_rows; // of a query, padded
+    int64_t num_rows; // rows of a query, with padding
 
     QueryWorker(const Job &job, Arena &arena)
         : call(job.call), n(job.call.sizes), reader(job.call, arena),
@@ -48,21 +48,22 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
         find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value, rows);
     }
 
-    // Selects a (batch, head), whose levels are found. Of its queries nothing may be read but rows and coefficients.
+    // Selects a (batch, head) after find_value or find_levels. Queries may keep 16-bit elements, so the caller may read only
+    // their rows and coefficients.
     void open_queries(int64_t b, int64_t h) {
         reader.reads_16_bits = CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !rows.far;
         reader.open(b, h);
     }
 
-    // For queries begin..end-1 of the open (batch, head): finds the rows of all samples of a query, with or without
-    // their coefficients, and PIPELINE_DEPTH queries later finish(query, it as prepared, the query prepared last).
+    // Processes queries begin..end-1 of the open (batch, head). Finds the rows of a query, with or without COEFFICIENTS, and
+    // PIPELINE_DEPTH queries later calls finish(query, prepared query, prepared query whose rows are to be prefetched).
     template <bool COEFFICIENTS, class Finish> MXD_INLINE void queries(int64_t begin, int64_t end, Finish &&finish) {
         ahead(
             begin, end,
             [&](int64_t q, int64_t number) __attribute__((always_inline)) {
                 PreparedQuery<T> &prepared = prepared_queries[number];
                 reader.read(q, prepared.query);
-                // Local copies, so that the compiler may keep them in registers across the stores below.
+                // These are local copies, so that the compiler can keep them in registers across the stores below.
                 const Query<T> query = prepared.query;
                 const RowAddresses to = rows;
                 int64_t *const address = prepared.address;

@@ -1,7 +1,7 @@
-// Points sorted by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any
-// number of threads. Models often bring points sorted by cell: then nothing is sorted.
+// Points sorted by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any number
+// of threads. Points that are sorted already, as most models have them by cell, are not sorted again.
 //
-// Sums of coefficient * row over any number of points, some hundred at a time.
+// Sums of coefficient * row over any number of points, MOST points at a time.
 #pragma once
 
 #include "call/call.h"
@@ -11,14 +11,14 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// fn(ranks, stride), of the tensor's own integers.
+// Calls fn(ranks, stride) with ranks as a pointer to int32_t or int64_t.
 template <class Fn> MXD_INLINE auto with_ranks(const Tensor &t, Fn &&fn) {
     const int64_t stride = t.strides[LISTED];
     return t.dtype == MXD_INT64 ? fn(static_cast<const int64_t *>(t.data), stride)
                                 : fn(static_cast<const int32_t *>(t.data), stride);
 }
 
-// put(i, rank) for n points from a position of the order on; order may be null: points are in order.
+// Calls put(i, rank) for n points from position `begin` of the order on. `order` is null if points are sorted already.
 template <class Put> MXD_INLINE void each_rank(const Tensor &t, const uint32_t *order, int64_t begin, int64_t n, Put &&put) {
     with_ranks(t, [&](auto *ranks, int64_t stride) {
         if (order)
@@ -28,8 +28,8 @@ template <class Put> MXD_INLINE void each_rank(const Tensor &t, const uint32_t *
     });
 }
 
-// Whether ranks ascend. Blocks have no branch inside, so that compilers vectorise them. Ranks are not negative, so a
-// difference does not overflow, and its sign tells.
+// Returns whether ranks ascend. The loop over a block has no branch, so that compilers vectorise it. Ranks are not negative, so
+// a difference does not overflow and is negative if ranks descend.
 inline bool ascend(const Tensor &of, int64_t points) {
     return with_ranks(of, [&](auto *ranks, int64_t stride) {
         constexpr int64_t BLOCK = 1024;
@@ -46,7 +46,7 @@ inline bool ascend(const Tensor &of, int64_t points) {
     });
 }
 
-// A stable counting sort. Each thread counts and places its part of the points. All counters together take 16 MB at most.
+// A stable counting sort. Each thread counts and places one part of the points. All counters together have at most 16 MB.
 struct Sorting {
     const Tensor &ranks;
     const int64_t points, rows, parts;
@@ -84,12 +84,12 @@ struct PlacePoints {
     }
 };
 
-// The points of rank r are at the positions start(r) to start(r + 1) - 1 of the order.
+// The sorted points. Points of rank r are at the positions start(r) to start(r + 1) - 1 of the order.
 class Sorted {
   public:
-    const uint32_t *order = nullptr; // null: points came in order
+    const uint32_t *order = nullptr; // null if points are sorted already
 
-    // ready() is false where there is no memory.
+    // ready() is false if there was no memory.
     Sorted(const Tensor &ranks_, int64_t points_, int64_t rows, int threads)
         : ranks(ranks_), points(points_), in_order(ascend(ranks, points)), parts(Sorting::parts_of(rows, threads)),
           memory(in_order ? 0 : bytes(rows)) {
@@ -107,7 +107,7 @@ class Sorted {
     int64_t start(int64_t rank) const {
         if (order) return starts[rank];
         return with_ranks(ranks, [&](auto *r, int64_t stride) {
-            int64_t first = 0, last = points; // between which it is
+            int64_t first = 0, last = points; // the bounds of a binary search
             while (first < last) {
                 const int64_t middle = (first + last) / 2;
                 if (r[middle * stride] < rank)
@@ -118,7 +118,7 @@ class Sorted {
             return first;
         });
     }
-    // Where the points of each rank of first..end-1 end; returns start(first).
+    // Writes the end position of each rank of first..end-1 to `ends`. Returns start(first).
     int64_t find_ends(int64_t first, int64_t end, int64_t *ends) const {
         const int64_t begin = start(first);
         if (order) {
@@ -141,12 +141,12 @@ class Sorted {
     const bool in_order;
     const int64_t parts;
     const Memory memory;
-    int64_t *starts = nullptr; // where points were counted
+    int64_t *starts = nullptr; // the start of each rank; null if points are sorted already
 
     int64_t bytes(int64_t rows) const {
         return Arena::bytes<int64_t>(rows + 1) + Arena::bytes<uint32_t>(rows * parts) + Arena::bytes<uint32_t>(points);
     }
-    // Counters become the positions where a part puts its next point.
+    // Replaces each counter by the position of the part's first point of that rank.
     void find_starts(const Sorting &s) {
         int64_t position = 0;
         for (int64_t rank = 0; rank < s.rows; ++rank) {
@@ -162,13 +162,14 @@ class Sorted {
     }
 };
 
-// Where points find their rows and coefficients. `begin` is the first row's address; rows are `step` bytes apart.
+// The rows and coefficients of points: row ranks[i] and coefficient depth[ranks_depth[i]]. `begin` is the address of row 0;
+// rows are `step` bytes apart.
 struct Source {
     const Tensor &ranks, &depth, &ranks_depth;
     int64_t begin, step;
 };
 
-// The rows and coefficients of some consecutive points of the order.
+// The addresses of rows and the coefficients of at most MOST consecutive points of the order.
 template <class T> class Window {
   public:
     static constexpr int64_t MOST = 512;
@@ -178,7 +179,7 @@ template <class T> class Window {
 
     explicit Window(Arena &arena) : address(arena.take<int64_t>(MOST + ROWS)), coefficient(arena.take<T>(MOST + ROWS)) {}
 
-    // Behind the last point come ROWS more, so that rows can be read ROWS at a time.
+    // Reads n points. ROWS copies of the last address follow, so that rows can be read ROWS at a time.
     void fill(const Source &from, const uint32_t *order, int64_t begin, int64_t n) {
         int64_t *const to = address;
         const int64_t first = from.begin, step = from.step;
@@ -193,7 +194,8 @@ template <class T> class Window {
     }
 };
 
-// A single channel: hide the products from GCC, which would vectorise over points and round products before adding.
+// Returns a vector of the coefficient. With a single channel GCC would vectorise over points and round products before adding,
+// so the coefficient is hidden from it.
 template <class T, int N> MXD_INLINE Vec<T, N> factor_of(T coefficient) {
     if constexpr (N == 1)
         return rounded(coefficient);
@@ -201,7 +203,8 @@ template <class T, int N> MXD_INLINE Vec<T, N> factor_of(T coefficient) {
         return broadcast<T, N>(coefficient);
 }
 
-// sums += coefficient * row over n points, in order. Sums are in each_vector's order for rows of type Row.
+// Adds coefficient * row of n points, in order. The channels of sums are in the order that each_vector has for rows of type
+// Row.
 template <class Row, class T>
 inline void add_rows(const int64_t *address, const T *coefficient, int64_t n, int64_t channels, T *sums) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
@@ -214,8 +217,8 @@ inline void add_rows(const int64_t *address, const T *coefficient, int64_t n, in
     });
 }
 
-// The sums of `rows` ranks whose points come one after the other, from `begin` to ends[0], from there to ends[1] and so on.
-// Their ranks lie side by side, as most models have them: no window, so ranks and depth are read while rows are added.
+// Computes the sums of `rows` consecutive ranks. The points of the first rank are begin..ends[0]-1, those of the second
+// ends[0]..ends[1]-1, and so on. Points are sorted and their ranks are contiguous, as in most models, so no Window is filled.
 template <class Row, class T>
 inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, const Row *depth, const int32_t *ranks_depth,
                        int64_t begin, const int64_t *ends, int64_t rows, int64_t channels, T *sums) {
@@ -231,8 +234,9 @@ inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, cons
     });
 }
 
-// fn(rank, position of the first point in the order, its position in the window, count) for the points of each rank of
-// first..end-1, MOST_RANKS at most, window by window.
+// Calls fn(rank, position of the first point in the order, its position in the window, number of points) for the points of
+// ranks first..end-1, window by window. A rank whose points are in two windows gets two calls. At most MOST_RANKS ranks are
+// allowed.
 constexpr int64_t MOST_RANKS = 64;
 
 template <class T, class Fn>
