@@ -9,7 +9,7 @@ import cases
 import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS, OPERATORS
+from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, OPERATORS
 from small_cases import TINY
 from values import compare, skip_unless_every_kernel
 
@@ -160,32 +160,50 @@ def test_pairs_that_no_access_of_their_size_can_read(dtype):
     compare("triton", MULTI_SCALE_LOGITS, tuple(args), cases.grad_for(MULTI_SCALE_LOGITS, tuple(args)).to(dtype))
 
 
-def test_logits_without_a_tensor_of_samples(monkeypatch):
+FUSED = MULTI_SCALE_LOGITS, GEOMETRIC_LOGITS  # their forward is one kernel
+
+
+@pytest.mark.parametrize("operator", FUSED)
+def test_logits_without_a_tensor_of_samples(monkeypatch, operator):
     """The forward launches one kernel, and makes no tensor but the output."""
     from mx_driving._backends.triton import launch
 
     launched, run = [], launch.run
     monkeypatch.setattr(launch, "run", lambda kernel, *args, **flags: launched.append(args[1]) or run(kernel, *args, **flags))
-    args = cases.cast(TINY[MULTI_SCALE_LOGITS](), torch.float32)
+    args = cases.cast(TINY[operator](), torch.float32)
     move = cases.on_gpu if cases.ON_GPU else lambda a: a
     inputs = tuple(map(move, args))
-    output = _backends.triton.kernel(MULTI_SCALE_LOGITS, False)(*inputs)
+    output = _backends.triton.kernel(operator, False)(*inputs)
     (tensors,) = launched
     assert {t.data_ptr() for t in tensors} == {t.data_ptr() for t in (*inputs[:6], output)}
 
 
-def test_autocast_with_logits_gives_the_bits_of_converted_inputs():
+@pytest.mark.parametrize("operator", FUSED)
+def test_autocast_with_logits_gives_the_bits_of_converted_inputs(operator):
     """The sums of a row of powers do not depend on the threads that have its columns, which the dtype of value changes."""
     move = cases.on_gpu if cases.ON_GPU else lambda a: a
-    args = logits_cases.multi_scale(2, 5, 32, 2, [(5, 7), (3, 2)], 4)
+    if operator == MULTI_SCALE_LOGITS:
+        args = logits_cases.multi_scale(2, 5, 32, 2, [(5, 7), (3, 2)], 4)
+    else:
+        args = logits_cases.geometric(2, 5, 32, 2, [(5, 7), (3, 2)], (2, 2))
     narrow = tuple(map(move, cases.cast(args, torch.bfloat16)))
-    kernel = _backends.triton.kernel(MULTI_SCALE_LOGITS, False)
+    kernel = _backends.triton.kernel(operator, False)
     output, expected = kernel(*narrow, dtype=torch.float32), kernel(*cases.cast(narrow, torch.float32))
     assert output.any()
     # a GPU's assembler contracts multiplications and additions, and on sm_100 Triton does
     driver = pytest.importorskip("triton").runtime.driver
     near = 0 if not cases.ON_GPU and driver.active.get_current_target().arch < 100 else 2e-6
     torch.testing.assert_close(output, expected, rtol=near, atol=near)
+
+
+def test_products_of_references_are_rounded_before_the_window_is_added():
+    """(i + 0.5) / 41 as float32, times 41, is i + 0.5 or nearly; rounding half to even shows whether a product was rounded."""
+    move = cases.on_gpu if cases.ON_GPU else lambda a: a
+    xs = ((torch.arange(40) + 0.5).double() / 41).float()
+    args = (torch.arange(41.0).view(1, 41, 1, 1), torch.tensor([[1, 41]]), torch.tensor([0]))
+    args += (torch.stack([xs, torch.zeros(40)], -1).view(1, 40, 1, 2), torch.tensor([[1, 0]]), torch.zeros(1, 40, 1, 1))
+    output = _backends.triton.kernel(GEOMETRIC_LOGITS, False)(*map(move, args))
+    assert output.flatten().tolist() == (xs * 41 + 1).round().clamp(max=40).tolist()
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -79,7 +79,7 @@ def serves(value: Tensor, *others: Tensor) -> bool:
     return torch.float64 not in (value.dtype, *(t.dtype for t in others)) and value.shape[1] <= _MOST_ROWS
 
 
-WITH_LOGITS = ("multi_scale_deformable_attn_with_logits",)  # have kernels of their own
+WITH_LOGITS = "multi_scale_deformable_attn_with_logits", "geometric_kernel_attention_with_logits"  # have kernels of their own
 
 
 @functools.cache

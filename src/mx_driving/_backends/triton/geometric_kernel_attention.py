@@ -9,6 +9,9 @@ from ..._operator.description import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one
+from .softmax import read_pair, start_row, weigh
+
+_WHOLE = tl.constexpr(8388608.0)  # 2**23: float32 has no fractions from here on
 
 
 @triton.jit
@@ -27,10 +30,40 @@ def _nearest(location, size):
 
 
 @triton.jit
-def _pixel(locations, at, height, width, start, num_keys):
-    """The row of the pixel at a location, and whether it may be read."""
-    i = _nearest(tl.load(locations + 2 * at), width)
-    j = _nearest(tl.load(locations + 2 * at + 1), height)
+def _round(t):
+    """Round to the nearest integer, half to even. A negative number becomes any number of at most 0."""
+    return tl.where(t < _WHOLE, (t + _WHOLE) - _WHOLE, t)
+
+
+@triton.jit
+def _scale(x, size):
+    """x * size in pixels, rounded to float32: without the maximum, an assembler fuses the addition of the window to it."""
+    return tl.maximum(x * size, -1.0 * _MOST_ROWS)
+
+
+@triton.jit
+def _read_reference(reference, row, zero, LOGITS: tl.constexpr):
+    """Return the reference point of a row; zeros, where the kernel reads locations."""
+    if LOGITS:
+        x, y = read_pair(reference, row, zero)
+    else:
+        x = tl.zeros((1, 1), tl.float32)
+        y = x
+    return x, y
+
+
+@triton.jit
+def _pixel(locations, at, p, x, y, height, width, start, num_keys, LOGITS: tl.constexpr):
+    """The row of a sample's pixel, and whether it may be read.
+
+    With LOGITS, `locations` are the window, and (x, y) is the pixel of the reference point.
+    """
+    if LOGITS:
+        i = _nearest(_round(x + tl.load(locations + 2 * p).to(tl.float32)), width)
+        j = _nearest(_round(y + tl.load(locations + 2 * p + 1).to(tl.float32)), height)
+    else:
+        i = _nearest(tl.load(locations + 2 * at), width)
+        j = _nearest(tl.load(locations + 2 * at + 1), height)
     row = start + j * width + i
     return row, (width > 0) & exists(row, num_keys)
 
@@ -41,17 +74,21 @@ def _forward(
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
+    LOGITS: tl.constexpr,
 ):  # fmt: skip
     _, _, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    top, scale, zero = start_row(weights, row, c, LOGITS, LEVELS * POINTS, ROWS, COLUMNS)
+    reference_x, reference_y = _read_reference(reference, row, zero, LOGITS)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
+        x, y = _scale(reference_x, width), _scale(reference_y, height)
         for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
             at = row * (LEVELS * POINTS) + (l * POINTS + p)
-            pixel, inside = _pixel(locations, at, height, width, start, num_keys)
-            weight = tl.load(weights + at).to(tl.float32)
+            pixel, inside = _pixel(locations, at, p, x, y, height, width, start, num_keys, LOGITS)
+            weight = weigh(weights, at, top, scale, LOGITS)
             total += weight * read(base + pixel.to(tl.int64) * key, inside & channel)
     tl.store(output + row * CHANNELS + c, total.to(output.dtype.element_ty), mask=here & channel)
 
@@ -62,7 +99,7 @@ def _backward(
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
-    VALUE: tl.constexpr, WEIGHTS: tl.constexpr,
+    LOGITS: tl.constexpr, VALUE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     batch, head, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
@@ -70,11 +107,14 @@ def _backward(
     first = batch * num_keys * HEADS + head
     grad_base = grad_value + first * CHANNELS + c
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
+    top, scale, zero = start_row(weights, row, c, LOGITS, LEVELS * POINTS, ROWS, COLUMNS)
+    reference_x, reference_y = _read_reference(reference, row, zero, LOGITS)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
+        x, y = _scale(reference_x, width), _scale(reference_y, height)
         for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
             at = row * (LEVELS * POINTS) + (l * POINTS + p)
-            pixel, inside = _pixel(locations, at, height, width, start, num_keys)
+            pixel, inside = _pixel(locations, at, p, x, y, height, width, start, num_keys, LOGITS)
             if VALUE == RECORDED:
                 record_one(targets, parts, at, first, HEADS, pixel, 1.0, inside & here)
             inside = inside & here & channel
@@ -83,9 +123,10 @@ def _backward(
                 dot = tl.sum(by_lane(product, ROWS, COLUMNS, LANE), 1, keep_dims=True)
                 tl.store(grad_weights + at, dot.to(grad_weights.dtype.element_ty), mask=here)
             if VALUE == ADDED:
-                weight = tl.load(weights + at).to(tl.float32)
+                weight = weigh(weights, at, top, scale, LOGITS)
                 add(grad_base + pixel.to(tl.int64) * (HEADS * CHANNELS), weight * g, inside)
 
 
-_kernels = attention.Kernels(OPERATORS["geometric_kernel_attention"], _forward, _backward, ("WEIGHTS",), {})
-forward, backward = _kernels.forward_of, _kernels.backward_of
+_OPERATOR = OPERATORS["geometric_kernel_attention"]
+kernels = attention.Kernels(_OPERATOR, _forward, _backward, ("WEIGHTS",), {"LOGITS": False})
+forward, backward = kernels.forward_of, kernels.backward_of

@@ -1,4 +1,4 @@
-"""Locations and weights of multi_scale_deformable_attn_with_logits on a GPU, and their gradients: a kernel for each direction.
+"""Locations and weights of multi_scale_deformable_attn_with_logits on a GPU, and their gradients, a kernel each.
 
 Plain torch takes eight launches for the locations and weights, in most of which a model at batch 1 waits for Python.
 """
@@ -83,24 +83,44 @@ def _finite(t):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _backward(
-    reference, shapes, logits, grad_locations, grad_weights, grad_offsets, grad_logits, rows,
+def _differentiate_offsets(
+    reference, shapes, grad_locations, grad_offsets, rows,
     HEADS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr,
-    BOX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OFFSETS: tl.constexpr, LOGITS: tl.constexpr,
+    BOX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, s, here = _tile(rows, LEVELS * POINTS, ROWS, COLUMNS)
     sample = row * (LEVELS * POINTS) + s
-    if OFFSETS:
-        _, by_x, by_y, over_x, over_y = _steps(
-            reference, shapes, row, s, here, HEADS, LEVELS, POINTS, REFERENCES, BY_POINT, BOX
-        )
-        x, y = read_pair(grad_locations, sample, here=here)
-        store_pair(grad_offsets, sample, x * _finite(by_x) / over_x, y * _finite(by_y) / over_y, here)
-    if LOGITS:
-        weight = tl.where(here, _softmax(logits, sample, here), 0.0)
-        grad = tl.load(grad_weights + sample, mask=here, other=0.0).to(tl.float32)
-        grad = weight * (grad - tl.sum(weight * grad, 1, keep_dims=True))
-        tl.store(grad_logits + sample, grad.to(grad_logits.dtype.element_ty), mask=here)
+    _, by_x, by_y, over_x, over_y = _steps(reference, shapes, row, s, here, HEADS, LEVELS, POINTS, REFERENCES, BY_POINT, BOX)
+    x, y = read_pair(grad_locations, sample, here=here)
+    store_pair(grad_offsets, sample, x * _finite(by_x) / over_x, y * _finite(by_y) / over_y, here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _differentiate_softmax(
+    logits, grad_weights, grad_logits, rows, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row, s, here = _tile(rows, SAMPLES, ROWS, COLUMNS)
+    sample = row * SAMPLES + s
+    weight = tl.where(here, _softmax(logits, sample, here), 0.0)
+    grad = tl.load(grad_weights + sample, mask=here, other=0.0).to(tl.float32)
+    grad = weight * (grad - tl.sum(weight * grad, 1, keep_dims=True))
+    tl.store(grad_logits + sample, grad.to(grad_logits.dtype.element_ty), mask=here)
+
+
+def _run(kernel: Any, tensors: Sequence[Tensor], logits: Tensor, samples: int, options: dict[str, int]) -> None:
+    """Launch a kernel over rows of so many samples."""
+    columns = triton.next_power_of_2(samples)
+    options |= {"ROWS": max(1, _ELEMENTS // columns), "COLUMNS": columns}
+    rows = logits.numel() // samples
+    launch.run(kernel, -(-rows // options["ROWS"]), [launch.paired(t) for t in tensors], (rows,), options)
+
+
+def differentiate_softmax(logits: Tensor, grad_weights: Tensor, samples: int) -> Tensor:
+    """Return the gradient of logits, whose rows have so many samples: at most MOST_SAMPLES."""
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if logits.numel():
+        _run(_differentiate_softmax, (logits, grad_weights, gradient), logits, samples, {"SAMPLES": samples})
+    return gradient
 
 
 class _Samples(composition.MultiScale):
@@ -113,26 +133,20 @@ class _Samples(composition.MultiScale):
         return locations, weights
 
     def gradients(self, mask: Sequence[bool], grad_locations: Tensor, grad_weights: Tensor) -> composition.Gradients:
-        grad_offsets, grad_logits = (
-            torch.empty_like(t if needed else t[:0], memory_format=torch.contiguous_format)
-            for t, needed in ((self.offsets, mask[2]), (self.logits, mask[3]))
+        grad_offsets = torch.empty_like(self.offsets, memory_format=torch.contiguous_format) if mask[2] else None
+        if grad_offsets is not None:
+            self._run(_differentiate_offsets, self.reference, self.shapes, grad_locations, grad_offsets)
+        return (
+            self._grad_reference(grad_locations) if mask[1] else None,
+            grad_offsets,
+            differentiate_softmax(self.logits, grad_weights, self.levels * self.points) if mask[3] else None,
         )
-        tensors = self.reference, self.shapes, self.logits, grad_locations, grad_weights, grad_offsets, grad_logits
-        if mask[2] or mask[3]:
-            self._run(_backward, *tensors, OFFSETS=mask[2], LOGITS=mask[3])
-        gradients = self._grad_reference(grad_locations) if mask[1] else None, grad_offsets, grad_logits
-        return tuple(g if needed else None for g, needed in zip(gradients, mask[1:], strict=True))
 
-    def _run(self, kernel: Any, *tensors: Tensor, **flags: int) -> None:
-        if not self.offsets.numel():
-            return
-        samples, columns = self.levels * self.points, triton.next_power_of_2(self.levels * self.points)
+    def _run(self, kernel: Any, *tensors: Tensor) -> None:
         options = {"HEADS": self.offsets.shape[2], "LEVELS": self.levels, "POINTS": self.points}
         options |= {"REFERENCES": self.reference.shape[2], "BY_POINT": self.by_point, "BOX": self.reference.shape[3] == 4}
-        options |= {"ROWS": max(1, _ELEMENTS // columns), "COLUMNS": columns}
-        rows = self.offsets.numel() // (2 * samples)
-        programs = -(-rows // options["ROWS"])
-        launch.run(kernel, programs, [launch.paired(t) for t in tensors], (rows,), options, **flags)
+        if self.offsets.numel():
+            _run(kernel, tensors, self.logits, self.levels * self.points, options)
 
 
 class Gradients(_Samples):

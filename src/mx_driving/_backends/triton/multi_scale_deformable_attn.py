@@ -9,22 +9,10 @@ from ..._operator.description import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
-from .softmax import locate, normalise, read_pair, store_pair, weigh
+from .softmax import locate, read_pair, start_row, store_pair, weigh
 
 OF_LOCATIONS, OF_OFFSETS = 1, 2  # what `grad_locations` are gradients of
 _OF_LOCATIONS = tl.constexpr(OF_LOCATIONS)
-
-
-@triton.jit
-def _start_row(weights, row, c, REFERENCES: tl.constexpr, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return what the weights of a row need: nothing, or, where they are logits, what `normalise` returns."""
-    if REFERENCES:
-        top, scale, zero = normalise(weights, row, c, SAMPLES, ROWS, COLUMNS)
-    else:
-        top = tl.zeros((1, 1), tl.float32)
-        scale = top
-        zero = tl.zeros((1, 1), tl.int32)
-    return top, scale, zero
 
 
 @triton.jit
@@ -42,12 +30,11 @@ def _read_sample(
         offset_x, offset_y = read_pair(locations, at, zero)
         x += offset_x * across
         y += offset_y * down
-        weight = weigh(weights, at, top, scale)
     else:
-        weight = tl.load(weights + at).to(tl.float32)
         x = tl.load(locations + 2 * at).to(tl.float32) * width - 0.5
         y = tl.load(locations + 2 * at + 1).to(tl.float32) * height - 0.5
         across, down = width, height
+    weight = weigh(weights, at, top, scale, REFERENCES)
     return weight, x, y, across, down
 
 
@@ -63,7 +50,7 @@ def _forward(
     channel = c < CHANNELS
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    top, scale, zero = _start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
+    top, scale, zero = start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
         for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
@@ -106,7 +93,7 @@ def _backward(
     key = KEY if KEY > 0 else key_stride * LANE
     first = batch * num_keys * HEADS + head
     grad_base = grad_value + first * CHANNELS + c
-    top, scale, zero = _start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
+    top, scale, zero = start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
     zero = tl.zeros((1, 1), tl.int32)  # g has the layout of the tile, and with `normalise`'s zero boxes would spill
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
     for l in range(LEVELS):

@@ -50,7 +50,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients. One kernel sums over channels, a second one makes the gradient of the softmax.
 
-    The gradients of reference points and offsets together need that of locations, in float32, from which the second makes both.
+    The gradients of reference points and offsets together need that of locations, in float32. A third kernel makes that of
+    offsets from it.
     """
     inputs = value, shapes, starts, reference, offsets, logits
     ordered = mask[0] and torch.are_deterministic_algorithms_enabled()  # which records ready weights

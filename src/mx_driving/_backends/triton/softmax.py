@@ -41,9 +41,24 @@ def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 
 @triton.jit
-def weigh(logits, at, top, scale):
+def start_row(weights, row, c, LOGITS: tl.constexpr, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return what the weights of a row need: nothing, or, where they are logits, what `normalise` returns."""
+    if LOGITS:
+        top, scale, zero = normalise(weights, row, c, SAMPLES, ROWS, COLUMNS)
+    else:
+        top = tl.zeros((1, 1), tl.float32)
+        scale = top
+        zero = tl.zeros((1, 1), tl.int32)
+    return top, scale, zero
+
+
+@triton.jit
+def weigh(weights, at, top, scale, LOGITS: tl.constexpr):
     """Return the weight of a sample. In a row that softmax turns to NaN the inverse of the sum is NaN."""
-    return tl.exp2((tl.load(logits + at).to(tl.float32) - top) * _LOG2_E) * scale
+    weight = tl.load(weights + at).to(tl.float32)
+    if LOGITS:
+        weight = tl.exp2((weight - top) * _LOG2_E) * scale
+    return weight
 
 
 @triton.jit
