@@ -1,4 +1,4 @@
-// The C interface: tensors in an array, checks, one call.
+// The C functions: each collects its tensors in an array, checks them and runs the call.
 #include <climits>
 #include <initializer_list>
 
@@ -22,13 +22,13 @@ int refuse(int status, const std::string &sentence) {
 
 int refuse(const Function &function, const Refusal &why) { return refuse(why.status, sentence(function, why)); }
 
-// The tensors of one call, in order.
+// The tensors of one call, in the order of the function's arguments.
 struct Request {
     const Function &function;
-    TensorInfo infos[MOST_ARGUMENTS] = {}; // without a shape: not given
+    TensorInfo infos[MOST_ARGUMENTS] = {}; // the shape is null if a tensor is not given
     AxisSizes sizes;
 
-    // tensor(i): argument i, or null. Memory for a gradient may be left out, too.
+    // tensor(i) returns argument i, or null. A gradient without memory is not wanted.
     template <class Of> Request(const Function &f, Of &&tensor) : function(f) {
         for (int i = 0; i < count(); ++i) {
             const mxd_tensor *t = tensor(i);
@@ -38,7 +38,7 @@ struct Request {
     }
     int count() const { return function.arguments.count; }
 
-    // Returns a status.
+    // Returns an mxd_status.
     int check(int64_t option) {
         if (option != 0 && (option < 0 || option >= function.choices.count))
             return refuse(MXD_BAD_SHAPE, sentence(std::string(function.option), "be 0 or 1", std::to_string(option)));
@@ -87,7 +87,7 @@ int run_by_name(const char *name, const mxd_tensor *tensors, int count, const in
     return run_call(*function, call);
 }
 
-// Which axis reference points belong to makes no difference to a plan: the one that fits.
+// Returns the reference_axis with which the tensors fit. The plan is the same for both values.
 int64_t fitting_option(const Function &function, Request &request) {
     return !function.option.empty() && !fits(function, request.infos, request.count(), 0, request.sizes) &&
            fits(function, request.infos, request.count(), 1, request.sizes);
@@ -117,7 +117,7 @@ int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num
 
 typedef const mxd_tensor *T;
 
-// A function with its tensors, in the order of its description. `option` is its option or 0.
+// Defines a C function. Its tensors are in the order of its description. `option` is its option, or 0 without one.
 #define FUNCTION(name, parameters, option, ...)                                                                                \
     int mxd_##name parameters {                                                                                                \
         static const mxd::Function &function = *mxd::find_function(#name);                                                     \

@@ -17,9 +17,9 @@ namespace {
 
 #ifdef MXD_HAVE_AVX2
 
-// Which instruction sets the processor and the system have: a system that does not save wide registers cannot run their
-// instructions. Not __builtin_cpu_supports: Clang 14 does not know F16C there, and Zig's runtime says no to all. `saved` has
-// bits of XCR0, the others have CPUID's.
+// The instruction sets that the processor and the operating system support. The system must save wide registers.
+// __builtin_cpu_supports would not do: Clang 14 does not know F16C, and Zig's runtime denies every instruction set. `saved` has
+// the bits of XCR0; the other members have bits of CPUID.
 struct Processor {
     uint32_t saved = 0, leaf1_c = 0, leaf7_b = 0;
 
@@ -48,10 +48,10 @@ struct Processor {
 struct Isa {
     const char *name;
     bool (*supported)();
-    const Kernels *kernels; // by Operator
+    const Kernels *kernels; // indexed by Operator
 };
 
-// Best last.
+// In ascending order of preference.
 const Isa ISAS[] = {
     {"baseline", [] { return true; }, baseline::kernels},
 #ifdef MXD_HAVE_AVX2

@@ -1,4 +1,4 @@
-// What all bindings call: the C functions, onnxruntime's nodes and CANN's two phases.
+// Runs calls for all bindings: the C functions, PyTorch's kernels, onnxruntime's nodes and CANN's phases.
 #pragma once
 
 #include <exception>
@@ -8,21 +8,21 @@
 
 namespace mxd {
 
-// Prepares and plans a call whose tensors fit, and runs the kernel of the instruction set in use. Returns a status. It
-// changes the call, so a call is run once.
+// Prepares and plans a call whose tensors fit, and runs the kernel of the instruction set in use. Returns an mxd_status.
+// Changes the call, so a call can run only once.
 int run(Call &call);
 
-// What is wrong, where `run` returned this status for a call of this function.
+// Returns the error sentence for a status that `run` returned.
 std::string sentence_of(int status, const Function &function, const Call &call);
 
 const char *isa_in_use();
-// False: this library or machine does not have it.
+// Returns false if this library or machine does not have the instruction set.
 bool use_isa(const char *name);
 
 template <class Fn> int out_of_memory_if_thrown(Fn &&fn) {
     try {
         return fn();
-    } catch (const std::exception &) { // a list of levels that is too long
+    } catch (const std::exception &) { // the list of levels does not fit in memory
         return MXD_OUT_OF_MEMORY;
     }
 }

@@ -1,12 +1,11 @@
-// What a call is: an operator, its tensors under their own names, how large they are, and its levels. How it is done is
-// a Plan.
+// A call: the operator, its tensors, sizes and levels. A Plan says how the call is computed.
 #pragma once
 
 #include "mx_driving.h"
 
 namespace mxd {
 
-// Where tensors have their axes: no other file has the number of an axis.
+// The position of each axis in its tensor. Code uses these names instead of numbers.
 //
 //   shapes, starts       MAP_CAMERA, MAP_SCALE, of shapes HEIGHT_WIDTH      levels are the scales of one camera
 //   value, output        BATCH, KEY or QUERY, HEAD, CHANNEL
@@ -48,32 +47,32 @@ struct Tensor : mxd_tensor {
 
 struct Sizes {
     int64_t batch, keys, heads, channels, queries;
-    int64_t levels, points;          // deformable_aggregation: maps, cameras * scales of them; and key points
-    int64_t cameras, scales;         // else 1 and levels
+    int64_t levels, points;          // of deformable_aggregation: cameras * scales maps, and key points
+    int64_t cameras, scales;         // of other operators than deformable_aggregation: 1, and levels
     int64_t groups, group_channels;  // of deformable_aggregation
-    int64_t references, coordinates; // of reference points: R, or heads with a window; 2, or 4 of boxes
-    int64_t cells;                   // of bev_pool_v3: bs * d * h * w; its keys are num_feat, its points n
+    int64_t references, coordinates; // of reference points: R, or heads with a window; 2 for points, 4 for boxes
+    int64_t cells;                   // of bev_pool_v3: bs * d * h * w; here keys is num_feat and points is n
 };
 
 struct Call {
     Operator op;
     bool backward;
-    // Then weights are logits, and locations are offsets from reference points, or the key points of
+    // If true, `weights` has logits, and `locations` has offsets from reference points, or the key points of
     // deformable_aggregation.
     bool with_logits;
     bool has_window;         // GEOMETRIC with logits
-    bool reference_by_point; // sample (level, point) belongs to reference point % R; else to level, or to the only one
+    bool reference_by_point; // sample (level, point) has reference point `point % R`; if false, `level` or the only one
     int num_threads;
     Sizes sizes;
-    Tensor value, shapes, starts, locations, weights; // value: feature_maps for deformable_aggregation
-    Tensor reference, window;                         // window: in place of locations
-    Tensor projection, image_size, pair_scale;        // of deformable_aggregation; data == nullptr: not given
-    Tensor depth, ranks_feat, ranks_depth, ranks_bev; // of bev_pool_v3, whose value is feat
-    Tensor output;                                    // forward: written
-    Tensor grad_output;                               // backward: read
-    // backward: written; data == nullptr: not wanted
+    Tensor value, shapes, starts, locations, weights; // value: feature_maps of deformable_aggregation, feat of bev_pool_v3
+    Tensor reference, window;                         // a call with a window has no locations
+    Tensor projection, image_size, pair_scale;        // of deformable_aggregation; data is null if not given
+    Tensor depth, ranks_feat, ranks_depth, ranks_bev; // of bev_pool_v3
+    Tensor output;                                    // forward: the result
+    Tensor grad_output;                               // backward: an input
+    // backward: the results; data is null if a gradient is not wanted
     Tensor grad_value, grad_locations, grad_weights, grad_reference, grad_projection, grad_depth;
-    // Set by prepare(), which also makes value's channels contiguous, and value double as soon as one input is.
+    // prepare() sets the levels, makes the channels of value contiguous, and converts value to double if any input is double.
     const Level *levels;
 };
 

@@ -1,5 +1,5 @@
-// Checks shapes, dtypes and sizes. The good path is a loop of comparisons; a sentence is made only when one of them
-// fails.
+// Checks shapes, dtypes and sizes. Valid calls only run `fits`, a loop of comparisons. Judge builds the sentence after a
+// failure.
 #include "call/check.h"
 
 namespace mxd {
@@ -19,7 +19,7 @@ bool dtype_fits(Elements elements, int64_t dtype, int64_t value_dtype) {
 
 bool is_present(const TensorInfo &t) { return t.shape; }
 
-// An axis of 0 is counted as `empty`.
+// Returns whether sizes have a product of TOO_MANY or more. A size of 0 counts as `empty`.
 bool too_many_elements(const int64_t *begin, const int64_t *end, int64_t empty = 1) {
     double elements = 1;
     for (const int64_t *size = begin; size < end; ++size) elements *= double(std::max(*size, empty));
@@ -28,7 +28,7 @@ bool too_many_elements(const int64_t *begin, const int64_t *end, int64_t empty =
 
 bool too_many_elements(const TensorInfo &t) { return too_many_elements(t.shape, t.shape + t.axes, 0); }
 
-// Learns sizes that are not known yet.
+// Returns whether a shape fits the known sizes. Stores the sizes that were not known.
 bool shape_fits(const Argument &argument, const TensorInfo &t, AxisSizes &sizes) {
     const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(t.axes);
     for (int a = 0; a < t.axes; ++a) {
@@ -46,7 +46,8 @@ bool groups_fit(const AxisSizes &sizes) {
     return groups < 0 || groups == 1 || (groups > 0 && sizes.of[sizes::c] % groups == 0);
 }
 
-// Sample (level, point) belongs to reference point `level`, or the only one; with option 1 to `point % R`.
+// Returns whether the number of reference points fits. Sample (level, point) has reference point `level` or the only one; with
+// option 1 it has reference point `point % R`.
 bool references_fit(int64_t option, const AxisSizes &sizes) {
     const int64_t count = sizes.of[sizes::R], coordinates = sizes.of[sizes::TWO_OR_FOUR];
     if (count < 0) return true;
@@ -55,7 +56,7 @@ bool references_fit(int64_t option, const AxisSizes &sizes) {
                        : count == sizes.of[sizes::num_levels] || count == 1;
 }
 
-constexpr int64_t MOST_ROWS = INT32_MAX; // a bound is a row more
+constexpr int64_t MOST_ROWS = INT32_MAX; // exclusive bounds of rows must fit in 32 bits
 
 bool rows_fit(const AxisSizes &sizes) { return std::max(sizes.of[sizes::num_keys], sizes.of[sizes::num_feat]) < MOST_ROWS; }
 
@@ -70,7 +71,7 @@ bool fits(const Function &function, TensorInfo *tensors, int count, int64_t opti
         TensorInfo &t = tensors[i];
         if (!is_present(t) && !argument->required) continue;
         if (!is_present(t) || !dtype_fits(argument->elements, t.dtype, value_dtype)) return false;
-        if (t.axes != argument->split.count) continue; // looked at below, when factors of products are known
+        if (t.axes != argument->split.count) continue; // checked below, when the factors of products are known
         const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
         uint64_t elements = 1;
         bool side_by_side = t.strides;
@@ -89,7 +90,8 @@ bool fits(const Function &function, TensorInfo *tensors, int count, int64_t opti
         if (is_present(tensors[i]) && tensors[i].axes != function.arguments[i].split.count &&
             !shape_fits(function.arguments[i], tensors[i], sizes))
             return false;
-    const bool may_be_too_many = too_many_elements(sizes.of, sizes.of + sizes::COUNT); // in a tensor of all axes at once
+    const bool may_be_too_many =
+        too_many_elements(sizes.of, sizes.of + sizes::COUNT); // an upper bound: the product of all sizes
     for (int i = 0; may_be_too_many && i < count; ++i)
         if (too_many_elements(tensors[i])) return false;
     return rows_fit(sizes) && groups_fit(sizes) && references_fit(option, sizes);
@@ -118,8 +120,8 @@ std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) {
     return size < 0 ? text : text + "=" + std::to_string(size);
 }
 
-// The tensors of a call that does not fit. Inputs are looked at first; a tensor that disagrees with those before it is
-// refused.
+// Finds the error of a call that does not fit. Inputs are checked first. The first tensor that disagrees with earlier tensors
+// is refused.
 struct Judge {
     const Function &function;
     const TensorInfo *tensors;
@@ -131,7 +133,7 @@ struct Judge {
             if (function.arguments[i].required && !is_present(tensors[i])) return {MXD_BAD_MEMORY, i, "be given", "no tensor"};
         AxisSizes sizes = NUMBERS;
         for (int k = 0; k < count; ++k) {
-            const int i = (function.first_input + k) % count; // grad_output, which is before the inputs, comes last
+            const int i = (function.first_input + k) % count; // grad_output precedes the inputs and is checked last
             if (!is_present(tensors[i])) continue;
             if (!shape_fits(function.arguments[i], tensors[i], sizes)) return refuse_shape(i);
             if (too_many_elements(tensors[i]))
@@ -169,7 +171,7 @@ struct Judge {
     }
 
     Refusal refuse_shape(int i) const {
-        AxisSizes others = NUMBERS; // the sizes that the other inputs have; where they disagree, the first
+        AxisSizes others = NUMBERS; // sizes of the other inputs; if two disagree, the first counts
         for (int other = function.first_input; other < function.first_input + function.num_inputs; ++other)
             if (other != i && is_present(tensors[other])) shape_fits(function.arguments[other], tensors[other], others);
         const Argument &argument = function.arguments[i];

@@ -1,4 +1,4 @@
-// Whether tensors fit an operator's description, and each other; the sentence if not.
+// Checks tensors against an operator's description and against each other. Builds the error sentence.
 #pragma once
 
 #include <algorithm>
@@ -8,30 +8,30 @@
 
 namespace mxd {
 
-// More elements than any memory has, with room to spare for bytes and for sums of offsets.
+// The exclusive bound of a tensor's elements: more than any memory has, yet sums of offsets in bytes do not overflow.
 constexpr int64_t TOO_MANY = int64_t(1) << 48;
 
 inline int64_t floating_size(int64_t dtype) { return dtype == MXD_FLOAT64 ? 8 : dtype == MXD_FLOAT32 ? 4 : 2; }
 inline int64_t element_size(int64_t dtype) { return dtype == MXD_INT64 ? 8 : dtype == MXD_INT32 ? 4 : floating_size(dtype); }
 inline bool is_empty(const Tensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }
 
-// A tensor as a binding has it. An axis of one element may have any stride.
+// A tensor as a binding describes it. An axis of one element may have any stride.
 struct TensorInfo {
-    const int64_t *shape; // null: there is none
+    const int64_t *shape; // null if the tensor is not given
     int axes;
     int64_t dtype;
     const void *data = nullptr;
     const int64_t *strides = nullptr; // in elements; check_memory and make_call read them, and the data
-    int64_t side_by_side = -1;        // elements of a contiguous tensor; `fits` sets it
-    const char *dtype_name = nullptr; // of a dtype that mxd_dtype does not have
+    int64_t side_by_side = -1;        // the number of elements if the tensor is contiguous, else -1; `fits` sets it
+    const char *dtype_name = nullptr; // the name of a dtype that mxd_dtype does not have
 };
 
 // Check shapes and dtypes of a function's first `count` arguments. Every call runs this.
 bool fits(const Function &function, TensorInfo *tensors, int count, int64_t option, AxisSizes &sizes);
 
-// *name* must *rule*; got *fact*. The name is that of one of a function's arguments.
+// An error: *name* must *rule*; got *fact*. The name is that of an argument.
 struct Refusal {
-    int status = MXD_OK; // there is nothing to refuse
+    int status = MXD_OK; // MXD_OK if there is no error
     int argument = 0;
     std::string rule, fact;
     int other = -1; // the argument whose name ends the rule
@@ -40,19 +40,20 @@ struct Refusal {
 std::string sentence(const std::string &name, const std::string &rule, const std::string &fact);
 std::string sentence(const Function &function, const Refusal &why);
 
-// "(1, 2, 3)"
+// Returns a tuple as text: "(1, 2, 3)".
 std::string text_of(const int64_t *numbers, size_t count);
 
-// What `fits` finds wrong: name, rule and fact.
+// Returns the error for which `fits` returned false.
 Refusal refusal_of(const Function &function, const TensorInfo *tensors, int count, int64_t option);
 
 // Check that every tensor of a function has memory for its elements, and each result memory that no other tensor has.
 Refusal check_memory(const Function &function, const TensorInfo *tensors);
 
-// The shape of a forward function's output.
+// Returns the shape of a forward function's output.
 List<int64_t, MOST_AXES> output_shape(const Function &function, const AxisSizes &sizes);
 
-// The sentence about an output that no memory holds; empty where one might. Strides, too, must be numbers of 64 bits.
+// Returns an error sentence if an output of this shape is too large, else an empty string. An axis of 0 counts as 1, because
+// strides, too, must fit in 64 bits.
 std::string fault_of_output(const List<int64_t, MOST_AXES> &shape);
 
 } // namespace mxd

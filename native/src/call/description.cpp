@@ -1,11 +1,11 @@
-// The tables of the operators. The compiler makes them.
+// The tables of the operators, which are constants made by the compiler.
 #include "call/description.h"
 
 namespace mxd {
 namespace {
 
 struct Input {
-    const char *name, *gradient_name; // gradient_name: or null
+    const char *name, *gradient_name; // gradient_name is null without a gradient
     Elements elements;
     bool required;
     Tensor Call::*tensor, Call::*gradient;
@@ -26,7 +26,8 @@ struct Description {
 using namespace sizes;
 
 #define MXD_OPERATOR(name) #name, #name "_backward"
-// Inputs: floating with a gradient; read; floating, and may be left out. `member` of Call has the tensor.
+// Kinds of inputs. LEARNED: floating, with a gradient. READ: without a gradient. OPTIONAL: floating, without a gradient, may be
+// left out. `member` is the member of Call.
 #define MXD_LEARNED(name, member, ...)                                                                                         \
     Input {                                                                                                                    \
         #name, "grad_" #name, Elements::FLOATING, true, &Call::member, &Call::grad_##member, { __VA_ARGS__ }                   \
@@ -99,7 +100,7 @@ constexpr Description DESCRIPTIONS[] = {
      {bs, d, h, w}}};
 // clang-format on
 
-// Sorts axes by name, and adds the axes that other operators have there.
+// Sorts axes in the order of MXD_SIZES, and inserts axes of one element where only other operators have an axis.
 constexpr List<int, MOST_AXES> layout_of(Tensor Call::*tensor, const List<NamedAxis, MOST_AXES> &axes) {
     List<int, MOST_AXES> layout;
     const auto insert = [&](int at, int axis) {

@@ -1,4 +1,4 @@
-// What each operator takes and gives, as tables: src/mx_driving/_operator/description.py in C++.
+// Tables of each operator's inputs and outputs: src/mx_driving/_operator/description.py in C++.
 // tests/native/test_description.py compares the two.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace mxd {
 
 constexpr int MOST_ARGUMENTS = 16, MOST_AXES = 6, FUNCTIONS = 14;
 
-// A list whose memory is its own.
+// A list with a fixed capacity, which allocates no memory.
 template <class T, int MOST> struct List {
     T all[MOST]{};
     int count = 0;
@@ -27,7 +27,7 @@ template <class T, int MOST> struct List {
     constexpr const T &operator[](int index) const { return all[index]; }
 };
 
-// Names of sizes, and where a call keeps them. A tensor's axes are laid out in this order: see Axis.
+// The names of sizes, and the members of Sizes with their values. The axes of a Tensor are in this order; see Axis.
 #define MXD_SIZES(SIZE)                                                                                                        \
     SIZE(bs, &Sizes::batch)                                                                                                    \
     SIZE(num_keys, &Sizes::keys)                                                                                               \
@@ -50,7 +50,7 @@ template <class T, int MOST> struct List {
     SIZE(h, nullptr)                                                                                                           \
     SIZE(w, nullptr)
 
-// Numbers are sizes, too, whose values are known.
+// A size by its name. TWO, THREE and FOUR are sizes with a fixed value.
 namespace sizes {
 #define MXD_NAME(name, member) name,
 enum Name : int { NONE = -1, MXD_SIZES(MXD_NAME) TWO, THREE, FOUR, TWO_OR_FOUR, COUNT };
@@ -59,7 +59,7 @@ enum Name : int { NONE = -1, MXD_SIZES(MXD_NAME) TWO, THREE, FOUR, TWO_OR_FOUR, 
 
 // "num_levels", "2 or 4"
 extern const char *const SIZE_NAMES[sizes::COUNT];
-// Null: a call has no member for this size.
+// An entry is null if Sizes has no member for the size.
 extern int64_t Sizes::*const SIZE_MEMBERS[sizes::TWO];
 
 // A size, or the product of two.
@@ -70,7 +70,7 @@ struct NamedAxis {
     constexpr NamedAxis(sizes::Name one, sizes::Name other = sizes::NONE) : size(one), times(other) {}
 };
 
-// By sizes::Name; -1: not known.
+// The values of sizes, indexed by sizes::Name. -1 means not known.
 struct AxisSizes {
     int64_t of[sizes::COUNT];
 
@@ -81,20 +81,25 @@ struct AxisSizes {
         return __builtin_mul_overflow(first, second, &product) ? INT64_MAX : product;
     }
 };
-extern const AxisSizes NUMBERS; // only numbers are known
+extern const AxisSizes NUMBERS; // only sizes with a fixed value are known
 
-enum class Elements { FLOATING, INDEX, NUMBER, OF_VALUE }; // OF_VALUE: the dtype of the operator's first input
+enum class Elements {
+    FLOATING,
+    INDEX,
+    NUMBER,
+    OF_VALUE
+}; // OF_VALUE: the dtype of the operator's first input, or float32 if that has 16 bits
 
 struct Argument {
     const char *name = "";
     Elements elements{};
     bool required = false;
     Tensor Call::*tensor = nullptr;
-    List<NamedAxis, MOST_AXES> axes;  // as they are described
-    List<NamedAxis, MOST_AXES> split; // as the C interface has them: both factors of a product
-    List<int, MOST_AXES> layout;      // the axes of `tensor`, which Axis names, among `split`; -1: one element
+    List<NamedAxis, MOST_AXES> axes;  // as in the description; an axis may be the product of two sizes
+    List<NamedAxis, MOST_AXES> split; // as in the C interface, where a product is two axes
+    List<int, MOST_AXES> layout;      // for each axis of `tensor`, its index in `split`; -1 for an axis of one element
 
-    // `axes` or `split`, whichever has so many; null: neither.
+    // Returns the list with this number of axes, `split` or `axes`; null if neither has it.
     const List<NamedAxis, MOST_AXES> *axes_of(int number) const {
         return number == split.count ? &split : number == axes.count ? &axes : nullptr;
     }
@@ -105,19 +110,19 @@ struct Function {
     const char *name = "", *op = ""; // "multi_scale_deformable_attn_backward", "multi_scale_deformable_attn"
     Operator kernel{};
     bool with_logits = false, backward = false;
-    // In the order of the C function. Forward: inputs, output. Backward: grad_output, inputs, gradients.
+    // The arguments, in the order of the C function. Forward: inputs, output. Backward: grad_output, inputs, gradients.
     List<Argument, MOST_ARGUMENTS> arguments;
     int first_input = 0, num_inputs = 0;
-    int first_written = 0;                // the output or the gradients, which come last
-    List<sizes::Name, MOST_AXES> numbers; // sizes that no input has: bindings without an output have their numbers
-    std::string_view option;              // or none
-    List<std::string_view, 2> choices;    // of the option
+    int first_written = 0;                // the index of the output or of the first gradient
+    List<sizes::Name, MOST_AXES> numbers; // sizes that no input has; bindings without an output tensor get them as numbers
+    std::string_view option;              // the option's name, or empty
+    List<std::string_view, 2> choices;    // the option's values
 };
 
-// Every operator forward and backward, in the order of the text.
+// Returns every operator, forward and backward, in the order of the descriptions.
 const std::array<Function, FUNCTIONS> &functions();
 
-// The function of this name, or null.
+// Returns the function with this name, or null.
 const Function *find_function(std::string_view name);
 
 } // namespace mxd

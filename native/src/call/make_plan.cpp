@@ -1,4 +1,4 @@
-// How a call is done: what is packed, where heads are cut, and how many threads pay.
+// Decides what is packed, how heads are cut, and how many threads pay.
 #include "call/make_plan.h"
 
 #include <atomic>
@@ -10,7 +10,7 @@ namespace {
 
 int64_t num_rows(const Level &level) { return level.height * level.width; }
 
-// prepare.cpp widens value to double as soon as one input is double.
+// Returns the size of the computed type: double if any input is double, because prepare.cpp then converts value.
 int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
 
 bool needs_samples(const Call &call) {
@@ -19,7 +19,7 @@ bool needs_samples(const Call &call) {
 
 int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
 
-// Whether grad_value has the type computed in and contiguous channels.
+// Returns whether workers can add to grad_value: it has the computed type and contiguous channels.
 bool can_be_added_to(const Call &call) {
     const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
     return call.grad_value.dtype == computed && (call.sizes.channels <= 1 || call.grad_value.strides[CHANNEL] == 1);
@@ -32,7 +32,7 @@ bool overlap_the_next(const Level *begin, const Level *end) {
 
 bool levels_overlap(const Call &call) {
     const Level *end = call.levels + call.sizes.levels;
-    if (!overlap_the_next(call.levels, end)) return false; // nearly always
+    if (!overlap_the_next(call.levels, end)) return false; // the usual case
     std::vector<Level> levels(call.levels, end);
     std::sort(levels.begin(), levels.end(), [](const Level &a, const Level &b) { return a.start < b.start; });
     return overlap_the_next(levels.data(), levels.data() + levels.size());
@@ -44,19 +44,19 @@ constexpr PackedLevels NONE{nullptr, 0, 0, 0, 0, 0};
 
 bool all_near(const PackedLevels &packed) { return packed.bytes > 0 && packed.far_begin >= packed.far_end; }
 
-// What a core's second-level cache holds beside all else. A prefetch of a row that is there takes three of the reads
-// that a core has time for, beside six for the row itself, and saves little. Forward, one thread: the encoder 29.0 ->
-// 27.3 ms, BEVFormer spatial 74.6 -> 72.3 (2026-11-23, Zen 3); MapTR tiny, all of whose rows are near, 23.1 -> 21.1
-// (2026-11-22, Zen 5).
+// The packed rows that stay in a core's second-level cache beside all other data. Prefetches of these rows save little, and a
+// core has few reads to spare: a prefetch takes three, the row itself six. Without these prefetches the forward on one thread
+// takes 27.3 instead of 29.0 ms for the encoder, 72.3 instead of 74.6 for BEVFormer spatial (2026-11-23, Zen 3), and 21.1
+// instead of 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
 constexpr int64_t NEAR_BYTES = 256 * 1024;
 
-// A level is worth packing where each of its rows is read at least PACK_READS times. The smallest levels come first,
-// while `copies` of them take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
+// A level is packed if its rows are read at least PACK_READS times on average. The smallest levels are packed first, as long as
+// all copies take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
 constexpr double PACK_BYTES = 15.5 * (1 << 20); // 16 MB with all other scratch memory
 constexpr double PACK_SHARE = 0.049;            // 5 %
 constexpr int64_t PACK_READS = 8;
 
-// What `copies` of packed levels may take, each.
+// Returns the most bytes for each of `copies` copies of packed levels.
 double most_packed_bytes(const Call &call, int64_t copies) {
     const Sizes &n = call.sizes;
     const double value_bytes = double(n.batch * n.keys) * double(n.heads * n.channels * floating_size(call.value.dtype));
@@ -94,11 +94,11 @@ PackedLevels choose_levels(const Call &call, RowBytes row_bytes, double most_byt
     return {offset.data(), total, far_begin, far_end, row_bytes.far, row_bytes.near};
 }
 
-// Where levels are packed, all threads work on one head at a time, so its queries must be enough for all of them.
+// With packed levels all threads process one head at a time, so a head needs this many queries for each thread.
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 bool value_can_be_packed(const Call &call) {
-    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // else rows lie side by side already
+    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // else rows are contiguous already
            call.sizes.queries >= QUERIES_OF_A_THREAD * num_threads(call);
 }
 
@@ -110,9 +110,10 @@ PackedLevels choose_packed_value(const Call &call, RowBytes row_bytes, std::vect
     return choose_levels(call, row_bytes, most_packed_bytes(call, 1), PACK_READS, offset);
 }
 
-// The forward widens rows of near levels when it packs them, where a level begins at a multiple of ROWS samples: rows of
-// float16 would be widened again for each of their samples. Two bfloat16 are widened as one word, which costs as little as
-// twice the memory. Where a sample is one row, all levels must be near, and any dtype gains.
+// Plans packing in the forward. Rows of near levels are widened when they are packed, because a row of float16 would otherwise
+// be widened for each of its samples. This needs levels that begin at a multiple of ROWS samples. bfloat16 gains nothing: two
+// bfloat16 are widened as one word, which costs no more than reading twice the memory. In geometric_kernel_attention any dtype
+// gains, but all levels must be near.
 void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const bool is_half = call.value.dtype == MXD_FLOAT16;
     plan.near_as_computed = call.op == GEOMETRIC || (is_half && call.sizes.points % ROWS == 0);
@@ -123,8 +124,9 @@ void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &off
     plan.packed_value = choose_packed_value(call, {own, own}, offset);
 }
 
-// The gradients of samples widen a row of 16 bits for each of its samples, in the order of channels. They read widened rows
-// where all levels can be packed so: the encoder in bfloat16 31.3 -> 26.1 ms, float32 24.6 (2026-11-27, Intel Xeon 6/207).
+// Plans packing in the backward. The gradients of samples would widen a 16-bit row for each of its samples, in the order of
+// channels. So rows are widened when they are packed, if all levels can be packed so. The encoder in bfloat16 takes 26.1
+// instead of 31.3 ms, in float32 24.6 (2026-11-27, Intel Xeon 6/207).
 void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const int64_t own = own_row_bytes(call), wide = wide_row_bytes(call);
     if (call.op == MULTI_SCALE) plan.packed_value = choose_packed_value(call, {wide, wide}, offset);
@@ -132,12 +134,12 @@ void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &of
     if (!plan.near_as_computed) plan.packed_value = choose_packed_value(call, {own, own}, offset);
 }
 
-// The float32 sums of a 16-bit gradient, for each thread: room for a whole head in nearly every model. With less room a
-// head is cut into more bands, and each band goes through all queries.
+// Memory of each thread for the float32 sums of a 16-bit gradient. A whole head fits in nearly every model. With less memory a
+// head would be cut into more bands, and each band reads all queries.
 constexpr int64_t BUFFERED_BYTES = 6 << 20;
 
-// Nothing is packed if levels overlap: a row of two levels would be summed in two places, and its bits would depend on
-// which levels are packed.
+// Chooses the levels of the gradient that are packed: none if levels overlap, because a row of two levels would be summed in
+// two places, and its bits would depend on which levels are packed.
 PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
     const int64_t size = computed_size(call), row_bytes = call.sizes.channels * size;
     const bool buffered = !can_be_added_to(call);
@@ -148,39 +150,39 @@ PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offs
     return choose_levels(call, {row_bytes, row_bytes}, most_packed_bytes(call, copies), PACK_READS, offset);
 }
 
-// Whether every row of value belongs to a packed level.
+// Returns whether every row of value belongs to a packed level.
 bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
-    int64_t rows = 0; // levels do not overlap where any is packed
+    int64_t rows = 0; // levels do not overlap if any is packed
     for (int64_t l = 0; packed.bytes > 0 && l < call.sizes.levels; ++l)
         rows += packed.offset[l] < 0 ? 0 : num_rows(call.levels[l]);
     return rows == call.sizes.keys;
 }
 
-// ---- into how many bands or parts a head is cut, so that all threads have work
+// ---- the cut of heads into bands or parts, so that all threads have work
 
 struct Cut {
     int64_t bands, parts;
 };
 
-// Items that the busiest thread does.
+// Returns the number of items of the busiest thread.
 int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / threads; }
 
 bool heads_keep_threads_busy(int64_t heads, int64_t threads) { return 4 * heads >= 3 * threads * rounds(heads, threads); }
 
-// How long a cut takes until all threads are done, as a multiple of a whole head's time. The 0.15 is measured: a band
-// goes through all queries, whatever its size.
+// Returns the time until all threads are done, as a multiple of the time of a whole head. A band costs a measured 0.15 of a
+// head whatever its size, because it reads all queries.
 double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_levels) {
     if (cut.bands > 1) return double(rounds(heads * cut.bands, threads)) * (0.15 + 1.0 / double(cut.bands));
     return double(rounds(heads * cut.parts, threads)) * double(rounds(num_levels, cut.parts)) / double(num_levels);
 }
 
-// Lists of rows take ROWS samples at a time, so a part must begin at a multiple of ROWS. Levels must not overlap: a row
-// of two levels would belong to two parts.
+// Returns whether heads can be cut into parts. A part must begin at a multiple of ROWS samples, as lists of rows do. Levels
+// must not overlap, because a row of two levels would belong to two parts.
 bool levels_can_be_parts(const Call &call) {
     return call.op != AGGREGATION && call.sizes.points % ROWS == 0 && !levels_overlap(call);
 }
 
-// The cut that is finished first.
+// Returns the cut with the least time.
 Cut choose_cut(const Call &call, bool in_place) {
     const int64_t threads = num_threads(call), num_levels = call.sizes.levels;
     const int64_t heads = std::max<int64_t>(1, call.sizes.batch * call.sizes.heads);
@@ -191,26 +193,27 @@ Cut choose_cut(const Call &call, bool in_place) {
         const double time = time_of(cut, heads, threads, num_levels);
         if (time < best_time) best = cut, best_time = time;
     };
-    consider({num_levels, 1}); // each level is cut into the same number of bands
+    consider({num_levels, 1}); // every level is cut into the same number of bands
     for (int64_t bands = 2 * num_levels; heads * bands <= 2 * threads; bands += num_levels) consider({bands, 1});
     if (in_place && levels_can_be_parts(call))
         for (int64_t parts = 2; parts <= num_levels; ++parts) consider({1, parts});
     return best;
 }
 
-// ---- heads that go together
+// ---- heads that are processed together
 
-// Around a window. Forward: all heads of a query go together where a batch's value is small.
-// That is faster by 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB, and slower, 1.25, for 24 MB, whose
-// heads are better packed one by one (2026-11-23, Zen 3, 512 KB of second-level cache).
+// In the forward with a window, all heads of a query are processed together if value of a batch is small. This takes 0.63 of
+// the time for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB, but 1.25 for 24 MB, where packing one head after the other is
+// better (2026-11-23, Zen 3, 512 KB of second-level cache).
 constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 
 bool heads_can_go_together(const Call &call) { return call.has_window && call.sizes.levels * call.sizes.points > 0; }
 
-// Rows of 16 bits are all widened before the first is read. Value may be expanded: then they take more memory than it.
+// Returns whether it pays to widen all 16-bit rows before the first is read. An expanded value takes less memory than its
+// widened rows.
 bool widening_pays(const Call &call) {
     const Sizes &n = call.sizes;
-    if (floating_size(call.value.dtype) == computed_size(call)) return true; // nothing is widened
+    if (floating_size(call.value.dtype) == computed_size(call)) return true; // rows need no widening
     return n.queries * n.levels * n.points >= n.keys &&
            n.keys * n.heads * n.channels * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS;
 }
@@ -223,7 +226,8 @@ int64_t choose_heads_of_forward(const Call &call) {
     return heads_can_go_together(call) && near && widening_pays(call) ? heads : 0;
 }
 
-// Backward: all that go together have value and gradient in the second-level cache, and leave enough for every thread.
+// Returns the number of heads that the backward processes together. Their packed value and gradient must fit the second-level
+// cache, and every thread must get work.
 int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
     const int64_t batch = call.sizes.batch, heads = call.sizes.heads;
     for (int64_t together : {4, 2})
@@ -235,8 +239,8 @@ int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
 
 // ---- bands
 
-// Where bands begin. Every level is cut into the same number of bands, because every level has the same number of
-// samples. No band has more than `most_rows` rows.
+// Writes the first row of each band to `cuts`. Every level is cut into the same number of bands, because every level has the
+// same number of samples. No band has more than `most_rows` rows.
 void cut_bands(const Call &call, int64_t bands_at_least, int64_t most_rows, std::vector<int64_t> &cuts) {
     cuts = {0, call.sizes.keys};
     if (bands_at_least > 1 || most_rows < call.sizes.keys) {
@@ -255,7 +259,7 @@ void cut_bands(const Call &call, int64_t bands_at_least, int64_t most_rows, std:
     cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
 }
 
-// A band of deformable_aggregation has all channels and is added up in place. It should stay in the third-level cache.
+// A band of deformable_aggregation has all channels and is summed in place. It should stay in the third-level cache.
 constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
 int64_t most_rows_of_a_band(const Call &call, bool buffered) {
@@ -264,18 +268,18 @@ int64_t most_rows_of_a_band(const Call &call, bool buffered) {
     return call.op == AGGREGATION ? std::max<int64_t>(1, AGGREGATION_BAND_BYTES / row_bytes) : call.sizes.keys;
 }
 
-// ---- the way to the gradient of value
+// ---- the choice of ValueGradient
 
-// Two passes read the inputs and work out the rows twice; one pass has two sets of rows in the caches, those of value
-// and of its gradient. One pays where a sample is one row and all rows of a head, packed, stay in the second-level
-// cache. It is in memory of the type computed in, whatever the dtypes of value and gradient are.
+// Returns whether one pass over packed rows pays. Two passes read the queries and find the rows twice; one pass needs the rows
+// of value and of its gradient in the caches. One pass pays if a sample is one row and all packed rows of a head stay in the
+// second-level cache. Value and gradient may have any dtype, because packed rows have the computed type.
 bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
     return call.op == GEOMETRIC && needs_samples(call) && packed.bytes > 0 && 2 * packed.bytes <= NEAR_BYTES &&
            all_rows_are_packed(call, packed);
 }
 
-// One pass in the tensors themselves pays where value would not be packed, because few queries or large levels leave
-// nothing to gain, and where a sample is one row. They must be laid out alike.
+// Returns whether one pass over the tensors, without packing, pays: if a sample is one row, or if value would not be packed
+// because of few queries or large levels. Value and gradient must have the same layout.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return needs_samples(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);
@@ -289,11 +293,11 @@ void plan_bands(const Call &call, int64_t bands, bool buffered, Plan &plan, Plan
     plan.band_is_buffered = buffered;
 }
 
-// Best first. A whole head repeats nothing. A part repeats reading grad_output; it goes through the samples of its own
-// levels alone. A band goes through all queries.
+// Tries the best way first. Whole heads repeat no work. Each part reads grad_output again, and the samples of its own levels.
+// Each band reads all queries.
 void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &plan, PlanLists &lists) {
     const bool buffered = !can_be_added_to(call);
-    const Cut cut = choose_cut(call, !buffered); // what keeps the threads busy
+    const Cut cut = choose_cut(call, !buffered);
     const bool whole_heads = call.op != AGGREGATION && cut.bands == 1 && cut.parts == 1;
     const PackedLevels packed = whole_heads ? choose_packed_gradient(call, lists.packed_gradient) : NONE;
     if (whole_heads && one_packed_pass_pays(call, packed)) {
@@ -322,13 +326,13 @@ void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
     if (!plan.sample_gradients) plan.packed_value = NONE;
 }
 
-// Waking a thread takes some microseconds, in which about this many elements of rows are read: with fewer for each
-// thread it does not pay.
+// The least work of a thread, in elements of rows. Waking a thread takes some microseconds, in which a thread reads about so
+// many elements.
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 
-// Elements of rows that are read, and of value's gradient. In deformable_aggregation each point is taken to be seen by
-// one camera.
+// Returns the elements of rows that a call reads, and the elements of grad_value. Assumes that one camera sees each point of
+// deformable_aggregation.
 double elements_used(const Call &call) {
     const Sizes &n = call.sizes;
     if (call.op == POOLING) return double(n.points + n.cells) * double(n.channels);
@@ -363,7 +367,7 @@ std::string value_gradient_text(const Plan &plan) {
 
 Plan make_plan(const Call &call, PlanLists &lists) {
     Plan plan{};
-    if (call.op == POOLING) return plan; // there is one way
+    if (call.op == POOLING) return plan; // bev_pool_v3 has nothing to decide
     if (call.backward) {
         plan_gradients(call, plan, lists);
         return plan;

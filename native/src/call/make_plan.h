@@ -1,4 +1,4 @@
-// Decides how a call is done: from sizes, strides, dtypes and the number of threads, before any element is read.
+// Decides how a call is computed, from sizes, strides, dtypes and the number of threads, before any element is read.
 #pragma once
 
 #include <string>
@@ -8,21 +8,21 @@
 
 namespace mxd {
 
-// Owns what a plan points to.
+// Owns the arrays to which a plan points.
 struct PlanLists {
     std::vector<int64_t> packed_value, packed_gradient, bands;
 };
 
-// call: checked and prepared, but its value's data is not read.
+// Makes the plan of a checked and prepared call. Reads no data of value.
 Plan make_plan(const Call &call, PlanLists &lists);
 
-// How many threads pay for a call, of those that it may use.
+// Returns the number of threads that pay for a call, at most `most`.
 int threads_that_pay(const Call &call, int most);
 
-// Elements of rows that one thread reads or writes before another is woken; 0: as many as pay for waking it.
+// Sets the work, in elements of rows, for which another thread is woken. 0 restores the default.
 void set_work_of_a_thread(int64_t elements);
 
-// A line "name: what" for each decision.
+// Returns a line "name: decision" for each decision of a plan.
 std::string describe(const Call &call, const Plan &plan);
 
 } // namespace mxd

@@ -1,4 +1,4 @@
-// Where tensors lie in memory, and whether two overlap: by their strides alone.
+// Decides from strides alone whether tensors overlap in memory.
 #include "call/check.h"
 
 #include <cstdlib>
@@ -6,7 +6,7 @@
 namespace mxd {
 namespace {
 
-// Addresses of a tensor's first and last byte; of one without elements, none that meets another.
+// The addresses of a tensor's first and last byte. The default, for a tensor without elements, meets no other extent.
 struct Extent {
     int64_t first = INT64_MAX, last = INT64_MIN;
 
@@ -16,7 +16,7 @@ struct Extent {
 
 int64_t address_of(const TensorInfo &t) { return int64_t(reinterpret_cast<intptr_t>(t.data)); }
 
-// False: memory has no such addresses.
+// Returns false if the addresses do not fit in 64 bits.
 bool find_extent(const TensorInfo &t, Extent &extent) {
     const int64_t element = element_size(t.dtype);
     int64_t first = address_of(t), last, length;
@@ -38,20 +38,20 @@ bool find_extent(const TensorInfo &t, Extent &extent) {
     return !__builtin_sub_overflow(last, first, &length);
 }
 
-// Below, tensors have elements and extents.
+// All functions below require tensors with elements, for which find_extent returned true.
 
 struct Step {
     int64_t bytes, count;
 };
 
-// A tensor whose axes of one element are left out, and whose strides are made positive.
+// The memory of a tensor, without axes of one element, and with positive strides.
 struct Footprint {
-    int64_t first, element, length; // bytes; `length` of them from the first to the last
-    Step steps[MOST_AXES];          // the smallest first
+    int64_t first, element, length; // address, and bytes of an element and from the first to the last byte
+    Step steps[MOST_AXES];          // in ascending order
     int axes = 0;
 
     explicit Footprint(const TensorInfo &t) : first(address_of(t)), element(element_size(t.dtype)), length(element) {
-        for (int a = t.axes; a-- > 0;) { // of contiguous tensors the last axis has the smallest stride
+        for (int a = t.axes; a-- > 0;) { // the last axis has the smallest stride if the tensor is contiguous
             if (t.shape[a] <= 1) continue;
             const int64_t bytes = t.strides[a] * element;
             first += std::min<int64_t>(bytes, 0) * (t.shape[a] - 1);
@@ -66,7 +66,7 @@ struct Footprint {
         length += step.bytes * (step.count - 1);
     }
 
-    // Leave out the steps that come back to the same address modulo a period.
+    // Returns the footprint without steps that are a multiple of the period.
     Footprint modulo(int64_t period) const {
         Footprint rest = *this;
         rest.axes = 0;
@@ -77,8 +77,8 @@ struct Footprint {
     }
 };
 
-// Whether the strides alone prove that no two elements share memory: from the smallest stride to the largest, each axis
-// must step over everything that the axes before it cover. True for every slice and permutation of a contiguous tensor.
+// Returns whether the strides prove that no two elements share memory: in ascending order, each stride must be at least the
+// bytes that the smaller axes cover. This holds for every slice and permutation of a contiguous tensor.
 bool has_distinct_elements(const TensorInfo &t) {
     const Footprint all(t);
     int64_t covered = all.element;
@@ -89,11 +89,12 @@ bool has_distinct_elements(const TensorInfo &t) {
     return true;
 }
 
-// Whether the strides alone prove that two tensors share no memory, though their extents meet. True for every two slices
+// Returns whether the strides prove that two tensors share no memory, though their extents meet. This holds for any two slices
 // of a contiguous tensor that share no element.
 bool lie_apart(const Footprint &a, const Footprint &b);
 
-// Addresses modulo a period that both fit into: the second is compared twice, behind the first and before it.
+// lie_apart for addresses modulo a period, which both footprints must fit into. The second is compared twice: at its place
+// after the first, and one period earlier.
 bool lie_apart_modulo(const Footprint &a, const Footprint &b, int64_t period) {
     int64_t ahead;
     if (period == 0 || __builtin_sub_overflow(b.first, a.first, &ahead)) return false;

@@ -1,46 +1,46 @@
-// How a call is done: what make_plan.h decides, and kernels switch on.
+// A plan says how a call is computed. make_plan() decides it, and kernels switch on it.
 #pragma once
 
 #include "call/call.h"
 
 namespace mxd {
 
-// Lists of rows take as many samples together. So a part of a head begins at a multiple of it.
+// The number of samples that lists of rows group together. A part of a head begins at a multiple of it.
 constexpr int ROWS = 4;
 
-// Ways to the gradient of value, and what a worker owns in each. Nobody else adds to its rows, so no addition is
-// atomic, and additions come in the order of the queries for any number of threads.
+// How the gradient of value is shared among workers. Each worker owns a head, a part or a band. Only the owner adds to these
+// rows, so no addition is atomic, and additions have the order of the queries for any number of threads.
 enum class ValueGradient {
     NOT_WANTED,
-    WITH_SAMPLES, // a head; together with the gradients of locations and weights
+    WITH_SAMPLES, // a head, in one pass with the gradients of locations and weights
     BY_HEADS,     // a head
-    BY_PARTS,     // a part: some levels of a head
-    BY_BANDS,     // a band: a range of rows of a head; deformable_aggregation: of all channels
+    BY_PARTS,     // a part of a head: some of its levels
+    BY_BANDS,     // a band: a range of rows of a head, or of all channels in deformable_aggregation
 };
 
-// Levels of one head that get memory of their own, where their rows lie side by side. In value the rows of a head lie
-// about a kilobyte apart, so that they use an eighth of the caches' sets.
+// The levels of a head that are packed: copied so that their rows are contiguous. In value the rows of a head are about a
+// kilobyte apart, so they use only an eighth of the sets of a cache.
 struct PackedLevels {
-    const int64_t *offset;      // for each level, in bytes; -1: not packed
-    int64_t bytes;              // of all; 0: nothing is packed
-    int64_t far_begin, far_end; // the forward prefetches rows of levels far_begin..far_end-1; those of others stay near
+    const int64_t *offset;      // of each level, in bytes; -1 if the level is not packed
+    int64_t bytes;              // total size; 0 if nothing is packed
+    int64_t far_begin, far_end; // the forward prefetches rows of levels far_begin..far_end-1, and no others
     int64_t far_row_bytes, near_row_bytes;
 };
 
-// Where a field is of no use to the way that is taken, it is zero.
+// Fields that the chosen way does not use are zero.
 struct Plan {
-    PackedLevels packed_value; // read by the forward and by the gradients of samples in a pass of their own
-    bool near_as_computed;     // packed rows are of the type computed in, not of value's: of near levels, backward of all
-    bool sample_gradients;     // in a pass of their own
+    PackedLevels packed_value; // used by the forward, and by gradients of samples with sample_gradients
+    bool near_as_computed;     // packed rows of near levels (backward: of all levels) have the computed type, not value's
+    bool sample_gradients;     // the gradients of samples have a separate pass
     ValueGradient value_gradient;
-    PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none,
-                                  // of the type computed in
-    bool all_rows_are_packed;     // the same two: so grad_value is written once, and need not be set to zero before
-    int64_t heads_together;       // around a window; 0: one head after the other
-    int64_t parts;                // BY_PARTS: of each head
-    const int64_t *band_starts;   // BY_BANDS: num_bands + 1 rows of value
+    PackedLevels packed_gradient; // of the computed type. BY_HEADS: a copy for each thread. WITH_SAMPLES: all rows or none;
+                                  // value is packed, too
+    bool all_rows_are_packed;     // BY_HEADS, WITH_SAMPLES: grad_value is only written at the end, and needs no memset before
+    int64_t heads_together;       // calls with a window: heads that are processed together; 0 if heads are processed one by one
+    int64_t parts;                // BY_PARTS: parts of each head
+    const int64_t *band_starts;   // BY_BANDS: the first row of each band, and the end of the last
     int64_t num_bands;
-    bool band_is_buffered; // BY_BANDS: added up beside grad_value, and converted once
+    bool band_is_buffered; // BY_BANDS: sums are in a buffer, which is converted to grad_value once
 };
 
 } // namespace mxd

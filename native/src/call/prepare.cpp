@@ -1,4 +1,4 @@
-// Makes a call from tensors, and what kernels read of it readable.
+// Makes a call from tensors, and copies value if kernels cannot read it.
 #include "call/prepare.h"
 
 #include <new>
@@ -14,7 +14,7 @@ namespace {
 
 void set_tensor(Tensor &t, const TensorInfo &from, const Argument &argument, const AxisSizes &sizes) {
     const List<NamedAxis, MOST_AXES> &axes = *argument.axes_of(from.axes);
-    int64_t shape[MOST_AXES], strides[MOST_AXES]; // with both factors of a product
+    int64_t shape[MOST_AXES], strides[MOST_AXES]; // a product of sizes becomes two axes
     for (int at = 0, a = 0; at < axes.count; ++at, ++a) {
         shape[a] = from.shape[at];
         strides[a] = from.strides[at];
@@ -45,7 +45,7 @@ Sizes sizes_of(const AxisSizes &sizes) {
     return n;
 }
 
-// Without channels there may be any number of them: INT64_MAX is no number that a call may have.
+// Returns the number of cells, or INT64_MAX if it does not fit. Without channels an output may have any number of cells.
 int64_t cells_of(const Tensor &t) {
     int64_t cells = 1;
     for (Axis axis : {BATCH, CELL_D, CELL_H, CELL_W})
@@ -53,9 +53,9 @@ int64_t cells_of(const Tensor &t) {
     return cells;
 }
 
-// Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
+// The most samples of a query. Kernels have scratch memory for all samples of a query, some 300 bytes per sample.
 constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
-// A list of points has 32 bits for each.
+// The most points. A list of points has 32-bit indices.
 constexpr int64_t MOST_POINTS = UINT32_MAX;
 
 bool too_many_samples(const Call &call, const Tensor &t) {
@@ -65,20 +65,20 @@ bool too_many_samples(const Call &call, const Tensor &t) {
     return samples > MOST_SAMPLES;
 }
 
-// With logits, no tensor has the pairs (point, camera) of an anchor where there is no scale.
+// Returns whether an anchor has too many pairs (point, camera). With logits and no scale, no tensor has the pairs as elements.
 bool too_many_pairs(const Call &call) {
     int64_t pairs;
     return call.op == AGGREGATION && call.with_logits &&
            (__builtin_mul_overflow(call.sizes.points, call.sizes.cameras, &pairs) || pairs > MOST_SAMPLES);
 }
 
-// Whether a query needs scratch memory that no machine has.
+// Returns whether a query needs more scratch memory than any machine has.
 bool query_is_too_large(const Call &call) {
     if (call.op == POOLING) return call.sizes.points > MOST_POINTS || call.sizes.cells >= TOO_MANY;
     return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }
 
-// Backward without samples: value's gradient is zero for any number of queries, so the kernel gets no query.
+// Removes the queries of a backward without samples, because the gradient of value is zero for any number of queries.
 void forget_queries_without_samples(Call &call) {
     if (call.op == POOLING || !call.backward || !is_empty(call.weights)) return;
     for (const Tensor *gradient : {&call.grad_locations, &call.grad_reference})
@@ -88,9 +88,8 @@ void forget_queries_without_samples(Call &call) {
     call.sizes.queries = call.sizes.points = 0;
 }
 
-// Requests huge pages for a large result that is about to be written. With small pages every 4 KB costs a page fault,
-// and each head misses the TLB again on the same pages. The request is a hint, and covers only whole huge pages inside
-// the tensor.
+// Requests huge pages for a large result. With small pages every 4 KB costs a page fault, and each head misses the TLB on the
+// same pages again. The request is a hint, and covers only whole huge pages inside the tensor.
 void prefer_huge_pages(const Tensor &t) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t PAGE = 2 << 20;
@@ -119,7 +118,7 @@ int read_levels(Call &call, Prepared &prepared) {
     return MXD_OK;
 }
 
-// Copy value where kernels cannot read it as it lies.
+// Copies value if kernels cannot read it in place.
 int make_readable(Call &call, Prepared &prepared, CopyElements *copy_elements) {
     Tensor &value = call.value;
     const Tensor before = value;

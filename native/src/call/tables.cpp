@@ -13,7 +13,7 @@ int64_t integer_at(const Tensor &t, int64_t element) {
     return t.dtype == MXD_INT64 ? static_cast<const int64_t *>(t.data)[element] : static_cast<const int32_t *>(t.data)[element];
 }
 
-// The row behind a level's last, as text; 64 bits may not hold it.
+// Returns the end of a level's rows as text, because 64 bits may not hold it.
 std::string end_of(const Level &level) {
     int64_t rows;
     if (__builtin_mul_overflow(level.height, level.width, &rows) || __builtin_add_overflow(rows, level.start, &rows))
@@ -32,14 +32,15 @@ std::string fault_of_level(const Level &level, int64_t keys, const std::string &
                     std::to_string(level.start) + " (needs " + end_of(level) + " rows)");
 }
 
-// Ranks, and what they count.
+// A table of ranks, and the rows that they select.
 struct Ranks {
     const char *name, *of;
     const Tensor &tensor;
     int64_t rows;
 };
 
-// The first point whose rank has no row, or `points`. Blocks without a branch inside, of which compilers make vectors.
+// Returns the first point whose rank has no row, or `points`. The loop over a block has no branch, so that compilers vectorise
+// it.
 template <class Rank> int64_t first_wrong(const Ranks &table, int64_t points) {
     typedef std::make_unsigned_t<Rank> Unsigned;
     const Rank *const ranks = static_cast<const Rank *>(table.tensor.data);
@@ -48,7 +49,7 @@ template <class Rank> int64_t first_wrong(const Ranks &table, int64_t points) {
     constexpr int64_t BLOCK = 1024;
     for (int64_t from = 0; from < points; from += BLOCK) {
         const int64_t to = std::min(points, from + BLOCK);
-        Unsigned wrong = 0; // its first bit is set where a rank is negative or greater than the last
+        Unsigned wrong = 0; // the sign bit is set if a rank is negative or greater than `last`
         if (stride == 1)
             for (int64_t i = from; i < to; ++i) wrong |= Unsigned(ranks[i]) | (last - Unsigned(ranks[i]));
         else
@@ -59,7 +60,7 @@ template <class Rank> int64_t first_wrong(const Ranks &table, int64_t points) {
     return points;
 }
 
-// fn(ranks, first wrong point) for each table, until one has a rank without a row. Returns whether none has.
+// Calls fn(table, first wrong point) for the first table that has a rank without a row. Returns true if no table has.
 template <class Fn> bool each_table(const Call &call, Fn &&fn) {
     const Ranks tables[] = {{"ranks_feat", "rows of feat", call.ranks_feat, call.sizes.keys},
                             {"ranks_depth", "elements of depth", call.ranks_depth, call.depth.shape[LISTED]},

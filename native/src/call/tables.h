@@ -1,4 +1,4 @@
-// Index tables: levels, and the ranks of bev_pool_v3. They are read once per call, and checked before any is used.
+// Index tables: levels, and the ranks of bev_pool_v3. All entries are checked before any is used.
 #pragma once
 
 #include <string>
@@ -7,14 +7,15 @@
 
 namespace mxd {
 
-// One level from the tables. It is not checked.
+// Reads one level from the tables, without a check.
 Level read_level(const Call &call, int64_t camera, int64_t scale);
 bool level_fits(const Level &level, int64_t keys);
 
-// Whether every rank has its row. A call of another operator has no ranks.
+// Returns whether every rank has a row. True for operators without ranks.
 bool ranks_fit(const Call &call);
 
-// The sentence about the first level, or rank, that does not fit; empty if all do. `shapes` and `starts` name the tables.
+// Return an error sentence about the first level or rank that does not fit, or an empty string. `shapes` and `starts` are the
+// names of the tables.
 std::string fault_of_levels(const Call &call, const std::string &shapes, const std::string &starts);
 std::string fault_of_ranks(const Call &call);
 

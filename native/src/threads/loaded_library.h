@@ -1,4 +1,4 @@
-// A library that the process has loaded already, and its functions.
+// Finds libraries that the process has already loaded, and their functions.
 #pragma once
 
 #include <cstring>
@@ -20,7 +20,7 @@ namespace mxd {
 typedef HMODULE Library;
 
 inline Library loaded(const char *file) { return GetModuleHandleA(file); }
-inline void close(Library) {} // a handle of this kind holds nothing
+inline void close(Library) {} // GetModuleHandle counts no reference
 inline void *function(Library library, const char *name) { return reinterpret_cast<void *>(GetProcAddress(library, name)); }
 
 #else
@@ -39,7 +39,7 @@ inline Library loaded(const char *file) {
 
 #else
 
-// By the name that the library has for others (SONAME), wherever its file is.
+// Finds the library by its SONAME, wherever its file is.
 inline Library loaded(const char *file) { return dlopen(file, RTLD_LAZY | RTLD_NOLOAD); }
 
 #endif
@@ -49,7 +49,7 @@ inline void *function(Library library, const char *name) { return dlsym(library,
 
 #endif
 
-// False: the library has no function of this name.
+// Returns false if the library has no function of this name.
 template <class Fn> bool find(Library library, const char *name, Fn *&fn) {
     fn = reinterpret_cast<Fn *>(function(library, name));
     return fn;

@@ -1,4 +1,4 @@
-// Finds the OpenMP runtime among the libraries that the process has loaded, and calls it as a compiler would.
+// Finds the OpenMP runtime among the loaded libraries, and calls it as compiled code does.
 #include "threads/openmp.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 #ifdef _WIN32
 
-// Windows has no such notice, and looking is cheap there.
+// Windows has no such number. A new number for each call makes openmp() search each time, which is cheap there.
 uint64_t libraries_loaded() {
     static std::atomic<uint64_t> calls{0};
     return ++calls;
@@ -36,7 +36,7 @@ uint64_t libraries_loaded() {
     dl_iterate_phdr(
         [](dl_phdr_info *info, size_t, void *to) {
             *static_cast<uint64_t *>(to) = info->dlpi_adds;
-            return 1; // the first library says it for all
+            return 1; // every entry has the same dlpi_adds, so stop after the first
         },
         &count);
     return count;
@@ -58,8 +58,8 @@ bool find_functions(Library library, OpenMp &runtime) {
 
 #ifdef _WIN32
 
-// torch's wheels bring the first one, or on ARM the third; Visual Studio's Clang and LLVM the others. vcomp140.dll,
-// that of Visual C++, has another interface.
+// torch's wheels ship the first file, or the third on ARM. Visual Studio's Clang and LLVM ship the others. vcomp140.dll of
+// Visual C++ is missing, because it has another interface.
 const char *const FILES[] = {"libiomp5md.dll", "libomp140.x86_64.dll", "libomp140.aarch64.dll", "libomp.dll"};
 
 bool look(OpenMp &runtime) {
@@ -84,12 +84,11 @@ void *entry(Library library) {
     return gcc ? gcc : function(library, "__kmpc_fork_call");
 }
 
-// The entry of the runtime that torch's own loops call, or would call: what the loader finds for libtorch_cpu. On Linux
-// that is first of all what all libraries see, such as a preloaded libiomp5, then what libtorch_cpu depends on,
-// whatever its file is called (libgomp-a34b3233.so.1). Where there is no torch, any runtime will do that has its usual
-// name.
+// Returns the entry function of the runtime that torch's loops call: the one that the loader finds for libtorch_cpu. On Linux
+// this is a global symbol, such as that of a preloaded libiomp5, or else that of a dependency of libtorch_cpu, whatever its
+// file name (libgomp-a34b3233.so.1). Without torch, any runtime with a usual file name will do.
 void *torchs_entry() {
-#ifndef __APPLE__ // there a library calls the one that it was linked to, whatever others see
+#ifndef __APPLE__ // on macOS a library calls the runtime that it was linked to, whatever symbols are global
     if (void *const address = entry(RTLD_DEFAULT)) return address;
 #endif
     const char *files[1 + sizeof FILES / sizeof *FILES] = {TORCH_LIBRARY};
@@ -103,7 +102,7 @@ void *torchs_entry() {
     return nullptr;
 }
 
-// All functions come from the library of that entry. Its handle is kept, so that nobody can unload it.
+// Finds all functions in the library of torchs_entry(). Keeps its handle, so that nobody can unload it.
 bool look(OpenMp &runtime) {
     Dl_info info;
     void *const address = torchs_entry();
@@ -119,7 +118,7 @@ bool look(OpenMp &runtime) {
 
 #endif
 
-// ---- a region of either interface
+// ---- parallel regions of both interfaces
 
 struct Call {
     const OpenMp &runtime;
@@ -134,9 +133,9 @@ void region(void *data) {
 
 void clang_region(int32_t *, int32_t *, void *data) { region(data); }
 
-// Where a region stands in a source file; the runtimes read it.
+// The source location of a region, which runtimes read.
 struct Location {
-    int32_t reserved_1 = 0, flags = 2, reserved_2 = 0, reserved_3 = 0; // 2: called by these names
+    int32_t reserved_1 = 0, flags = 2, reserved_2 = 0, reserved_3 = 0; // flag 2: called by Clang's functions
     const char *source = ";unknown;unknown;0;0;;";
 };
 
@@ -159,7 +158,7 @@ const OpenMp *openmp() {
     if (looked_at.load(std::memory_order_relaxed) == libraries) return nullptr;
     std::unique_ptr<OpenMp> made(new OpenMp{});
     if (!look(*made)) return looked_at.store(libraries, std::memory_order_relaxed), nullptr;
-    const OpenMp *other = nullptr; // that another thread has made meanwhile
+    const OpenMp *other = nullptr; // the runtime that another thread found meanwhile
     return runtime.compare_exchange_strong(other, made.get(), std::memory_order_acq_rel) ? made.release() : other;
 }
 

@@ -1,5 +1,5 @@
-// The OpenMP runtime that the process has. It is found among the loaded libraries and called by the names that
-// compilers call, so this library needs none at build time and brings none.
+// The OpenMP runtime of the process. It is found among the loaded libraries, and called by the functions that compilers call.
+// So this library neither links nor ships a runtime.
 #pragma once
 
 #include "threads/threads.h"
@@ -7,9 +7,9 @@
 namespace mxd {
 
 struct OpenMp {
-    const char *name; // its file's
+    const char *name; // the name of its file
     void (*gomp_parallel)(void (*region)(void *), void *data, unsigned threads, unsigned flags);
-    // Where there is no GOMP_parallel (Windows, and libomp without GCC's names): the names that Clang calls.
+    // The functions that Clang calls, for runtimes without GOMP_parallel: those of Windows, and libomp without GCC's names.
     void (*fork_call)(void *location, int32_t arguments, void (*region)(int32_t *, int32_t *, ...), ...);
     void (*push_num_threads)(void *location, int32_t thread, int32_t threads);
     int32_t (*global_thread_num)(void *location);
@@ -18,8 +18,8 @@ struct OpenMp {
     void run(int threads, Body *body, void *context) const;
 };
 
-// Null if the process has no runtime. Each call looks again if libraries were loaded since the last look: a program may
-// load torch after its first call.
+// Returns null if the process has no runtime. Searches again after further libraries were loaded, because a program may load
+// torch after its first call.
 const OpenMp *openmp();
 
 } // namespace mxd

@@ -21,7 +21,7 @@ namespace {
 
 std::atomic<Pool *> the_pool{nullptr};
 
-// A thread of the pool sleeps inside this library, so nobody may unload it.
+// Keeps this library loaded, because threads of the pool sleep in its code.
 void keep_library() {
 #ifdef _WIN32
     HMODULE module;
@@ -34,7 +34,7 @@ void keep_library() {
 }
 
 int allowed_processors() {
-#ifdef __linux__ // standard libraries differ in whether they count those that taskset or a container allows
+#ifdef __linux__ // hardware_concurrency() of some standard libraries ignores taskset and containers
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return CPU_COUNT(&allowed);
 #endif
@@ -49,8 +49,7 @@ int processors() {
     return number > 0 ? number : std::max(1, allowed_processors());
 }
 
-// A child's fork copied the pool without its threads, and its locks as they happened to be, so the child leaves it
-// alone.
+// A forked child has a copy of the pool without its threads, and with locks in any state. So the child makes another pool.
 Pool &Pool::here() {
     Pool *pool = the_pool.load(std::memory_order_acquire);
     if (pool && pool->process == this_process()) return *pool;
@@ -68,7 +67,7 @@ void Pool::grow(int threads) {
             std::thread([this, woken = made.get(), index = int(workers.size()) + 1] { work(*woken, index); }).detach();
             workers.push_back(std::move(made));
         }
-    } catch (const std::exception &) { // the system has no more threads, and those that there are will do
+    } catch (const std::exception &) { // the system has no more threads, so the existing threads must do
     }
 }
 

@@ -12,10 +12,10 @@
 
 namespace mxd {
 
-// How often a thread looks whether it may go on, before it lets others run.
+// How often a waiting thread checks its condition before it lets other threads run.
 constexpr int LOOKS = 2000;
 
-// Between two looks.
+// Pauses between two checks.
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -24,7 +24,7 @@ inline void relax() {
 #endif
 }
 
-// How threads wait for each other: a number that grows.
+// A counter on which threads wait. raise() increments it and wakes them.
 class Event {
   public:
     int64_t number() const { return raised.load(std::memory_order_acquire); }
@@ -35,8 +35,8 @@ class Event {
         }
         changed.notify_all();
     }
-    // Wait until the number is not `seen`. Spins for some microseconds, because a call's other threads are often done
-    // by then, and then sleeps, because other threads may need this processor.
+    // Waits until the number is not `seen`. Spins for some microseconds, because the other threads of a call are often done by
+    // then. Then sleeps, because other threads may need this processor.
     void wait_past(int64_t seen) {
         for (int look = 0; look < LOOKS; ++look) {
             if (number() != seen) return;
@@ -52,29 +52,30 @@ class Event {
     std::condition_variable changed;
 };
 
-// How many processors this process may use; OMP_NUM_THREADS, where it is a number, goes first.
+// Returns OMP_NUM_THREADS if it is a positive number, else the number of processors that this process may use.
 int processors();
 
-// Its threads are made when a call first needs them. They sleep between calls and are never joined: a pool lives as
-// long as the process, and a child forked from it makes another pool.
+// Threads that are started when a call first needs them, and sleep between calls. They are never joined, because the pool lives
+// as long as the process. A forked child makes its own pool.
 class Pool {
   public:
-    // This process's.
+    // Returns the pool of this process.
     static Pool &here();
 
-    // As run_on_threads. The pool serves one call at a time. A second call meanwhile runs on its caller's thread alone:
-    // it does not wait, and it starts no threads.
+    // As run_on_threads. The pool serves one call at a time. A second call meanwhile runs on its caller's thread: it neither
+    // waits nor starts threads.
     void run(int threads, Body *body, void *context);
 
   private:
     const int64_t process = this_process();
     std::atomic<bool> in_use{false};
-    std::vector<std::unique_ptr<Event>> workers; // one for each thread: only those that a call needs are woken
-    // The current call. Its caller sets body and context before it wakes the workers.
+    std::vector<std::unique_ptr<Event>>
+        workers; // an event for each thread, because a call wakes only the threads that it needs
+    // The current call. The caller sets body and context before it wakes workers.
     Body *body = nullptr;
     void *context = nullptr;
     std::atomic<int> working{0};
-    Event finished; // raised by the last worker of each call
+    Event finished; // the last worker of each call raises it
 
     void grow(int threads);
     void work(Event &woken, int index);

@@ -1,4 +1,4 @@
-// Chooses whose threads a loop runs on: the runtime's, where the process has one, else our pool's.
+// Chooses the threads of a loop: those of the runtime if the process has one, else those of our pool.
 #include "threads/threads.h"
 
 #include "threads/openmp.h"
@@ -27,8 +27,8 @@ const int64_t loaded_in = this_process();
 std::atomic<bool> own_threads{false};
 thread_local LentThreads *lent = nullptr;
 
-// Null: our own pool's threads. A forked child never uses the runtime: libgomp waits forever for threads that its
-// parent had, and nobody can ask it whether there were any, because torch's operators may have made them.
+// Returns null if our own pool must be used. A forked child never uses the runtime: libgomp waits forever for threads that the
+// parent had, and does not tell whether there were any, for example threads that torch's operators started.
 const OpenMp *runtime() {
     const bool own = own_threads.load(std::memory_order_relaxed) || this_process() != loaded_in;
     return own ? nullptr : openmp();
@@ -42,7 +42,7 @@ void run_on_threads(int threads, Body *body, void *context) {
     return openmp ? openmp->run(threads, body, context) : Pool::here().run(threads, body, context);
 }
 
-// Other threads are often done within microseconds. If there are too few processors, they need this one.
+// Spins first, because other threads are often done within microseconds. Then yields, because they may need this processor.
 void wait_for(const int64_t *number, int64_t least) {
     for (int look = 0; __atomic_load_n(number, __ATOMIC_ACQUIRE) < least; ++look) {
         if (look < LOOKS)
@@ -52,7 +52,7 @@ void wait_for(const int64_t *number, int64_t least) {
     }
 }
 
-// A forked child asks the runtime, too: it keeps the number of torch.set_num_threads.
+// A forked child asks the runtime, too, because the number of torch.set_num_threads still holds.
 int usable_threads() {
     const OpenMp *runtime = openmp();
     return runtime ? runtime->get_max_threads() : processors();
@@ -61,7 +61,7 @@ int usable_threads() {
 const char *threads_in_use() {
     const OpenMp *openmp = runtime();
     if (!openmp) return "threads of its own";
-    static const std::string sentence = std::string("threads of ") + openmp->name; // the first runtime stays
+    static const std::string sentence = std::string("threads of ") + openmp->name; // the runtime never changes
     return sentence.c_str();
 }
 
