@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from .timing import interleaved
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 _FEW = 8  # columns
+_SAME = 1e-5  # of outputs' magnitude: nothing has to be explained
 _DTYPES = {
     "tensor(float)": np.float32,
     "tensor(double)": np.float64,
@@ -38,11 +40,14 @@ class Compared:
     before: float  # milliseconds
     after: float
     rounds: int
+    note: str = ""  # which numbers are not compared
 
     def __str__(self) -> str:
         off = f", {self.off} queries change places" if self.off else ""
         times = f"{self.before:.1f} ms before, {self.after:.1f} ms after, medians of {self.rounds} rounds in turn"
-        return f"outputs differ by {self.difference:.0e} of their magnitude{off}; {times}"
+        return "\n".join(
+            [f"outputs differ by {self.difference:.0e} of their magnitude{off}; {times}", *filter(None, [self.note])]
+        )
 
 
 def session(path: Path) -> Any:
@@ -127,10 +132,48 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     return difference_beside_ties(ours, theirs)
 
 
-def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = None) -> Compared:
+def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = None, locations: Sequence[str] = ()) -> Compared:
+    """Run both files in turn. Leave out what depends on tensors `locations` of the first file where these are not finite."""
     running = {"before": session(before), "after": session(after)}
     fed = inputs(running["before"], arrays or {})
-    difference, off = _difference(*(one.run(None, fed) for one in running.values()))
+    theirs, ours = (one.run(None, fed) for one in running.values())
+    (difference, off), note = _difference(theirs, ours), ""
+    if locations and (off or difference > _SAME):
+        theirs, note = _leave_out(before, fed, locations, theirs, ours)
+        difference, off = _difference(theirs, ours)
     times = interleaved({name: lambda one=one: one.run(None, fed) for name, one in running.items()}, seconds)
     earlier, later = (1e3 * statistics.median(durations) for durations in times.values())
-    return Compared(difference, off, earlier, later, min(map(len, times.values())))
+    return Compared(difference, off, earlier, later, min(map(len, times.values())), note)
+
+
+def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[Any], ours: list[Any]) -> tuple[list[Any], str]:
+    """Return their outputs with our numbers where they depend on locations that are not finite, and a note that says so."""
+    from ..onnx import _file, _not_finite
+
+    model = _file.load(path)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(model: Any) -> dict[str, Any]:
+            _file.ir.save(model, Path(folder, "model.onnx"), external_data="model.data")
+            running = session(Path(folder, "model.onnx"))
+            return dict(zip((one.name for one in running.get_outputs()), running.run(None, dict(fed)), strict=True))
+
+        if not (names := _not_finite.find(model, locations, run)):
+            return theirs, ""
+        origin = _not_finite.find_origin(model, names[0], run)
+        others = list(run(_not_finite.replace(model, names)).values())
+    masks = [_differs(one, other) for one, other in zip(theirs, others, strict=False)]
+    share = 100 * sum(int(mask.sum()) for mask in masks) / max(1, sum(mask.size for mask in masks))
+    note = f"{share:.2g} % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}"
+    return [np.where(mask, b, a) if a.shape == b.shape else a for a, b, mask in zip(theirs, ours, masks, strict=True)], note
+
+
+def _differs(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return where two outputs differ by more than rounding."""
+    if one.shape != other.shape:
+        return np.zeros(one.shape, bool)
+    if one.dtype.kind != "f":
+        return one != other
+    with np.errstate(invalid="ignore"):
+        near = np.abs(one - other) <= 16 * np.finfo(one.dtype).eps * np.abs(one[np.isfinite(one)]).max(initial=0)
+    return ~(near | (one == other) | (np.isnan(one) & np.isnan(other)))

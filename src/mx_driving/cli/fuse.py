@@ -46,19 +46,19 @@ def fuse(
         raise Problem(f"path_out must be a file that can be written; got {path_out}: {error.strerror or error}") from None
     if not as_json:
         print(report)
-    compared = _compare(Path(path_in), Path(path_out), seconds, fed) if time else None
+    compared = _compare(Path(path_in), report, seconds, fed) if time else None
     if as_json:
         print_json({**report.facts(), **({"time": vars(compared)} if compared else {})})
     elif compared:
         print(compared)
 
 
-def _compare(path_in: Path, path_out: Path, seconds: float, fed: dict[str, Any]) -> Any:
+def _compare(path_in: Path, report: Any, seconds: float, fed: dict[str, Any]) -> Any:
     from .._measure import onnx_files
 
     try:
-        return onnx_files.compare(path_in, path_out, seconds, fed)
+        return onnx_files.compare(path_in, report.path, seconds, fed, list(report.locations.values()))
     except Problem:
         raise
     except Exception as error:  # onnxruntime has a dozen kinds of its own
-        raise Problem(f"both files must run in onnxruntime; got {path_in}, {path_out}: {first_line(error)}") from None
+        raise Problem(f"both files must run in onnxruntime; got {path_in}, {report.path}: {first_line(error)}") from None

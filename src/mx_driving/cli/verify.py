@@ -112,6 +112,7 @@ def _sentences(report: Any) -> list[str]:
             reasons.setdefault(("yellow" if one.right else "red", one.why), []).append(one)
     sentences += [f"[bold {colour}]{escape(_which(of))}:[/] {escape(why)}" for (colour, why), of in reasons.items()]
     sentences += [f"[bold red]{escape(one.name)}:[/] {escape(one.problem)}" for one in report.outputs if one.problem]
+    sentences += [f"[bold yellow]{escape(one.name)}:[/] {escape(one.note)}" for one in report.outputs if one.note]
     return sentences + [f"left out {escape(name)}: {escape(why)}" for name, why in report.left.items()]
 
 

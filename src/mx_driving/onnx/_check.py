@@ -19,7 +19,7 @@ from .._measure import onnx_files
 from .._operator.rules import first_line
 from .._vendor.replay.calls import RecordedCall
 from .._vendor.replay.judge import WRONG, Judged, judge
-from . import _file, _outputs
+from . import _file, _not_finite, _outputs
 from ._fuse import silent
 from ._graph import constant
 from ._matches import (
@@ -128,6 +128,7 @@ class _Checker:
     run: Run
     folder: Path
     precision: torch.dtype | None
+    origin: str = "in this precision"  # of locations that are not finite
 
     def check(self, inputs: Arrays, left: dict[str, str]) -> Checked:
         report = Checked(self.matches, left)
@@ -136,17 +137,21 @@ class _Checker:
         values = prepare_reference(self.model, self.matches)
         fed, true = self.run_reference(inputs, defaults)
         arrays = {name: _array(v, {**fed, **true}) for name, v in values.items()}
+        names_of_bad = [name for match in self.matches for name in match.locations if not np.isfinite(arrays[name]).all()]
+        others = self.run_with_others(fed, names_of_bad) if names_of_bad else {}
         for number, match in enumerate(self.matches):
             report.comparisons += self.compare_alone(match, arrays, self.folder / f"match{number}.onnx")
-        report.outputs = self.compare_outputs(names, fed, true)
+        report.outputs = self.compare_outputs(names, fed, true, others)
         if not report.right and all(one.right for one in report.comparisons):
             report.comparisons += self.compare_within(fed, arrays)
         return report
 
-    def run_reference(self, inputs: Arrays, defaults: Arrays | None = None) -> tuple[Arrays, Arrays]:
+    def run_reference(
+        self, inputs: Arrays, defaults: Arrays | None = None, model: ir.Model | None = None
+    ) -> tuple[Arrays, Arrays]:
         """Return the file's inputs, and its outputs by onnxruntime on the CPU."""
         file = self.folder / "reference.onnx"
-        ir.save(self.model, file, external_data="reference.data")
+        ir.save(model or self.model, file, external_data="reference.data")
         try:
             session = onnx_files.session(file)
             fed = onnx_files.inputs(session, inputs, defaults)
@@ -155,6 +160,15 @@ class _Checker:
             raise
         except Exception as error:  # onnxruntime has a dozen kinds of its own
             raise Problem(f"path_in must run in onnxruntime on these inputs; got {first_line(error)}") from None
+
+    def run_with_others(self, fed: Arrays, names: list[str]) -> Arrays:
+        """Return the file's outputs with other locations where these are not finite. Find out what makes them."""
+
+        def run(model: ir.Model) -> Arrays:
+            return self.run_reference(fed, model=model)[1]
+
+        self.origin = _not_finite.find_origin(self.model, names[0], run)
+        return run(_not_finite.replace(self.model, names))
 
     def compare_alone(self, match: Match, arrays: Arrays, file: Path) -> list[Comparison]:
         """Run the match's own file."""
@@ -184,18 +198,23 @@ class _Checker:
         return [self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name) for match in self.matches]
 
     def compare(self, match: Match, words: str, arrays: Arrays, run: Callable[[], Arrays], name: str) -> Comparison:
-        inputs = read_bare_inputs(match, arrays)
+        inputs, notes = read_bare_inputs(match, arrays), []
         if self.precision:
             inputs = tuple(t.to(self.precision) if t.is_floating_point() else t for t in inputs)
         try:
             output = _output(inputs, run(), name)
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
+        if match.locations and (left_out := _not_finite.count(inputs[3])):
+            inputs, output = _not_finite.leave_out(inputs, output)
+            queries = inputs[3].shape[0] * inputs[3].shape[1]
+            notes = [f"{left_out} of {queries} queries are left out: their locations are NaN or infinite, {self.origin}"]
         call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
         (judged,) = judge(call).results
-        return Comparison(match, words, judged, judged.why)
+        return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
-    def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays) -> list[_outputs.Output]:
+    def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, others: Arrays) -> list[_outputs.Output]:
+        """Judge the whole file's outputs. `others` has outputs with other locations where these are not finite."""
         eps = torch.finfo(self.precision).eps if self.precision else 0.0
         near = []
         for moved in _outputs.change(self.model, fed, eps):
@@ -206,7 +225,8 @@ class _Checker:
         except Failed as failed:
             return [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
         arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # others are lists
-        return [_outputs.judge(name, true[name], [one[name] for one in near], outputs.get(name)) for name in arrays]
+        near_by_name = {name: [one[name] for one in near] for name in arrays}
+        return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), others.get(n)) for n in arrays]
 
 
 def _array(value: ir.Value, arrays: Arrays) -> Array:

@@ -35,6 +35,7 @@ class Fused:
         left: name -> why it stays as it was. GridSample nodes that belong to no weighted sum are here, too.
         nodes: name -> the nodes that were replaced, by their names in the file that was read.
         problem: why onnxruntime's CPU provider does not run the file, if it lacks a kernel for a node that stays; else "".
+        locations: name -> the tensor of its locations in the file that was read.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Fused:
     left: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     problem: str = ""
+    locations: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {len(self.replaced)} replaced, {len(self.left)} left"]
@@ -127,8 +129,10 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
             if not isinstance(sampling, Sampling):
                 raise Unfit(sampling)
             names = tuple(str(node.name) for node in collect_part(sampling)[0])
+            locations = sampling.inputs.get("locations")
             _replace(model, sampling, form, **options)
             report.replaced[name], report.nodes[name] = sampling.words, names
+            report.locations.update({name: str(locations.name)} if locations else {})
         except Unfit as unfit:
             report.left[name] = str(unfit)
     _rewrite(model, others, report, form, **options)

@@ -23,6 +23,7 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 SCALE = NODES[OURS]
 _LOGITS = "value", "value_spatial_shapes", "reference_points", "sampling_offsets", "attention_logits"
+_PLACES = "locations", "sampling_locations", "reference_points", "sampling_offsets"
 PLUGINS = {*NODES.values()} - {SCALE}  # NVIDIA's, and the vendor's for its converter
 
 
@@ -56,6 +57,12 @@ class Match:
     @property
     def bare(self) -> str:
         return SAMPLING[self.operator].bare or self.operator
+
+    @property
+    def locations(self) -> list[str]:
+        """Return the names of the tensors that say where samples lie. Our own nodes have none: they have a rule for NaN."""
+        is_ours = isinstance(self.source, ir.Node) and self.source.domain == OURS
+        return [] if is_ours else [str(v.name) for role, v in self.inputs.items() if role in _PLACES]
 
     @property
     def tensors(self) -> list[ir.Value]:

@@ -1,0 +1,109 @@
+"""Locations that are NaN or infinite, such as torch's older exporter makes by a linspace of one step for a level of one row.
+
+Implementations read different numbers there. So nothing that depends on such locations is compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from ._file import list_outputs
+from ._graph import INTEGER, constant, walk_back
+from ._matches import Arrays
+
+Run = Callable[[ir.Model], Arrays]  # returns outputs by name
+_INSTEAD = 0.37  # on every map, where no implementation's number for NaN is
+_FAR = -10.0  # off every map
+_NEAREST, _RUNS = 64, 16  # tensors that a run gives, and runs
+
+
+def count(locations: Tensor) -> int:
+    """Return how many queries have a location that is not finite."""
+    return int((~locations.isfinite().flatten(2).all(2)).sum())
+
+
+def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the operator's inputs and output with 0 for queries that have a location that is not finite."""
+    value, shapes, starts, locations, weights = inputs
+    left_out = ~locations.isfinite().flatten(2).all(2)
+    locations = torch.where(left_out[..., None, None, None, None], _FAR, locations)
+    return (value, shapes, starts, locations, weights), torch.where(left_out[..., None], 0, output)
+
+
+def replace(model: ir.Model, names: Iterable[str]) -> ir.Model:
+    """Return a copy of the model that reads finite numbers where these tensors have others."""
+    model = model.clone()
+    values = {str(v.name): v for v in _values(model)}
+    for name in names:
+        _replace(model.graph, values[name])
+    return model
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    yield from list_outputs(model)
+
+
+def _replace(graph: ir.Graph, value: ir.Value) -> None:
+    uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
+    is_wide = value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+    dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime has these nodes in two dtypes
+    wide = value if is_wide else tape.op("Cast", [value], {"to": dtype.value})
+    zero = tape.op("Sub", [wide, wide])
+    instead = tape.op("Constant", [], {"value": ir.tensor(np.array(_INSTEAD, dtype.numpy()))})
+    new = tape.op("Where", [tape.op("Equal", [zero, zero]), wide, instead])
+    if not is_wide and value.dtype:
+        new = tape.op("Cast", [new], {"to": value.dtype.value})
+    for use in uses:
+        use.node.replace_input_with(use.idx, new)
+    if producer is None:
+        graph.insert_before(graph[0], tape.nodes)
+    else:
+        graph.insert_after(producer, tape.nodes)
+
+
+def find(model: ir.Model, names: Iterable[str], run: Run) -> list[str]:
+    """Return the names of those tensors that are not finite."""
+    values = {str(v.name): v for v in _values(model)}
+    arrays = _read(model, [values[name] for name in names if name in values], run)
+    return [name for name, array in arrays.items() if not np.isfinite(array).all()]
+
+
+def find_origin(model: ir.Model, name: str, run: Run) -> str:
+    """Return in words where the tensor's numbers that are not finite come from."""
+    value = next(v for v in _values(model) if v.name == name)
+    for _ in range(_RUNS):
+        near = [v for v in itertools.islice(walk_back(value, lambda _: True), _NEAREST) if v.dtype not in INTEGER]
+        arrays, start = _read(model, near, run), value
+        value = _follow(value, arrays)
+        node = value.producer()
+        if value is start or node is None or all(v is None or v.name in arrays or v.dtype in INTEGER for v in node.inputs):
+            break
+    if (node := value.producer()) is not None and node.op_type != "Constant":
+        return f"first from {node.op_type} ({node.name})"
+    return f"as in the file's {'input' if value.is_graph_input() else 'constant'} {value.name}"
+
+
+def _read(model: ir.Model, values: list[ir.Value], run: Run) -> Arrays:
+    """Return the numbers of these tensors."""
+    constants = {str(v.name): array for v in values if (array := constant(v)) is not None}
+    copy, names = model.clone(), {str(v.name) for v in values} - constants.keys()
+    copy.graph.outputs.extend(v for v in _values(copy) if v.name in names and not v.is_graph_output())
+    return constants | {name: array for name, array in run(copy).items() if name in names}
+
+
+def _follow(value: ir.Value, arrays: Arrays) -> ir.Value:
+    """Return the first tensor that is not finite, of those that this one is computed from."""
+    is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
+    while node := value.producer():
+        bad = [v for v in node.inputs if v is not None and v.name in arrays and is_bad(arrays[str(v.name)]).any()]
+        if not bad:
+            return value
+        value = bad[0]
+    return value

@@ -1,0 +1,111 @@
+"""Locations that are NaN or infinite: `verify` and `fuse --time` leave out what depends on them, and say what makes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_writings as writings
+import pytest
+import torch
+import wrong_runtime
+from onnx_stand_ins import run_plugins
+from test_onnx_plugins import arrays as plugin_arrays
+from test_onnx_plugins import model as plugin_model
+
+import mx_driving.onnx
+from mx_driving._measure import onnx_files
+from mx_driving.onnx import _runtimes
+from mx_driving.onnx._check import check
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
+SENTENCE = "queries are left out: their locations are NaN or infinite, "
+
+
+MASK = torch.tensor([0.0, 1, 1, 1, 1, 1, 1])[:, None, None, None, None]
+
+
+class Divided(writings.Stacked):
+    """The first query's locations are 0 / 0."""
+
+    def forward(self, value, locations, weights):
+        ones = MASK * (2 + weights[:, :, :1, :1, None, None])
+        return super().forward(value, locations * (ones / ones), weights)
+
+
+class Constant(writings.Stacked):
+    """The file has NaN among its constants, and cumulative sums behind attention."""
+
+    def forward(self, value, locations, weights):
+        return super().forward(value, locations + torch.where(MASK == 0, torch.nan, 0), weights).flip(1).cumsum(1)
+
+
+def feeds(bad=()):
+    arrays = {name: t.numpy().copy() for name, t in zip("vlw", writings.inputs(), strict=True)}
+    for index, number in bad:
+        arrays["l"][index] = number
+    return arrays
+
+
+BAD = [((0, 1, 2), np.nan), ((1, 3, 0, 1, 2, 0), np.inf), ((1, 4), -np.inf)]
+
+
+def other_number_for_nan(path, arrays):
+    """A runtime that takes any location that is not finite for 0.2. It computes all else rightly."""
+    fed = {n: np.where(np.isfinite(a), a, 0.2).astype(a.dtype) if n in ("l", "locations") else a for n, a in arrays.items()}
+    return _runtimes.find_runtime("onnxruntime")(path, fed)
+
+
+@pytest.mark.parametrize("sample", [torch.nn.functional.grid_sample, writings.masked])
+@pytest.mark.parametrize("run", [_runtimes.find_runtime("onnxruntime"), other_number_for_nan])
+def test_verify_leaves_out_what_the_inputs_make(run, sample, tmp_path):
+    path = tmp_path / "before.onnx"
+    writings.export(writings.Stacked(sample), path, "older, fixed sizes")
+    report = check(path, run, feeds(BAD))
+    assert report.right
+    first, second = report.comparisons
+    assert (first.why, second.why) == (f"3 of 14 {SENTENCE}as in the file's input l", "")
+    assert report.outputs[0].note.endswith(" % of its numbers depend on locations that are NaN or infinite: not compared")
+    assert not any(one.why for one in check(path, run, feeds()).comparisons)
+
+
+def test_a_fault_beside_them_is_found(tmp_path):
+    writings.export(writings.Stacked(), tmp_path / "before.onnx", "older, fixed sizes")
+    report = check(tmp_path / "before.onnx", lambda path, fed: wrong_runtime.run("swapped axes", str(path), fed), feeds(BAD))
+    assert not any(one.right for one in (*report.comparisons, *report.outputs))
+    assert all("x and y are swapped in the locations" in one.why for one in report.comparisons)
+    assert report.comparisons[0].why.endswith(f"; 3 of 14 {SENTENCE}as in the file's input l")
+
+
+@pytest.mark.parametrize(
+    ("module", "origin", "share"), [(Divided(), "first from Div (/Div", "14"), (Constant(), "as in the file's constant ", "14")]
+)
+def test_what_the_file_makes_is_named(module, origin, share, mx, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    writings.export(module, before, "older")
+    np.savez(tmp_path / "inputs.npz", **feeds())
+    status, said, problem = mx("verify", before, "--runtime", "onnxruntime", "--inputs", tmp_path / "inputs.npz")
+    assert (status, problem) == (0, "")
+    assert f"2 of 14 {SENTENCE}{origin}" in " ".join(said.split())
+    options = ("--time", "--seconds", "0", "--inputs", tmp_path / "inputs.npz")
+    status, said, problem = mx("fuse", before, after, *options)
+    assert (status, problem, "change places" in said) == (0, "", False)
+    assert f"{share} % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}" in said
+
+
+def test_other_differences_are_still_told(tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    writings.export(writings.Stacked(), before, "older")
+    report = mx_driving.onnx.fuse(before, after)
+    writings.export(writings.Stacked(order=(1, 0)), after, "older")
+    compared = onnx_files.compare(before, after, 0, feeds(BAD), list(report.locations.values()))
+    assert compared.off or compared.difference > 0.1
+    assert compared.note.startswith("11 % of their numbers are left out")
+
+
+def test_plugins_have_locations_too(tmp_path):
+    onnx.save(plugin_model(), tmp_path / "before.onnx")
+    arrays = plugin_arrays()
+    arrays["references"][0, 1] = np.nan
+    report = check(tmp_path / "before.onnx", run_plugins, arrays)
+    assert report.right
+    assert report.comparisons[0].why == f"1 of 14 {SENTENCE}as in the file's input references"
