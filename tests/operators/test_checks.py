@@ -10,6 +10,7 @@ import logits_cases
 import pytest
 import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from small_cases import GOOD
 from torch import Tensor
 
 from mx_driving._operator import checks
@@ -96,3 +97,15 @@ def test_each_size_is_held_to_the_others(name, by):
             else:
                 with pytest.raises(ValueError, match=" must have "):
                     checks.check_inputs(OPERATORS[operator], *given)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_a_backward_like_an_earlier_one_is_one_look(operator, monkeypatch):
+    args = GOOD[operator]()
+    call = [cases.grad_for(operator, args), *args, [True] * len(cases.DIFFERENTIABLE[operator])]
+    checks.backward(operator, *call)
+    monkeypatch.setattr(checks, "output_shape", lambda *args: pytest.fail("looked twice"))
+    checks.backward(operator, *call)
+    call[0] = call[0].half()  # another dtype is another call
+    with pytest.raises(pytest.fail.Exception, match="looked twice"):
+        checks.backward(operator, *call)

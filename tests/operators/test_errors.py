@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._dispatch.registered import REGISTERED
-from mx_driving._operator import rules
+from mx_driving._operator import checks, rules
 from mx_driving._operator.description import OPERATORS
 
 FLOATING = "have dtype float32, float64, float16 or bfloat16"
@@ -167,6 +167,35 @@ def test_the_same_sentence_everywhere(operator, backward, place):
         sentence = said(lambda given=given: getattr(mx_driving, operator)(*given))
         found = said_on(place, op, [grad, *given, mask] if backward else given)
         assert (without_hint(found) == without_hint(sentence)) if place == "cpu" else (found == sentence)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_a_call_off_the_cpu_is_checked_once(operator, gradients, monkeypatch):
+    """The kernel checks, and says what the public function says on a CPU."""
+    args = [a.to("meta") if isinstance(a, Tensor) else a for a in GOOD[operator]()]
+    plain = all(isinstance(a, Tensor) for a in args)
+    checked = []
+    keeps_rules = checks._keeps_rules
+    monkeypatch.setattr(checks, "_keeps_rules", lambda *call: checked.append(1) or keeps_rules(*call))
+    with torch.set_grad_enabled(gradients):
+        getattr(mx_driving, operator)(args[0].requires_grad_(gradients), *args[1:])
+        assert len(checked) == (1 if plain else 2)
+        for at, wrong in spoilt(args):
+            given = [*args[:at], wrong, *args[at + 1 :]]
+            if at or wrong.dim() != args[0].dim() or not wrong.is_floating_point():
+                on_cpu = [torch.zeros_like(a, device="cpu") if isinstance(a, Tensor) else a for a in given]
+                sentence = said(lambda on_cpu=on_cpu: getattr(mx_driving, operator)(*on_cpu))
+                assert said(lambda given=given: getattr(mx_driving, operator)(*given)) == sentence
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_tangents_do_not_pass_the_checks_by(operator):
+    value, *others = GOOD[operator]()
+    wrong = [*others[:-1], others[-1][:, :1]]
+    op = getattr(torch.ops.mx_driving, operator).default
+    sentence = said(lambda: getattr(mx_driving, operator)(value, *wrong))
+    assert said(lambda: torch.func.jvp(lambda v: op(v, *wrong), (value,), (value,))) == sentence
 
 
 GRAD_AXES = {

@@ -22,14 +22,10 @@ def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple
     if device in _backends.triton.DEVICES:
         if reason := _backends.triton.why_not(device, inputs[0].device.index if inputs else None):
             return "reference", reason
-        if inputs and not _backends.triton.serves(*_floating(operator, inputs)):
+        if inputs and not _backends.triton.serves(*inputs):
             return "reference", "an input is float64, or value has more rows than the Triton kernels number"
         return "composition" if operator.bare and operator.name not in _backends.triton.WITH_LOGITS else "triton", ""
     return "reference", "there are no kernels for this device"
-
-
-def _floating(operator: Operator, inputs: Sequence[Any]) -> list[Any]:
-    return [a for a, t in zip(inputs, operator.tensors, strict=False) if t.elements != "index" and a is not None]
 
 
 def backends() -> dict[str, dict[str, str]]:

@@ -98,6 +98,7 @@ class Registered:
         transformed = torch._C._are_functorch_transforms_active()
         # a compiled torch.func.jvp enters its level, and forward_ad does not notice
         if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
+            self.check(*args)
             return self.reference(*args)
         if torch.is_grad_enabled():
             for i in self.differentiable:

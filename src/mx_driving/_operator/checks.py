@@ -49,7 +49,13 @@ def _reference_counts(sizes: Sizes, reference_axis: str) -> str:
 
 
 def check_inputs(operator: Operator, *args: Any) -> None:
-    """Check an operator's inputs, sizes and options. Kernels call it, too: torch.ops has no public function before it.
+    """Check an operator's inputs, sizes and options. Kernels call it, too: torch.ops has no public function before it."""
+    if not _keeps_rules(_fit, operator, args):
+        _refuse(operator, *args)
+
+
+def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
+    """Return whether a call keeps all rules.
 
     Answers about plain tensors are cached by shapes, dtypes and devices, because models repeat them: a check takes 3 us, not 23
     (Intel Xeon, family 6, model 207, 2026-11-26).
@@ -65,8 +71,7 @@ def check_inputs(operator: Operator, *args: Any) -> None:
             # Sizes of other tensors and symbols are not hashed. No operator reads a MaskedTensor.
             plain, has_shape = False, isinstance(a, Tensor) and kind.__name__ != "MaskedTensor" and not a.is_nested
             call.append((a.shape, a.dtype, a.device) if has_shape else a)
-    if not (_fit(operator, *call) if plain else _fit.__wrapped__(operator, *call)):
-        _refuse(operator, *args)
+    return fit(operator, *call) if plain else fit.__wrapped__(operator, *call)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -216,11 +221,12 @@ def _with_size(axis: str, sizes: Sizes, options: Options) -> str:
 
 
 def sizes_of(operator: Operator, args: Sequence[Any]) -> Sizes:
-    """Return the size of each axis of legal inputs."""
+    """Return the size of each axis of legal inputs, given as tensors or as their shapes."""
     sizes = _numbers(operator, args)
     for t, a in zip(operator.tensors, args, strict=False):
         if a is not None:
-            sizes |= zip(_axes(t, a.shape), a.shape, strict=True)
+            shape = a if isinstance(a, tuple) else a.shape
+            sizes |= zip(_axes(t, shape), shape, strict=True)
     return sizes
 
 
@@ -232,16 +238,28 @@ def output_shape(operator: Operator, args: Sequence[Any]) -> tuple[int, ...]:
 def backward(operator: str, grad: Tensor, *rest: Any) -> None:
     """Check the arguments of an operator's backward: grad_output, the inputs, output_mask."""
     *inputs, mask = rest
-    row, value = OPERATORS[operator], inputs[0]
+    row = OPERATORS[operator]
+    if not _keeps_rules(_fit_backward, row, (len(mask), grad, *inputs)):
+        _refuse_backward(row, grad, inputs, len(mask))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fit_backward(operator: Operator, gradients: int, grad: Any, *inputs: Any) -> bool:
+    if gradients != len(operator.differentiable) or not isinstance(grad, tuple) or not _fit.__wrapped__(operator, *inputs):
+        return False
+    shape, dtype, device = grad
+    expected = output_shape(operator, [a[0] if isinstance(a, tuple) else a for a in inputs])
+    return shape == expected and dtype in FLOATING and device == inputs[0][2]
+
+
+def _refuse_backward(row: Operator, grad: Tensor, inputs: Sequence[Any], gradients: int) -> None:
     check_inputs(row, *inputs)
-    if len(mask) != len(row.differentiable):
-        fail(ValueError, "output_mask", f"have {len(row.differentiable)} entries, one for each gradient", len(mask))
-    if grad.shape == output_shape(row, inputs) and grad.dtype in FLOATING and grad.device == value.device:
-        return
+    if gradients != len(row.differentiable):
+        fail(ValueError, "output_mask", f"have {len(row.differentiable)} entries, one for each gradient", gradients)
     shapes = [(t, tuple(a.shape)) for t, a in zip(row.tensors, inputs, strict=False) if a is not None]
     _need_shape("grad_output", tuple(grad.shape), row.output, shapes, _majority(shapes) | _numbers(row, inputs), {})
     need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
-    need_one_device((row.inputs[0], value), ("grad_output", grad))
+    need_one_device((row.inputs[0], inputs[0]), ("grad_output", grad))
 
 
 def is_readable(t: Tensor) -> bool:

@@ -17,6 +17,7 @@ from .._operator import checks, limits
 from .._operator.description import OPERATORS, SAMPLING, Input
 from .._operator.rules import fail
 
+_PLAIN = {Tensor, torch.nn.Parameter}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,16 +27,24 @@ def check(operator: str, *inputs: Any) -> tuple[Any, ...]:
     In a graph the fake kernel checks inputs; limits are checked everywhere. Level tables on a CPU are read here, so that a
     fault is a ValueError. There are millions of ranks: the kernel reads them.
     """
-    row, compiling = OPERATORS[operator], torch.compiler.is_compiling()
-    if not compiling:
+    row, compiling, limited = OPERATORS[operator], torch.compiler.is_compiling(), limits.enforced()
+    if not compiling and (limited or not _kernel_in_python(inputs)):
         checks.check_inputs(row, *inputs)
         if row.kind != "pooling":
             checks.check_tables(row, inputs)
-    if limits.enforced():
+    if limited:
         limits.hold(operator, *inputs)
     if not compiling and torch.is_inference_mode_enabled():  # our Autograd kernel, which prepares inputs elsewhere, is skipped
         return distributed.prepare(inputs, row.shared)
     return inputs
+
+
+def _kernel_in_python(inputs: Sequence[Any]) -> bool:
+    """Return whether the operator's own check, of a kernel in Python, says the same of plain tensors off the CPU: a GPU's call
+    is checked once. torch.vmap would change their shapes first."""
+    value = inputs[0]
+    plain = type(value) in _PLAIN and not value.is_cpu and _PLAIN.issuperset(map(type, inputs))
+    return plain and not torch._C._are_functorch_transforms_active()
 
 
 def explain_arguments(public: F) -> F:

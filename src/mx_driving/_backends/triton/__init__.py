@@ -74,9 +74,9 @@ def _why_no_compiler() -> str | None:
     return "Triton finds no C compiler; install gcc or clang, or name one in CC"
 
 
-def serves(value: Tensor, *others: Tensor) -> bool:
+def serves(value: Tensor, *others: Tensor | None) -> bool:
     """Return whether these kernels take such a call. float64, and a value of more than 2**30 rows, go to the reference."""
-    return torch.float64 not in (value.dtype, *(t.dtype for t in others)) and value.shape[1] <= _MOST_ROWS
+    return torch.float64 not in [t.dtype for t in (value, *others) if t is not None] and value.shape[1] <= _MOST_ROWS
 
 
 WITH_LOGITS = "multi_scale_deformable_attn_with_logits", "geometric_kernel_attention_with_logits"  # have kernels of their own
