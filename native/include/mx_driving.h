@@ -1,14 +1,14 @@
 /* The deformable sampling operators of mx_driving on the host, as plain C.
  *
- * Tensors are described, never owned: `data` points at element [0, 0, ...] and strides count elements, so any view of
- * any buffer will do. Every function checks what memory safety needs before it touches anything, returns MXD_OK or says
- * what is wrong, and writes nothing in the second case. Functions may be called from several threads at once.
+ * An mxd_tensor describes a view of any buffer: `data` points to element [0, 0, ...], and strides count elements. Every
+ * function checks its tensors before it reads or writes any. It returns MXD_OK, or it returns an error and writes
+ * nothing; mxd_last_error() has the sentence. Functions may be called from several threads at once.
  *
- * A tensor that is written, an output or a gradient, has memory of its own: strides that step over the elements before
- * (those of any slice or permutation of a contiguous tensor do, expanded ones do not), and no element where another
- * tensor of the call has one. Inputs may be expanded, and may share memory with each other.
+ * Outputs and gradients must not share memory with another tensor of the call. Their own elements must not share memory
+ * either: any slice or permutation of a contiguous tensor is allowed, an expanded tensor is not. Inputs may be expanded,
+ * and may share memory with each other.
  *
- * An output has value's dtype. The output of 16-bit value may be float32; it is not rounded to 16 bits then.
+ * An output has value's dtype. If value has 16 bits, the output may be float32, and is not rounded to 16 bits.
  */
 #ifndef MX_DRIVING_H
 #define MX_DRIVING_H
@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#if defined(_WIN32) && defined(mx_driving_EXPORTS) /* while the library itself is built */
+#if defined(_WIN32) && defined(mx_driving_EXPORTS) /* the library itself is being built */
 #define MXD_API __declspec(dllexport)
 #elif defined(__GNUC__)
 #define MXD_API __attribute__((visibility("default")))
@@ -39,14 +39,14 @@ enum mxd_dtype {
 
 enum mxd_status {
     MXD_OK = 0,
-    MXD_BAD_SHAPE = 1, /* shapes do not agree, a size is negative, num_keys >= 2^31 - 1, or a tensor of 2^48 elements */
-    MXD_BAD_DTYPE = 2, /* a dtype that the argument cannot have */
-    MXD_BAD_LEVEL = 3, /* a level with H, W <= 0, a negative start, or one that does not fit in num_keys */
+    MXD_BAD_SHAPE = 1, /* shapes disagree, a size is negative, num_keys >= 2^31 - 1, or a tensor has 2^48 elements */
+    MXD_BAD_DTYPE = 2, /* an argument cannot have its dtype */
+    MXD_BAD_LEVEL = 3, /* a level has H <= 0, W <= 0 or a negative start, or does not fit in num_keys */
     MXD_OUT_OF_MEMORY = 4,
     MXD_BAD_NAME = 5,  /* mxd_run, mxd_describe_plan: no function has this name */
-    MXD_BAD_RANK = 7,  /* a rank that is negative, or past the end of its table */
-    MXD_BAD_MEMORY = 6 /* a NULL where a tensor, memory for its elements or for text must be; addresses beyond 64 bits; or
-                        * memory that is written and not the tensor's own */
+    MXD_BAD_RANK = 7,  /* a rank is negative, or past the end of its table */
+    MXD_BAD_MEMORY = 6 /* a required pointer is NULL, addresses do not fit in 64 bits, or a result shares memory with
+                        * another tensor or between its own elements */
 };
 
 typedef struct mxd_tensor {
@@ -59,8 +59,8 @@ typedef struct mxd_tensor {
 /* value [bs, num_keys, num_heads, embed_dims]; spatial_shapes [num_levels, 2] (H, W); level_start_index [num_levels];
  * sampling_locations [bs, num_queries, num_heads, num_levels, num_points, 2] (x, y);
  * attention_weights [bs, num_queries, num_heads, num_levels, num_points]; output [bs, num_queries, num_heads,
- * embed_dims]. Gradients have the shape of their inputs and are overwritten; a null pointer, to the tensor or in it,
- * means: not wanted. */
+ * embed_dims]. Gradients have the shape of their inputs and are overwritten. A gradient is not wanted if the pointer
+ * to its tensor, or the tensor's `data`, is NULL. */
 MXD_API int mxd_multi_scale_deformable_attn(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
                                             const mxd_tensor *level_start_index, const mxd_tensor *sampling_locations,
                                             const mxd_tensor *attention_weights, const mxd_tensor *output, int num_threads);
@@ -70,12 +70,13 @@ MXD_API int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_outp
                                                      const mxd_tensor *grad_value, const mxd_tensor *grad_sampling_locations,
                                                      const mxd_tensor *grad_attention_weights, int num_threads);
 
-/* The same from where a model's linear layers end. sampling_offsets and attention_logits have the shapes of
- * sampling_locations and attention_weights; reference_points [bs, num_queries, R, 2] (x, y) of points, or
- * [bs, num_queries, R, 4] (x, y, w, h) of boxes. Points: location = reference + offset / (W, H); boxes: location =
- * (x, y) + offset * (w, h) / (2 * num_points). Weights are the softmax of a head's logits. reference_axis 0: sample
- * (level, point) belongs to reference point `level`, R = num_levels, or R = 1; 1: to `point % R`, where R divides
- * num_points. A gradient of reference points takes memory of num_heads times its own size. */
+/* As mxd_multi_scale_deformable_attn, from the outputs of a model's linear layers. sampling_offsets and attention_logits
+ * have the shapes of sampling_locations and attention_weights. reference_points are points [bs, num_queries, R, 2] (x, y)
+ * or boxes [bs, num_queries, R, 4] (x, y, w, h). Points: location = reference + offset / (W, H). Boxes: location =
+ * (x, y) + offset * (w, h) / (2 * num_points). Weights are the softmax of a head's logits. With reference_axis 0, sample
+ * (level, point) has reference point `level`, where R is num_levels or 1. With reference_axis 1 it has reference point
+ * `point % R`, where R divides num_points. The gradient of reference points needs scratch memory of num_heads times its
+ * size. */
 MXD_API int mxd_multi_scale_deformable_attn_with_logits(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
                                                         const mxd_tensor *level_start_index, const mxd_tensor *reference_points,
                                                         const mxd_tensor *sampling_offsets, const mxd_tensor *attention_logits,
@@ -98,10 +99,10 @@ MXD_API int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, c
                                                 const mxd_tensor *grad_feature_maps, const mxd_tensor *grad_sample_locations,
                                                 const mxd_tensor *grad_weight, int num_threads);
 
-/* The same from where a model's linear layers end: key_points [bs, anchor, pts, 3]; projection [bs, cam, 4, 4], of
- * which the last row is not read; logits [bs, anchor, cam, scale, pts, group]; image_size [bs, cam, 2] (width, height),
- * or a null pointer if the projection gives 0..1; pair_scale [bs, anchor, cam, pts], or a null pointer. (u, v, d) =
- * projection (point, 1); location = (u, v) / max(d, 1e-5) / image_size. Weights are the softmax of a group's logits of
+/* As mxd_deformable_aggregation, from the outputs of a model's linear layers: key_points [bs, anchor, pts, 3]; projection
+ * [bs, cam, 4, 4], whose last row is not read; logits [bs, anchor, cam, scale, pts, group]; image_size [bs, cam, 2]
+ * (width, height), or NULL if the projection gives 0..1; pair_scale [bs, anchor, cam, pts], or NULL. (u, v, d) =
+ * projection (point, 1); location = (u, v) / max(d, 1e-5) / image_size. Weights are the softmax of a group's logits over
  * all cameras, scales and points, times pair_scale. */
 MXD_API int mxd_deformable_aggregation_with_logits(const mxd_tensor *feature_maps, const mxd_tensor *spatial_shape,
                                                    const mxd_tensor *scale_start_index, const mxd_tensor *key_points,
@@ -124,9 +125,10 @@ MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_outpu
                                                     const mxd_tensor *grad_value, const mxd_tensor *grad_attention_weights,
                                                     int num_threads);
 
-/* The same from where a model's linear layers end: reference_points [bs, num_queries, num_heads, 2] normalised; window
- * [num_points, 2] whole pixels (x, y), integer; attention_logits have the shape of attention_weights, which are their
- * softmax for each head. Pixel = reference * (W, H) + window, rounded, half to even. */
+/* As mxd_geometric_kernel_attention, from the outputs of a model's linear layers: reference_points [bs, num_queries,
+ * num_heads, 2] normalised; window [num_points, 2] integer pixels (x, y); attention_logits have the shape of
+ * attention_weights. Weights are the softmax of a head's logits. Pixel = reference * (W, H) + window, rounded half to
+ * even. */
 MXD_API int mxd_geometric_kernel_attention_with_logits(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
                                                        const mxd_tensor *level_start_index, const mxd_tensor *reference_points,
                                                        const mxd_tensor *window, const mxd_tensor *attention_logits,
@@ -136,9 +138,9 @@ MXD_API int mxd_geometric_kernel_attention_with_logits_backward(
     const mxd_tensor *level_start_index, const mxd_tensor *reference_points, const mxd_tensor *window,
     const mxd_tensor *attention_logits, const mxd_tensor *grad_value, const mxd_tensor *grad_attention_logits, int num_threads);
 
-/* Lifting by depth: output[ranks_bev[i]] += depth[ranks_depth[i]] * feat[ranks_feat[i]], where output's cells count d, h
- * and w inside a batch. feat [num_feat, c]; depth [num_depth]; ranks [n]; output [bs, c, d, h, w]. All ranks are looked
- * at before anything is written. */
+/* Lifting by depth: output[ranks_bev[i]] += depth[ranks_depth[i]] * feat[ranks_feat[i]], where cells are numbered over
+ * bs, d, h and w. feat [num_feat, c]; depth [num_depth]; ranks [n]; output [bs, c, d, h, w]. All ranks are checked before
+ * anything is written. */
 MXD_API int mxd_bev_pool_v3(const mxd_tensor *feat, const mxd_tensor *depth, const mxd_tensor *ranks_feat,
                             const mxd_tensor *ranks_depth, const mxd_tensor *ranks_bev, const mxd_tensor *output,
                             int num_threads);
@@ -146,40 +148,40 @@ MXD_API int mxd_bev_pool_v3_backward(const mxd_tensor *grad_output, const mxd_te
                                      const mxd_tensor *ranks_feat, const mxd_tensor *ranks_depth, const mxd_tensor *ranks_bev,
                                      const mxd_tensor *grad_feat, const mxd_tensor *grad_depth, int num_threads);
 
-/* Runs the function of this name, without "mxd_": "multi_scale_deformable_attn_backward". tensors: its tensors, in
- * order, `count` of them; one that is not given or not wanted has the dtype MXD_NOT_GIVEN. options: the function's
- * numbers between its tensors and num_threads, such as reference_axis, or NULL: each is 0. Unlike the function itself,
- * it uses as many threads as pay, num_threads at most. */
+/* Runs the function with this name, which has no "mxd_": "multi_scale_deformable_attn_backward". tensors: the function's
+ * `count` tensors, in order. A tensor that is not given or not wanted has the dtype MXD_NOT_GIVEN. options: the
+ * function's numbers between its tensors and num_threads, such as reference_axis; NULL means that all are 0. Unlike the
+ * function itself, mxd_run uses only as many threads as pay, at most num_threads. */
 MXD_API int mxd_run(const char *name, const mxd_tensor *tensors, int count, const int64_t *options, int num_threads);
 
-/* The sentence about the last call on this thread that was refused: "value must have shape (bs=2, num_keys,
- * num_heads=8, embed_dims); got (2, 8, 900, 32)". Empty before the first. It stays until the next one. */
+/* Returns the error sentence of the last call on this thread that failed: "value must have shape (bs=2, num_keys,
+ * num_heads=8, embed_dims); got (2, 8, 900, 32)". Returns "" before the first failure. The text is valid until the next
+ * failure. */
 MXD_API const char *mxd_last_error(void);
 
-/* Writes to `text` how a function would do its work: a line "name: what" for each decision, at most size - 1
- * characters. Nothing is computed, and no data is read but the index tables. name: the function's, without "mxd_";
- * arguments: its tensors, in order. num_threads: as many; -n: as many of n as pay, as mxd_run uses. Returns the status
- * of the function's own checks, or MXD_BAD_NAME. */
+/* Writes the plan of a call to `text`: a line "name: decision" for each decision, at most size - 1 characters. Computes
+ * nothing, and reads only the index tables. name: as in mxd_run. arguments: pointers to the function's tensors, in order.
+ * num_threads: the number of threads; -n means as many threads as pay, at most n, as in mxd_run. Returns the status of
+ * the function's checks, or MXD_BAD_NAME. */
 MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size);
 
-/* The version of the package that the library was built for, "0.3.0". */
+/* Returns the version of the package that the library was built for, "0.3.0". */
 MXD_API const char *mxd_version(void);
-/* The instruction set in use: "baseline", "avx2" or "avx512". The best one this machine has is chosen at the first
- * call. */
+/* Returns the instruction set in use: "baseline", "avx2" or "avx512". The first call chooses the best that this machine
+ * has. */
 MXD_API const char *mxd_isa(void);
-/* Chooses another one (for tests); returns 0, or -1 when this library or machine does not have it, or for NULL. Process-wide.
- */
+/* Sets the instruction set of the process, for tests. Returns 0, or -1 if this library or machine does not have it. */
 MXD_API int mxd_use_isa(const char *name);
-/* Whose threads a call with num_threads > 1 runs on now: "threads of libgomp.so.1", the file of the OpenMP runtime that
- * the process has, which torch's operators use, too; or "threads of its own", where it has none and in a forked child.
- * Starts no thread. The text stays as it is. */
+/* Returns whose threads a call with num_threads > 1 uses now. "threads of libgomp.so.1" names the file of the process's
+ * OpenMP runtime, which torch's operators use, too. "threads of its own" is the library's pool, used without a runtime
+ * and in a forked child. Starts no thread. The text is always valid. */
 MXD_API const char *mxd_threads(void);
-/* 1: from now on calls run on the library's own threads; 0: on what the process has. For a child that was forked before
- * it loaded the library, and for tests. Process-wide. */
+/* 1: all calls of the process use the library's own threads. 0: they use the OpenMP runtime if the process has one. For a
+ * child that was forked before it loaded the library, and for tests. */
 MXD_API void mxd_use_own_threads(int own);
 
-/* Elements of rows that a thread must have to do before mxd_run wakes another; 0: as many as pay. For tests.
- * Process-wide. */
+/* Sets the work, in elements of rows, for which mxd_run wakes another thread, in the whole process. 0 restores the
+ * default. For tests. */
 MXD_API void mxd_set_work_of_a_thread(int64_t elements);
 
 #ifdef __cplusplus

@@ -1,11 +1,11 @@
-/* The operators for PyTorch in programs of C++: torch.export's packages (AOTInductor), traced and scripted modules.
+/* The operators for PyTorch in C++ programs: packages of torch.export (AOTInductor), traced and scripted modules.
  *
- * Linking with the CMake target mx_driving::torch, or loading its library (python -m mx_driving.config --torch-library), is
- * enough: the operators are registered when it is loaded, which is after libtorch. A program that links with
- * mx_driving::mx_driving alone calls mxd_register_with_torch itself.
+ * A program either links the CMake target mx_driving::torch, or loads its library (python -m mx_driving.config
+ * --torch-library) after libtorch. Loading registers the operators. A program that links only mx_driving::mx_driving calls
+ * mxd_register_with_torch itself.
  *
- * torch 2.10 or later, of any build: nothing here is compiled or linked against it. Operators run forward and backward on the
- * CPU; formulas for autograd are those of the Python package.
+ * Any build of torch 2.10 or later works, because nothing is compiled or linked against torch. The operators run forward and
+ * backward on the CPU. The formulas for autograd are in the Python package.
  */
 #ifndef MX_DRIVING_TORCH_H
 #define MX_DRIVING_TORCH_H
@@ -17,14 +17,14 @@ extern "C" {
 #endif
 
 enum mxd_torch {
-    MXD_TORCH_ALL = 0,     /* schemas, kernels for the CPU, and shapes of results for tracing */
-    MXD_TORCH_KERNELS = 1, /* the Python package, which has schemas and shapes of its own */
-    MXD_TORCH_NOTHING = 2  /* the Python package, where it has kernels of its own, too */
+    MXD_TORCH_ALL = 0,     /* schemas, CPU kernels, and meta kernels for tracing */
+    MXD_TORCH_KERNELS = 1, /* CPU kernels: for the Python package, which has the schemas and shapes */
+    MXD_TORCH_NOTHING = 2  /* nothing: for the Python package when it also has kernels */
 };
 
-/* Registers what is not registered yet, and takes back what the Python package brings. Returns NULL, or why it cannot, a
- * sentence that stays until this thread's next call: libtorch is not loaded, or it is older than 2.10. Calls in any order,
- * from any thread, before or after the Python package is imported. */
+/* Registers what is missing, and withdraws what the Python package provides. Returns NULL, or an error sentence, which is
+ * valid until this thread's next call: libtorch is not loaded, or older than 2.10. May be called several times, from any
+ * thread, before or after the Python package is imported. */
 MXD_API const char *mxd_register_with_torch(int what);
 
 #ifdef __cplusplus

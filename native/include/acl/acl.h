@@ -1,10 +1,9 @@
 /* The part of CANN's runtime interface that programs around aclnnMultiScaleDeformableAttentionGrad use, on the host.
  *
  * Names, signatures and numeric values are CANN's, so that a program written for an NPU builds and runs here unchanged.
- * "Device memory" is the host's. What differs from a device is said at each function; in short: aclInit and
- * aclrtSetDevice are not required, every device id works, work is done when it is queued, and a mistake is reported instead of
- * crashing where that costs little (a handle used after it was destroyed, a view that leaves its storage, an executor run
- * twice).
+ * Device memory is host memory. Each function says what differs from a device. In short: aclInit and aclrtSetDevice are
+ * not required, every device id works, a task runs when it is queued, and some mistakes that may crash on a device are
+ * reported: a handle used after it was destroyed, a view that leaves its storage, an executor run twice.
  *
  * Functions may be called from several threads at once. A function that fails leaves a sentence for its thread:
  * see aclGetRecentErrMsg.
@@ -19,15 +18,15 @@
 extern "C" {
 #endif
 
-/* A program may pass any int as an enumeration; one that names nothing is refused. In C an enumeration holds every int;
- * in C++ it must be declared to. */
+/* A program may pass any int as an enumeration; an int without a name is refused. In C an enumeration holds every int; in
+ * C++ this needs an underlying type. */
 #if defined(__cplusplus) && __cplusplus >= 201103L
 #define ACL_ANY_INT : int
 #else
 #define ACL_ANY_INT
 #endif
 
-#if defined(_WIN32) && defined(mx_driving_EXPORTS) /* while the library itself is built */
+#if defined(_WIN32) && defined(mx_driving_EXPORTS) /* the library itself is being built */
 #define ACL_FUNC_VISIBILITY __declspec(dllexport)
 #elif defined(__GNUC__)
 #define ACL_FUNC_VISIBILITY __attribute__((visibility("default")))
@@ -50,7 +49,7 @@ static const int ACL_ERROR_REPEAT_INITIALIZE = 100002;   /* aclInit a second tim
 static const int ACL_ERROR_REPEAT_FINALIZE = 100037;     /* aclFinalize a second time */
 static const int ACL_ERROR_BAD_ALLOC = 200000;           /* no memory */
 static const int ACL_ERROR_INTERNAL_ERROR = 500000;      /* the host refused, for example a lock */
-static const int ACL_ERROR_RT_AICORE_EXCEPTION = 507015; /* a kernel met data it cannot work on: index tables */
+static const int ACL_ERROR_RT_AICORE_EXCEPTION = 507015; /* a kernel met invalid data in index tables */
 
 static const aclnnStatus ACLNN_SUCCESS = 0;
 static const aclnnStatus ACLNN_ERR_PARAM_NULLPTR = 161001; /* a tensor, workspaceSize, executor or memory is null */
@@ -122,64 +121,63 @@ typedef enum aclSysParamOpt ACL_ANY_INT {
     ACL_OPT_STRONG_CONSISTENCY = 2
 } aclSysParamOpt;
 
-/* The sentence of the last failure on this thread, and forgets it; NULL when there is none. The text stays valid until
- * this thread calls aclGetRecentErrMsg again. Sentences read: NAME must RULE; got FACT. */
+/* Returns and forgets the sentence of the last failure on this thread; NULL without a failure. The text is valid until this
+ * thread calls aclGetRecentErrMsg again. Sentences read: NAME must RULE; got FACT. */
 ACL_FUNC_VISIBILITY const char *aclGetRecentErrMsg(void);
 
-/* configPath: ignored, may be NULL. ACL_ERROR_REPEAT_INITIALIZE when already initialised. Not required here. */
+/* configPath is ignored and may be NULL. Returns ACL_ERROR_REPEAT_INITIALIZE if already initialised. Not required here. */
 ACL_FUNC_VISIBILITY aclError aclInit(const char *configPath);
-/* Returns the default stream's pending error. ACL_ERROR_UNINITIALIZE before aclInit, ACL_ERROR_REPEAT_FINALIZE a second
- * time. */
+/* Returns the default stream's pending error, ACL_ERROR_UNINITIALIZE before aclInit, or ACL_ERROR_REPEAT_FINALIZE for a
+ * second call. */
 ACL_FUNC_VISIBILITY aclError aclFinalize(void);
 
-/* deviceId: any number from 0 on; there is one host behind all of them. Not required here. */
+/* deviceId: any number from 0 on; every device is the host. Not required here. */
 ACL_FUNC_VISIBILITY aclError aclrtSetDevice(int32_t deviceId);
 /* Returns the default stream's pending error. */
 ACL_FUNC_VISIBILITY aclError aclrtResetDevice(int32_t deviceId);
 
-/* Parameters of the context, and of the process. value is 0 or 1. They change nothing here: equal inputs have equal bits
- * in any case. ACL_ERROR_INVALID_PARAM for another number. */
+/* Parameters of the context and of the process. value is 0 or 1; other numbers return ACL_ERROR_INVALID_PARAM. Parameters
+ * have no effect here: equal inputs always give equal bits. */
 ACL_FUNC_VISIBILITY aclError aclrtCtxSetSysParamOpt(aclSysParamOpt opt, int64_t value);
 ACL_FUNC_VISIBILITY aclError aclrtSetSysParamOpt(aclSysParamOpt opt, int64_t value);
 
 /* A stream runs a task at once, on the calling thread, and remembers the first error. NULL in place of a stream means the
  * default stream. Tasks of several threads on one stream run one after the other. */
 ACL_FUNC_VISIBILITY aclError aclrtCreateStream(aclrtStream *stream);
-/* Returns the error that no synchronise has returned, if there is one. */
+/* Returns the stream's pending error, if aclrtSynchronizeStream has not returned it. */
 ACL_FUNC_VISIBILITY aclError aclrtDestroyStream(aclrtStream stream);
-/* Returns the first error since the last synchronise, with its sentence for the calling thread, and forgets it; the tasks
- * behind a failed one have run. */
+/* Returns and forgets the first error since the last synchronise. The calling thread gets its sentence. Tasks after a
+ * failed task have run. */
 ACL_FUNC_VISIBILITY aclError aclrtSynchronizeStream(aclrtStream stream);
 
-/* Memory aligned to 64 bytes; the policy is ignored. ACL_ERROR_INVALID_PARAM for devPtr NULL or size 0. */
+/* Allocates memory aligned to 64 bytes; the policy is ignored. Returns ACL_ERROR_INVALID_PARAM for devPtr NULL or size 0. */
 ACL_FUNC_VISIBILITY aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy policy);
-/* devPtr: from aclrtMalloc, not NULL. */
+/* devPtr must come from aclrtMalloc and not be NULL. */
 ACL_FUNC_VISIBILITY aclError aclrtFree(void *devPtr);
-/* Copies count bytes. ACL_ERROR_INVALID_PARAM when count > destMax or a pointer
- * is NULL; nothing is copied then. */
+/* Copies count bytes. Returns ACL_ERROR_INVALID_PARAM and copies nothing if count > destMax or a pointer is NULL. */
 ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, aclrtMemcpyKind kind);
 
 /* Describes a view of memory; copies no data and owns none.
  *
  * viewDims, viewDimsNum    shape of the view, at most 8 axes
  * dataType                 of the elements
- * stride                   in elements, viewDimsNum of them, may be 0 or negative; NULL: a contiguous view
+ * stride                   viewDimsNum strides in elements, which may be 0 or negative; NULL for a contiguous view
  * offset                   in elements, from tensorData to the view's first element
  * format                   the operators here take ACL_FORMAT_ND
- * storageDims, storageDimsNum   shape of the memory behind tensorData, at most 8 axes. Phase one refuses a view that
- *                          leaves it. NULL or 0 axes: the size is unknown and the program vouches for it
+ * storageDims, storageDimsNum   shape of the memory at tensorData, at most 8 axes. Phase one refuses a view that leaves
+ *                          it. With NULL or 0 axes the size is unknown and the view is not checked
  * tensorData               the memory; must live until phase two has returned
  *
- * NULL when there is no memory or too many axes (aclGetRecentErrMsg). Destroy it any time after phase one. */
+ * Returns NULL if there is no memory, or for too many axes. The tensor may be destroyed after phase one. */
 ACL_FUNC_VISIBILITY aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDataType dataType,
                                                const int64_t *stride, int64_t offset, aclFormat format,
                                                const int64_t *storageDims, uint64_t storageDimsNum, void *tensorData);
-/* ACLNN_ERR_PARAM_NULLPTR for NULL, ACLNN_ERR_PARAM_INVALID for a pointer that is no tensor, or was destroyed. */
+/* Returns ACLNN_ERR_PARAM_NULLPTR for NULL, and ACLNN_ERR_PARAM_INVALID for a pointer that is not a live tensor. */
 ACL_FUNC_VISIBILITY aclnnStatus aclDestroyTensor(const aclTensor *tensor);
 
-/* For an executor that never gets to phase two, which frees what it runs, and for a repeatable one. */
+/* Destroys a repeatable executor, or one that never runs. Phase two destroys other executors itself. */
 ACL_FUNC_VISIBILITY aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor);
-/* From now on phase two leaves the executor alive, to be run again on the same memory. */
+/* Makes an executor repeatable: phase two does not destroy it, and it can run again on the same memory. */
 ACL_FUNC_VISIBILITY aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor);
 
 #ifdef __cplusplus

@@ -5,7 +5,7 @@
  *         attnWeight[b, q, h, l, p] * sample(level l of value[b, :, h], location[b, q, h, l, p])
  *
  * Samples, limits, dtypes, views, ownership and errors are those of aclnn_multi_scale_deformable_attention_grad.h.
- * CANN's document also asks for num_queries >= 32; here any number will do.
+ * CANN's document also requires num_queries >= 32; here any number is allowed.
  */
 #ifndef MX_DRIVING_ACLNN_MULTI_SCALE_DEFORMABLE_ATTN_FUNCTION_H
 #define MX_DRIVING_ACLNN_MULTI_SCALE_DEFORMABLE_ATTN_FUNCTION_H

@@ -1,5 +1,5 @@
-// aclnnMultiScaleDeformableAttentionGrad and its forward, aclnnMultiScaleDeformableAttnFunction: phase one checks and
-// makes an executor, phase two runs it.
+// aclnnMultiScaleDeformableAttentionGrad and its forward, aclnnMultiScaleDeformableAttnFunction. Phase one checks the call and
+// makes an executor. Phase two runs the executor.
 #include "call/make_plan.h"
 #include "call/prepare.h"
 #include "call/tables.h"
@@ -14,7 +14,7 @@
 
 struct aclOpExecutor {
     bool backward;
-    bool nothing_to_do; // an argument has no elements
+    bool nothing_to_do; // an argument has no elements, so phase two computes nothing
     bool repeatable;
     uint64_t workspace_bytes;
     mxd::Call call;
@@ -23,11 +23,11 @@ struct aclOpExecutor {
 namespace acl {
 namespace {
 
-// Phase one reads no data, because on a device the index tables may not be there yet. Phase two copies the levels to the
-// workspace, and checks and uses the copy, so a program that writes to its tables meanwhile does no harm.
+// Phase one reads no data, because on a device the index tables may not be computed yet. Phase two copies the levels to the
+// workspace, then checks and uses the copy. So a program may write to its tables meanwhile.
 int64_t bytes_of_levels(const mxd::Call &call) { return call.sizes.levels * int64_t(sizeof(mxd::Level)); }
 
-// Makes an index table the numbers inside an array of levels, from `first` on.
+// Makes an index table point into an array of levels, to the members like `first`.
 void point_to(mxd::Tensor &table, int64_t *first) {
     table.data = first;
     table.dtype = MXD_INT64;
@@ -89,7 +89,7 @@ aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecut
                 "be aligned to 8 bytes", "an address that is not");
         stream->run([&] { run(task, workspace); });
     });
-    // find_stream has the runtime's status for a bad argument; operators have one of their own.
+    // find_stream throws the runtime's status for a bad argument. Operators have a different one.
     return status == ACL_ERROR_INVALID_PARAM ? ACLNN_ERR_PARAM_INVALID : status;
 }
 

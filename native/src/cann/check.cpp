@@ -8,9 +8,9 @@
 namespace acl {
 namespace {
 
-enum Role { VALUE, SPATIAL_SHAPE, LEVEL_START_INDEX, LOCATION }; // behind the function's first input
+enum Role { VALUE, SPATIAL_SHAPE, LEVEL_START_INDEX, LOCATION }; // indices from the function's first input on
 
-// A documented limit: a size of one of the inputs.
+// A documented limit of an input's size.
 struct Limit {
     Role role;
     mxd::sizes::Name size;
@@ -18,7 +18,7 @@ struct Limit {
     const char *rule;
 };
 
-// hicann/ops-nn, vfusion/*/docs of August 2026: Atlas A2 and A3, Ascend 950.
+// The limits of Atlas A2 and A3 and Ascend 950. Source: hicann/ops-nn, vfusion/*/docs, August 2026.
 constexpr Limit LIMITS[] = {
     {VALUE, mxd::sizes::embed_dims, [](int64_t n) { return n % 8 == 0 && n <= 256; },
      "have channels a multiple of 8 and <= 256"},
@@ -27,14 +27,14 @@ constexpr Limit LIMITS[] = {
     {LOCATION, mxd::sizes::num_queries, [](int64_t n) { return n < 500000; }, "have num_queries < 500000"},
     {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n <= 16; }, "have num_points <= 16"}};
 
-// The same documents: Atlas inference products, 310P. It has no bfloat16 and no gradient.
+// Further limits of Atlas inference products (310P), from the same documents. 310P has no bfloat16 and no gradient.
 constexpr Limit LIMITS_OF_310P[] = {
     {VALUE, mxd::sizes::embed_dims, [](int64_t n) { return n % 32 == 0; }, "have channels a multiple of 32 on 310P"},
     {VALUE, mxd::sizes::num_heads, [](int64_t n) { return n == 2 || n == 4 || n == 8; }, "have num_heads 2, 4 or 8 on 310P"},
     {LOCATION, mxd::sizes::num_queries, [](int64_t n) { return n >= 32; }, "have num_queries >= 32 on 310P"},
     {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n == 4 || n == 8; }, "have num_points 4 or 8 on 310P"}};
 
-// Whether a program is held to the limits of 310P, too.
+// Returns whether a program must also respect the limits of 310P.
 bool is_310p() {
     const char *variable = std::getenv("MX_DRIVING_CANN_PRODUCT");
     const std::string product = variable ? variable : "";
@@ -75,7 +75,7 @@ std::string dtype_name(aclDataType dtype) {
     return "aclDataType " + std::to_string(int(dtype));
 }
 
-// All floating tensors have one dtype.
+// Checks format and dtype of an argument. All floating tensors must have value's dtype.
 void check_dtype(const Arguments &a, int argument) {
     const auto is_floating = [](aclDataType dtype) { return dtype == ACL_FLOAT || dtype == ACL_FLOAT16 || dtype == ACL_BF16; };
     const aclTensor &t = a.tensors[size_t(argument)];
@@ -92,7 +92,7 @@ void check_dtype(const Arguments &a, int argument) {
     }
 }
 
-// By the operator's description. mxd_dtype and aclDataType number their dtypes alike.
+// Checks shapes with the operator's description. mxd_dtype and aclDataType have the same numbers.
 void check_shapes(Arguments &a) {
     const int count = int(a.tensors.size());
     for (int i = 0; i < count; ++i)
@@ -115,7 +115,8 @@ void check_limits(const Arguments &a) {
     for (const Limit &limit : LIMITS_OF_310P) check(limit);
 }
 
-// First and last element of a view that is not empty, counted from data. False: memory has no such addresses.
+// Finds the first and last element of a view that is not empty, counted from `data`. Returns false if the addresses do not fit
+// in 64 bits.
 bool find_elements(const aclTensor &t, int64_t &first, int64_t &last) {
     first = last = t.offset;
     int64_t elements = 1;
@@ -129,7 +130,7 @@ bool find_elements(const aclTensor &t, int64_t &first, int64_t &last) {
     return first >= -MOST_ELEMENTS && last < MOST_ELEMENTS;
 }
 
-// A tensor with elements has aligned memory, and its view stays inside its storage.
+// Checks that a tensor with elements has aligned memory, and that its view is inside its storage.
 void check_view(Arguments &a, int argument) {
     aclTensor &t = a.tensors[size_t(argument)];
     a.infos[argument].strides = t.strides;
@@ -148,7 +149,7 @@ void check_view(Arguments &a, int argument) {
                "elements " + std::to_string(first) + " to " + std::to_string(last) + " of " + layout);
     }
     a.infos[argument].data = static_cast<char *>(t.data) + t.offset * element;
-    // An axis of one element may have any stride, even one that overflows when it is added up.
+    // An axis of one element may have any stride, so replace strides that could overflow in sums.
     for (int axis = 0; axis < t.axes; ++axis)
         if (t.shape[axis] == 1) t.strides[axis] = 0;
 }

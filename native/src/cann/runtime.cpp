@@ -1,5 +1,5 @@
-// The runtime of the CANN-style interface: devices, memory, streams, descriptions of tensors and error messages. Every
-// device is the host, and all memory is the host's.
+// The runtime of the CANN-style interface: devices, memory, streams, descriptions of tensors and error messages. Every device
+// is the host, and all memory is host memory.
 #include "cann/runtime.h"
 #include "cann/tensor.h"
 
@@ -26,7 +26,7 @@ void check(bool holds, const char *name, const char *rule, const std::string &fa
 
 void require_device(int32_t id) { check(id >= 0, "deviceId", "be 0 or more", std::to_string(id)); }
 
-// Parameters change nothing here, so none is kept.
+// Parameters have no effect here, so they are only checked.
 void check_parameter(aclSysParamOpt opt, int64_t value) {
     check(opt >= ACL_OPT_DETERMINISTIC && opt <= ACL_OPT_STRONG_CONSISTENCY, "opt", "be an aclSysParamOpt",
           std::to_string(int(opt)));
@@ -35,7 +35,8 @@ void check_parameter(aclSysParamOpt opt, int64_t value) {
 
 typedef std::shared_ptr<Stream> Shared;
 
-// A forked child makes its own: another thread of the parent may have held the lock of the parent's.
+// Returns the default stream. A forked child makes its own, because a thread of the parent may have held the lock of the
+// parent's.
 Shared default_stream() {
     static std::mutex mutex;
     static Shared stream;
@@ -54,7 +55,7 @@ void read_axes(const char *name, const int64_t *numbers, uint64_t count, int64_t
     std::copy_n(numbers, count, to);
 }
 
-// Returns the elements of a contiguous tensor, at most MOST_ELEMENTS; 0 where a size is 0 or negative.
+// Sets the strides of a contiguous tensor. Returns its elements, at most MOST_ELEMENTS, or 0 if a size is 0 or negative.
 int64_t set_strides(const int64_t *shape, int axes, int64_t *strides) {
     int64_t count = 1;
     for (int a = axes; a-- > 0;) {
@@ -149,7 +150,8 @@ aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy) {
     return acl::guarded([&] {
         acl::check(devPtr, "devPtr", "point to a pointer", "NULL");
         acl::check(size > 0, "size", "be positive", "0");
-        void *memory = ::operator new(size, acl::ALIGNMENT, std::nothrow); // a sanitizer ends a program where new throws
+        void *memory = ::operator new(size, acl::ALIGNMENT,
+                                      std::nothrow); // nothrow, because a sanitizer ends a program in which new throws
         if (!memory) throw std::bad_alloc();
         *devPtr = memory;
     });

@@ -1,5 +1,5 @@
-// Errors, streams and live objects of the CANN-style interface. The code inside throws a status with a sentence; a C
-// function returns the status and keeps the sentence for aclGetRecentErrMsg.
+// Errors, streams and live objects of the CANN-style interface. Internal code throws an Outcome. C functions return its status
+// and keep its sentence for aclGetRecentErrMsg.
 #pragma once
 
 #include "acl/acl.h"
@@ -16,7 +16,7 @@
 
 namespace acl {
 
-// Checks throw it.
+// The result of a function: a status and an error sentence. Checks throw it.
 struct Outcome {
     aclError status = ACL_SUCCESS;
     std::string sentence;
@@ -29,7 +29,7 @@ inline void require(bool holds, aclError status, const char *name, const std::st
 // Keeps the sentence for this thread's aclGetRecentErrMsg and returns the status.
 aclError report(const Outcome &outcome) noexcept;
 
-// Runs fn and returns how it ended: an exception becomes an outcome.
+// Runs fn and returns its outcome: an exception becomes a status and a sentence.
 template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
     try {
         fn();
@@ -37,27 +37,27 @@ template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
     } catch (const Outcome &refusal) {
         return refusal;
     } catch (const std::bad_alloc &) {
-        return {ACL_ERROR_BAD_ALLOC, {}}; // no sentence: it may need memory, and report() has one
+        return {ACL_ERROR_BAD_ALLOC, {}}; // a sentence may need memory; report() adds it
     } catch (const std::system_error &error) {
         return {ACL_ERROR_INTERNAL_ERROR, error.what()};
     }
 }
 
-// Runs the body of a C function: what the body throws becomes the status that the function returns.
+// Runs the body of a C function. Converts an exception to the status that the function returns.
 template <class Fn> aclError guarded(Fn &&fn) noexcept { return report(outcome_of(fn)); }
 
-// Runs a task at once, on its caller's thread, and remembers the first failure until somebody synchronises.
+// Runs a task at once, on the caller's thread, and remembers the first failure until the next synchronize().
 class Stream {
   public:
     const int64_t process = mxd::this_process();
 
-    // Waits for the tasks of other threads: on a device a stream runs one task after the other.
+    // Tasks of several threads run one after the other, as on a device.
     template <class Task> void run(Task &&task) {
         const std::lock_guard<std::mutex> lock(mutex);
         Outcome outcome = outcome_of(task);
         if (failure.status == ACL_SUCCESS) failure = std::move(outcome);
     }
-    // Throws the first failure since the last call, and forgets it.
+    // Throws and forgets the first failure since the last call.
     void synchronize() {
         const std::lock_guard<std::mutex> lock(mutex);
         Outcome outcome = std::exchange(failure, Outcome{});
@@ -69,11 +69,11 @@ class Stream {
     Outcome failure;
 };
 
-// The stream behind a handle; NULL is the default stream.
+// Returns the stream of a handle. NULL is the default stream.
 std::shared_ptr<Stream> find_stream(aclrtStream handle);
 
-// The live objects behind the interface's pointers. Every function looks up the pointers that it gets: a pointer to a
-// destroyed object is an error with a sentence, not a crash.
+// The live objects behind the interface's pointers. Every function looks up its pointers, so a pointer to a destroyed object is
+// an error with a sentence instead of a crash.
 template <class T> class Handles {
   public:
     T *add(std::unique_ptr<T> object) {
@@ -81,7 +81,7 @@ template <class T> class Handles {
         keys.insert(key(object.get()));
         return object.release();
     }
-    // Copies the object under the lock, because another thread may destroy it at any time. False: the object is not
+    // Copies the object under the lock, because another thread may destroy it at any time. Returns false if the object is not
     // live.
     bool copy(const void *handle, T &to) {
         return change(const_cast<void *>(handle), [&](const T &object) { to = object; });
@@ -102,8 +102,8 @@ template <class T> class Handles {
     std::mutex mutex;
     std::unordered_set<uintptr_t> keys;
 
-    // The complement of the address. A leak checker would take plain addresses in this set for owners, and would not
-    // report an object that a program forgot to destroy.
+    // Returns the complement of the address. A leak checker would treat plain addresses in this set as references, and would
+    // not report an object that a program forgot to destroy.
     static uintptr_t key(const void *handle) { return ~reinterpret_cast<uintptr_t>(handle); }
 };
 

@@ -1,4 +1,4 @@
-// aclTensor is a program's description of a view. Phase one checks the tensors of a call.
+// aclTensor, a program's description of a view, and the check of a call's tensors in phase one.
 #pragma once
 
 #include "acl/acl.h"
@@ -16,28 +16,28 @@ struct aclTensor {
     int64_t offset;
     aclDataType dtype;
     aclFormat format;
-    int64_t storage; // elements in memory from data on, or UNKNOWN_STORAGE
+    int64_t storage; // elements of the memory at `data`, or UNKNOWN_STORAGE
     void *data;
 };
 
 namespace acl {
 
-// More elements than any memory holds, yet few enough that sums of such numbers, in bytes, do not overflow.
+// More elements than any memory has, yet sums of such numbers in bytes do not overflow.
 constexpr int64_t MOST_ELEMENTS = int64_t(1) << 47, UNKNOWN_STORAGE = MOST_ELEMENTS + 1;
 
 inline bool is_empty(const aclTensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }
 
-// In the order of mxd_multi_scale_deformable_attn's arguments or of its backward's.
+// The arguments of a call, in the order of mxd_multi_scale_deformable_attn or of its backward.
 struct Arguments {
     bool backward;
     const mxd::Function &function;
-    std::vector<const char *> names; // CANN's
-    std::vector<aclTensor> tensors;  // copies
+    std::vector<const char *> names; // CANN's names
+    std::vector<aclTensor> tensors;  // copies of the program's descriptions
     mxd::TensorInfo infos[mxd::MOST_ARGUMENTS] = {};
     mxd::AxisSizes sizes;
 };
 
-// handles: in the order of the C function. Throws a Refusal. Reads no tensor's elements.
+// Checks all arguments of phase one. `handles` has the order of CANN's function. Throws an Outcome. Reads no elements.
 Arguments check_phase_one(bool backward, std::vector<const aclTensor *> handles, const void *workspace_size,
                           const void *executor);
 

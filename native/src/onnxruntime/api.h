@@ -1,5 +1,5 @@
-// What is used of onnxruntime's C interface, version 16 and later: its layout in memory, which versions only append to.
-// Nothing of onnxruntime is included or linked; tests/onnx/test_onnxruntime.py runs every function.
+// The part of onnxruntime's C interface that we use, version 16 and later: its layout in memory, to which new versions only
+// append. No file of onnxruntime is included or linked. tests/onnx/test_onnxruntime.py runs every function.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ enum OrtType : int {
     ORT_BFLOAT16 = 16
 };
 
-// A table of functions. An entry is an index into it, with the function's type.
+// The table of functions. A Slot is an index into the table, with the function's type.
 struct OrtApi {
     typedef void Function();
     Function *functions[1];
@@ -70,29 +70,29 @@ constexpr Slot<OrtStatus *(const OrtKernelContext *, size_t, const OrtValue **)>
 constexpr Slot<OrtStatus *(OrtKernelContext *, size_t, const int64_t *, size_t, OrtValue **)> output{91};
 constexpr Slot<void(OrtStatus *)> release_status{93};
 constexpr Slot<void(OrtTensorInfo *)> release_tensor_info{99};
-// From version 17 on: body(argument, i) for i in 0..count-1, on the threads of the session. As many of the i as there
-// are threads run at the same time, at most; none may wait for another.
+// Version 17 and later: runs body(argument, i) for i in 0..count-1 on the threads of the session. A thread runs several i one
+// after the other, so no body may wait for another.
 typedef void Body(void *, size_t);
 constexpr Slot<OrtStatus *(const OrtKernelContext *, Body *, size_t, size_t, void *)> parallel_for{274};
 
 } // namespace ort
 
 struct OrtApiBase {
-    const OrtApi *(*api)(uint32_t version); // null when the runtime is older than that
+    const OrtApi *(*api)(uint32_t version); // null if the runtime is older than `version`
     const char *(*version)();               // "1.32.0"
 };
 
-// An operator and the type of its kernel. With `version` 16 the runtime reads nothing behind the last field.
+// An operator and its kernel. With `version` 16 the runtime reads no fields after compute_v2.
 struct OrtCustomOp {
     uint32_t version;
-    void *(*create_kernel)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *); // replaced by its successor
+    void *(*create_kernel)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *); // create_kernel_v2 replaces it
     const char *(*name)(const OrtCustomOp *);
     const char *(*execution_provider)(const OrtCustomOp *); // null: the CPU's
     OrtType (*input_type)(const OrtCustomOp *, size_t);
     size_t (*number_of_inputs)(const OrtCustomOp *);
     OrtType (*output_type)(const OrtCustomOp *, size_t);
     size_t (*number_of_outputs)(const OrtCustomOp *);
-    void (*compute)(void *, OrtKernelContext *); // replaced by its successor
+    void (*compute)(void *, OrtKernelContext *); // compute_v2 replaces it
     void (*destroy)(void *);
     OrtPresence (*input_presence)(const OrtCustomOp *, size_t);
     OrtPresence (*output_presence)(const OrtCustomOp *, size_t);

@@ -1,7 +1,7 @@
 // The operators as custom operators of onnxruntime, which loads this library and calls RegisterCustomOps.
 //
-// A runtime is given each operator once for each dtype of value, which is the output's. Its other inputs may have any
-// dtype that the operator takes, and all checks are made when the node runs.
+// Each operator is registered once for each dtype of value, which is also the dtype of the output. onnxruntime accepts any
+// dtype for the other inputs; they are checked when the node runs.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -26,11 +26,11 @@ struct Runtime;
 
 struct NodeKernel : OrtCustomOp { // what onnxruntime registers for an operator
     const Runtime *runtime;
-    const Function *function; // forward
+    const Function *function; // a forward function
     OrtType dtype;
 };
 
-// A copy of onnxruntime in this process. It keeps pointers to all this, so nothing of it is ever deleted.
+// A copy of onnxruntime in this process. onnxruntime keeps pointers to these members, so a Runtime is never deleted.
 struct Runtime {
     const OrtApi *api;
     bool has_parallel_for;
@@ -38,7 +38,7 @@ struct Runtime {
     std::list<NodeKernel> kernels;
 };
 
-// A status that is to be returned to the runtime.
+// An exception with a status, which is returned to the runtime.
 struct Failure {
     OrtStatus *status;
 };
@@ -51,7 +51,7 @@ void need(OrtStatus *status) {
     throw Failure{ort::create_status(api, code, sentence.c_str())};
 }
 
-// What fn throws becomes a status: the runtime is not to be unwound.
+// Runs fn and converts its exception to a status, because exceptions must not pass through the runtime.
 template <class Fn> OrtStatus *status_of(const OrtApi *api, Fn &&fn) {
     try {
         fn();
@@ -69,12 +69,12 @@ struct Instance {
     const Runtime &runtime;
     const Function &function;
     int64_t option;               // reference_axis
-    std::vector<int64_t> numbers; // sizes that no input has, from attributes; -1: no attribute
-    std::atomic<int> threads{0};  // that were seen to work; 0: none yet
+    std::vector<int64_t> numbers; // attributes with sizes that no input has; -1 without the attribute
+    std::atomic<int> threads{0};  // the most threads that worked in a call so far
 };
 
-// A node without the attribute has the operator's default. onnxruntime has one code for that and for an attribute of
-// another type, but all its versions name the type then.
+// Returns the option of a node, or the default without the attribute. onnxruntime has one error code for a missing attribute
+// and for one of another type, but only the message of the latter contains "type".
 int64_t option_of(const Function &op, const OrtApi *api, const OrtKernelInfo *info) {
     if (op.option.empty()) return 0;
     const std::string name(op.option);
@@ -109,12 +109,12 @@ std::vector<int64_t> numbers_of(const Function &op, const OrtApi *api, const Ort
     return numbers;
 }
 
-// A contiguous tensor; without a shape where it is an optional input that is not given.
+// A contiguous tensor. info.shape is null for an optional input that is not given.
 struct NodeTensor {
     TensorInfo info{};
     std::vector<int64_t> shape, strides;
 
-    // `shape` has at least one entry, because a scalar has a shape, too.
+    // Fills `info`. `shape` must have at least one entry, even for a scalar, so that its address is not null.
     void describe(int axes, int64_t dtype, const char *dtype_name, const void *data) {
         strides.assign(shape.size(), 1);
         for (int a = axes - 1; a-- > 0;) strides[size_t(a)] = strides[size_t(a) + 1] * shape[size_t(a) + 1];
@@ -122,7 +122,7 @@ struct NodeTensor {
     }
 };
 
-// By OrtType. An operator takes those that dtype_of knows.
+// Names of element types, indexed by OrtType. Operators accept only types that dtype_of knows.
 constexpr const char *TYPE_NAMES[] = {"no type", "float32", "uint8",     "int8",       "uint16",  "int16",
                                       "int32",   "int64",   "string",    "bool",       "float16", "float64",
                                       "uint32",  "uint64",  "complex64", "complex128", "bfloat16"};
@@ -158,7 +158,7 @@ void read_input(const OrtApi *api, const OrtKernelContext *context, size_t index
     to.describe(int(axes), dtype_of(type), size_t(type) < std::size(TYPE_NAMES) ? TYPE_NAMES[type] : "another type", data);
 }
 
-// The sizes that no input has: attributes, or the elements of one more input, which follows the operator's.
+// Returns the sizes that no input has: attributes, or the elements of an additional last input.
 std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelContext *context, size_t count) {
     const OrtApi *api = instance.runtime.api;
     const Function &op = instance.function;
@@ -184,7 +184,7 @@ Call call_of_node(const Instance &instance, OrtKernelContext *context) {
     const OrtApi *api = instance.runtime.api;
     const Function &function = instance.function;
     const int inputs = function.num_inputs;
-    NodeTensor tensors[MOST_ARGUMENTS]; // the inputs, then the output
+    NodeTensor tensors[MOST_ARGUMENTS]; // inputs, then the output
     TensorInfo infos[MOST_ARGUMENTS] = {};
     size_t count;
     need(ort::number_of_inputs(api, context, &count));
@@ -212,7 +212,7 @@ Call call_of_node(const Instance &instance, OrtKernelContext *context) {
     return make_call(function, infos, sizes, instance.option, 1);
 }
 
-// ---- threads: those of the session, which lends them and does not say how many
+// ---- threads of the session, whose number onnxruntime does not tell
 
 struct Lender {
     const OrtApi *api;
@@ -235,7 +235,8 @@ void run_on_session(void *lender, int count, Body *body, void *context) {
         size_t(count), 0, &bodies);
 }
 
-// A plan depends on the number of threads. It is made for as many as have worked in one of the calls before.
+// Runs a call on the threads of the session. The plan depends on the number of threads, so it uses the most that worked in
+// earlier calls.
 int run_on_lent_threads(Instance &instance, const OrtKernelContext *context, Call &call) {
     const int most = threads_that_pay(call, int(std::thread::hardware_concurrency())), seen = instance.threads.load();
     if (most == 1 || !instance.runtime.has_parallel_for) return run(call);
@@ -249,7 +250,7 @@ int run_on_lent_threads(Instance &instance, const OrtKernelContext *context, Cal
     return status;
 }
 
-// ---- what a node does
+// ---- running a node
 
 void compute(Instance &instance, OrtKernelContext *context) {
     Call call = call_of_node(instance, context);
@@ -282,7 +283,7 @@ NodeKernel kernel_for(const Runtime &runtime, const Function &function, OrtType 
     k.execution_provider = [](const OrtCustomOp *) -> const char * { return nullptr; };
     k.number_of_inputs = [](const OrtCustomOp *op) {
         const Function &function = *kernel_of(op).function;
-        return size_t(function.num_inputs) + (function.numbers.count != 0); // the input "sizes"
+        return size_t(function.num_inputs) + (function.numbers.count != 0); // plus the input "sizes"
     };
     k.input_type = [](const OrtCustomOp *op, size_t i) { return i == 0 ? kernel_of(op).dtype : ORT_ANY; };
     k.input_presence = [](const OrtCustomOp *op, size_t i) {
@@ -330,8 +331,8 @@ Runtime &runtime_of(const OrtApi *api, bool has_parallel_for) {
     return runtimes.back();
 }
 
-// The newest version of the interface, of those that are used here, that a runtime has; 0: none. The runtime writes to
-// standard error when a caller wants one that it does not have.
+// Returns the version of the interface to request: 17, 16, or 0 if the runtime is too old. A runtime that does not have the
+// requested version would write to standard error.
 uint32_t interface_of(const OrtApiBase *base) {
     int major = 0, minor = 0;
     std::sscanf(base->version(), "%d.%d", &major, &minor);

@@ -7,7 +7,7 @@
 namespace mxd::torch {
 namespace {
 
-// Before torch 2.13 the value of an optional argument is what C++'s own `new` made.
+// The value of an optional argument is deleted by delete_value, or before torch 2.13 by C++'s operator delete.
 typedef Status DeleteValue(Value *);
 DeleteValue *delete_value;
 void (*delete_of_cpp)(void *);
@@ -54,7 +54,7 @@ const Api *find_api(std::string &why) {
         why = no_function(missing);
         return nullptr;
     }
-    complete = true; // the handle is kept, so that nobody can unload torch
+    complete = true; // keep the handle, so that nobody can unload torch
     return &api;
 }
 

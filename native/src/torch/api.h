@@ -1,5 +1,5 @@
-// What is used here of torch's stable C interface (torch/csrc/stable/c/shim.h), which torch 2.10 and later have. Its functions
-// are found in the process, so that one library serves all of these versions, and none is needed to build it.
+// The functions that we use of torch's stable C interface (torch/csrc/stable/c/shim.h, torch 2.10 and later). They are found in
+// the process at run time. So one library serves all these versions, and torch is not needed to build it.
 #pragma once
 
 #include <cstddef>
@@ -8,16 +8,16 @@
 
 namespace mxd::torch {
 
-// An argument or a result as a kernel's stack has it: a number, a handle, or the address of an optional argument's value.
+// An argument or a result on a kernel's stack: a number, a handle, or the address of an optional argument's value.
 typedef uint64_t Value;
 typedef struct TensorObject *TensorHandle;
 typedef struct LibraryObject *LibraryHandle;
 typedef struct StringObject *StringHandle;
 typedef struct ListObject *ListHandle;
-typedef int32_t Status; // 0: it went well
+typedef int32_t Status; // 0 means success
 typedef void Kernel(Value *stack, uint64_t arguments, uint64_t results);
 
-constexpr uint64_t VERSION = uint64_t(2) << 56 | uint64_t(10) << 48; // the version whose conventions kernels here follow
+constexpr uint64_t VERSION = uint64_t(2) << 56 | uint64_t(10) << 48; // the version whose conventions our kernels follow
 
 // X(result, name, parameters)
 #define MXD_TORCH_FUNCTIONS(X)                                                                                                 \
@@ -65,12 +65,12 @@ struct Api {
 #define MXD_MEMBER(result, name, parameters) result(*name) parameters;
     MXD_TORCH_FUNCTIONS(MXD_MEMBER)
 #undef MXD_MEMBER
-    Status (*torch_library_def_with_tags)(LibraryHandle, const char *, const int32_t *, int32_t); // torch 2.12; or null
-    int32_t (*torch_tag_pt2_compliant_tag)();                                                     // there, too
-    void (*free_optional)(Value *); // the memory of an optional argument's value
+    Status (*torch_library_def_with_tags)(LibraryHandle, const char *, const int32_t *, int32_t); // torch >= 2.12, or null
+    int32_t (*torch_tag_pt2_compliant_tag)();                                                     // torch >= 2.12
+    void (*free_optional)(Value *); // frees the memory of an optional argument's value
 };
 
-// Null: the process has no torch that serves, and `why` is the reason. What was found stays.
+// Returns null if the process has no suitable torch, and writes the reason to `why`. A result that is not null never changes.
 const Api *find_api(std::string &why);
 
 } // namespace mxd::torch

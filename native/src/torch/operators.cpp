@@ -1,6 +1,8 @@
-// The operators as PyTorch's own, for programs with and without Python: schemas, kernels for the CPU, shapes for tracing.
+// Registers the operators with PyTorch, for programs with and without Python: schemas, CPU kernels, and meta kernels for
+// tracing.
 //
-// torch hands a kernel its arguments on a stack and owns what the kernel leaves there. A kernel owns its arguments.
+// torch passes a kernel its arguments on a stack, where the kernel leaves its results. The kernel owns the arguments; torch
+// owns the results.
 #include <algorithm>
 #include <array>
 #include <exception>
@@ -17,12 +19,12 @@
 namespace mxd::torch {
 namespace {
 
-const Api *api; // set before torch has any kernel
+const Api *api; // set before a kernel is registered
 
 template <class Handle> Handle handle_of(Value value) { return reinterpret_cast<Handle>(uintptr_t(value)); }
 Value value_of(void *handle) { return Value(reinterpret_cast<uintptr_t>(handle)); }
 
-// What becomes torch's exception.
+// An error, which becomes an exception of torch.
 struct Refused {
     std::string why;
 };
@@ -31,14 +33,14 @@ void need(Status status, const char *what) {
     if (status) throw Refused{std::string("torch could not ") + what};
 }
 
-// ---- dtypes, whose numbers torch tells
+// ---- dtypes, whose numbers are asked from torch
 
 struct Dtype {
     int32_t (*Api::*number)();
     const char *name;
-    int64_t dtype; // or NARROW, or -1: no operator takes it
+    int64_t dtype; // an mxd_dtype, NARROW, or -1 if no operator takes the dtype
 };
-constexpr int64_t NARROW = -2; // an integer that a kernel is given as int64
+constexpr int64_t NARROW = -2; // an integer that is converted to int64
 constexpr Dtype DTYPES[] = {
     {&Api::aoti_torch_dtype_float32, "float32", MXD_FLOAT32}, {&Api::aoti_torch_dtype_int64, "int64", MXD_INT64},
     {&Api::aoti_torch_dtype_float16, "float16", MXD_FLOAT16}, {&Api::aoti_torch_dtype_bfloat16, "bfloat16", MXD_BFLOAT16},
@@ -72,7 +74,7 @@ template <class Answer> Answer ask(Status (*question)(TensorHandle, Answer *), c
     return answer;
 }
 
-// Sizes and strides are the tensor's own.
+// Describes a tensor. Shape and strides point into the tensor.
 TensorInfo info_of(const Tensor &tensor) {
     static const int64_t no_axes = 0;
     const int axes = int(ask(api->aoti_torch_get_dim, tensor));
@@ -81,7 +83,7 @@ TensorInfo info_of(const Tensor &tensor) {
     return {axes ? shape : &no_axes, axes, dtype.dtype, nullptr, axes ? strides : &no_axes, -1, dtype.name};
 }
 
-// A contiguous tensor on the device of another.
+// Makes a contiguous tensor on the device of `like`.
 Tensor made(const std::string &name, const Tensor &like, int32_t dtype, const int64_t *shape, int axes) {
     int64_t strides[MOST_AXES];
     for (int64_t a = axes, stride = 1; a-- > 0; stride *= std::max<int64_t>(shape[a], 1)) strides[a] = stride;
@@ -92,7 +94,7 @@ Tensor made(const std::string &name, const Tensor &like, int32_t dtype, const in
     return Tensor(handle);
 }
 
-// int8, int16 and uint8, which this library does not read, as int64.
+// Converts int8, int16 and uint8, which kernels cannot read, to int64.
 Tensor as_int64(Tensor &&narrow) {
     Value stack[] = {value_of(narrow.release()), Value(uint32_t(api->aoti_torch_dtype_int64())), false, false, 0};
     need(api->torch_call_dispatcher("aten::to", "dtype", stack, VERSION), "convert a tensor to int64");
@@ -103,13 +105,13 @@ Tensor as_int64(Tensor &&narrow) {
 
 enum class Device { CPU, META };
 
-// The output's dtype: value's; or that of `<operator>_autocast`, float32 where value has 16 bits.
+// The dtype of the output: value's dtype. AUTOCAST is for `<operator>_autocast`: float32 if value has 16 bits.
 enum class OutputDtype { OF_VALUE, AUTOCAST };
 constexpr const char *AUTOCAST_SUFFIX = "_autocast";
 
 class BoxedCall {
   public:
-    // Takes all arguments, whatever they are.
+    // Takes ownership of all arguments, also of invalid ones.
     BoxedCall(const Function &of, OutputDtype output, Value *arguments) : function(of), kind(output) {
         for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
         for (int i = 0; i < function.numbers.count; ++i) numbers.push_back(int64_t(*arguments++));
@@ -123,7 +125,7 @@ class BoxedCall {
         check_option();
         if (!fits(function, infos, function.first_written, option, sizes))
             refuse(refusal_of(function, infos, function.first_written, option));
-        // Of the inputs: results do not exist yet, and will be fresh memory.
+        // This checks only the inputs. Results do not exist yet and will have new memory.
         const Refusal memory = device == Device::CPU ? check_memory(function, infos) : Refusal{};
         if (memory.status != MXD_OK) refuse(memory);
         take_sizes();
@@ -141,8 +143,8 @@ class BoxedCall {
     Tensor tensors[MOST_ARGUMENTS];
     TensorInfo infos[MOST_ARGUMENTS] = {};
     AxisSizes sizes;
-    std::vector<int64_t> numbers; // sizes that no input has
-    std::string word;             // the option's
+    std::vector<int64_t> numbers; // the values of function.numbers
+    std::string word;             // the value of the option
     int64_t option = 0;
     size_t mask_size = 0;
     bool mask[MOST_ARGUMENTS] = {};
@@ -150,7 +152,7 @@ class BoxedCall {
     int count() const { return function.arguments.count; }
     const Argument &argument(int i) const { return function.arguments[i]; }
 
-    // Of a gradient's output they are known already.
+    // Takes the sizes that no input has. In the backward grad_output has them, so they must agree.
     void take_sizes() {
         for (size_t i = 0; i < numbers.size(); ++i) {
             int64_t &size = sizes.of[function.numbers[int(i)]];
@@ -226,7 +228,7 @@ class BoxedCall {
         return widens ? api->aoti_torch_dtype_float32() : ask(api->aoti_torch_get_dtype, tensors[function.first_input]);
     }
 
-    // The gradient of each input that has one; empty where it is not wanted.
+    // Makes a tensor for the gradient of each differentiable input. A gradient that is not wanted is an empty tensor.
     void make_gradients() {
         const size_t gradients = size_t(count() - function.first_written);
         if (mask_size != gradients)
@@ -236,7 +238,7 @@ class BoxedCall {
         const int64_t nothing = 0;
         for (size_t i = 0; i < gradients; ++i, ++input) {
             const int result = function.first_written + int(i);
-            while (std::string_view(argument(result).name).substr(5) != argument(input).name) ++input; // behind "grad_"
+            while (std::string_view(argument(result).name).substr(5) != argument(input).name) ++input; // skip "grad_"
             const std::string name = argument(result).name;
             const int32_t dtype = ask(api->aoti_torch_get_dtype, tensors[input]);
             tensors[result] = mask[i] ? made(name, tensors[input], dtype, infos[input].shape, infos[input].axes)
@@ -257,13 +259,13 @@ class BoxedCall {
     }
 };
 
-// ---- kernels: torch says only by a kernel's address which operator it calls, so each has one of its own
+// ---- kernels: torch passes no name of the operator, so each operator has its own function
 
 uint64_t arguments_of(const Function &f) {
     return uint64_t(f.first_written + f.numbers.count + !f.option.empty() + f.backward);
 }
 
-// Null, or why fn could not do its work: a sentence that stays until this thread's next.
+// Runs fn. Returns null, or an error sentence, which is valid until this thread's next error.
 template <class Fn> const char *why_not(Fn &&fn) {
     thread_local std::string why;
     try {
@@ -287,7 +289,7 @@ const char *why_refused(const Function &function, OutputDtype output, Device dev
     });
 }
 
-// aoti_torch_check throws: nothing here needs a destructor.
+// aoti_torch_check throws through this function, so it must have no objects with destructors.
 template <Device device, OutputDtype output, size_t i> void kernel(Value *stack, uint64_t arguments, uint64_t) {
     const char *const why = why_refused(functions()[i], output, device, stack, arguments);
     if (why) api->aoti_torch_check(false, "kernel", "mx_driving", __LINE__, why);
@@ -315,7 +317,7 @@ std::string schema(const Function &f, const char *suffix = "") {
     return name + "(" + inputs + ", bool[" + std::to_string(gradients) + "] output_mask) -> (" + results + ")";
 }
 
-// What is registered in this process; torch keeps it for as long as the library lives.
+// The libraries that are registered in this process. torch withdraws their operators when they are deleted.
 struct Registered {
     LibraryHandle kernels = nullptr, schemas = nullptr, shapes = nullptr;
 };
@@ -352,7 +354,7 @@ void withdraw(LibraryHandle &library) {
 }
 
 void set(Registered &registered, int what) {
-    static bool by_others = false; // schemas and shapes
+    static bool by_others = false; // true if the Python package has schemas and shapes
     by_others |= what != MXD_TORCH_ALL;
     if (what == MXD_TORCH_NOTHING) withdraw(registered.kernels);
     if (by_others) {
@@ -379,7 +381,7 @@ extern "C" const char *mxd_register_with_torch(int what) {
         if (!api) throw Refused{missing};
         try {
             set(registered, what);
-        } catch (...) { // nothing stays half registered
+        } catch (...) { // withdraw what was registered before the error
             for (LibraryHandle *each : {&registered.kernels, &registered.schemas, &registered.shapes}) withdraw(*each);
             throw;
         }

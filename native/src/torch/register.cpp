@@ -1,5 +1,5 @@
-// Registers the operators with PyTorch when the library mx_driving_torch is loaded, or a program starts that is linked with
-// the CMake target mx_driving::torch, which compiles this file into it.
+// Registers the operators with PyTorch when the library mx_driving_torch is loaded, or when a program starts that links the
+// CMake target mx_driving::torch, which compiles this file into the program.
 #include <cstdio>
 
 #include "mx_driving_torch.h"
@@ -11,7 +11,7 @@ __attribute__((constructor)) // an object with a constructor crashes Zig 0.17.1,
 #endif
 void register_all() {
     const char *const why = mxd_register_with_torch(MXD_TORCH_ALL);
-    if (why) std::fprintf(stderr, "mx_driving: %s\n", why); // nothing that is loaded has another way to say it
+    if (why) std::fprintf(stderr, "mx_driving: %s\n", why); // a constructor of a library has no other way to report an error
 }
 
 #ifdef _MSC_VER
