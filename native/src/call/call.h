@@ -57,8 +57,7 @@ struct Sizes {
 struct Call {
     Operator op;
     bool backward;
-    // If true, `weights` has logits, and `locations` has offsets from reference points, or the key points of
-    // deformable_aggregation.
+    // If true, `weights` has logits, and `locations` has offsets from reference points, or key points.
     bool with_logits;
     bool has_window;         // GEOMETRIC with logits
     bool reference_by_point; // sample (level, point) has reference point `point % R`; if false, `level` or the only one

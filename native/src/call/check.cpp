@@ -1,5 +1,4 @@
-// Checks shapes, dtypes and sizes. Valid calls only run `fits`, a loop of comparisons. Judge builds the sentence after a
-// failure.
+// Checks shapes, dtypes and sizes. A valid call only runs `fits`, a loop of comparisons; Judge builds sentences.
 #include "call/check.h"
 
 namespace mxd {
@@ -120,8 +119,7 @@ std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) {
     return size < 0 ? text : text + "=" + std::to_string(size);
 }
 
-// Finds the error of a call that does not fit. Inputs are checked first. The first tensor that disagrees with earlier tensors
-// is refused.
+// Finds the error of a call that does not fit: the first tensor that disagrees with earlier ones. Inputs are checked first.
 struct Judge {
     const Function &function;
     const TensorInfo *tensors;

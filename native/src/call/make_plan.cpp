@@ -209,8 +209,7 @@ constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 
 bool heads_can_go_together(const Call &call) { return call.has_window && call.sizes.levels * call.sizes.points > 0; }
 
-// Returns whether it pays to widen all 16-bit rows before the first is read. An expanded value takes less memory than its
-// widened rows.
+// Returns whether it pays to widen all 16-bit rows in advance. Widened rows of an expanded value need more memory than value.
 bool widening_pays(const Call &call) {
     const Sizes &n = call.sizes;
     if (floating_size(call.value.dtype) == computed_size(call)) return true; // rows need no widening
@@ -293,8 +292,7 @@ void plan_bands(const Call &call, int64_t bands, bool buffered, Plan &plan, Plan
     plan.band_is_buffered = buffered;
 }
 
-// Tries the best way first. Whole heads repeat no work. Each part reads grad_output again, and the samples of its own levels.
-// Each band reads all queries.
+// Tries the best way first. Whole heads repeat no work, each part reads grad_output again, and each band reads all queries.
 void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &plan, PlanLists &lists) {
     const bool buffered = !can_be_added_to(call);
     const Cut cut = choose_cut(call, !buffered);
@@ -326,13 +324,11 @@ void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
     if (!plan.sample_gradients) plan.packed_value = NONE;
 }
 
-// The least work of a thread, in elements of rows. Waking a thread takes some microseconds, in which a thread reads about so
-// many elements.
+// The least work of a thread, in elements of rows. Waking a thread takes about as long as reading these.
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 
-// Returns the elements of rows that a call reads, and the elements of grad_value. Assumes that one camera sees each point of
-// deformable_aggregation.
+// Returns the elements of rows that a call reads, and the elements of grad_value. Assumes that one camera sees each key point.
 double elements_used(const Call &call) {
     const Sizes &n = call.sizes;
     if (call.op == POOLING) return double(n.points + n.cells) * double(n.channels);

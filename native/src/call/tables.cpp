@@ -39,8 +39,7 @@ struct Ranks {
     int64_t rows;
 };
 
-// Returns the first point whose rank has no row, or `points`. The loop over a block has no branch, so that compilers vectorise
-// it.
+// Returns the first point whose rank has no row, or `points`. Compilers vectorise blocks without a branch.
 template <class Rank> int64_t first_wrong(const Ranks &table, int64_t points) {
     typedef std::make_unsigned_t<Rank> Unsigned;
     const Rank *const ranks = static_cast<const Rank *>(table.tensor.data);

@@ -14,8 +14,7 @@ bool level_fits(const Level &level, int64_t keys);
 // Returns whether every rank has a row. True for operators without ranks.
 bool ranks_fit(const Call &call);
 
-// Return an error sentence about the first level or rank that does not fit, or an empty string. `shapes` and `starts` are the
-// names of the tables.
+// Return an error sentence about the first level or rank that does not fit, or "". `shapes` and `starts` name the tables.
 std::string fault_of_levels(const Call &call, const std::string &shapes, const std::string &starts);
 std::string fault_of_ranks(const Call &call);
 

@@ -115,8 +115,7 @@ void check_limits(const Arguments &a) {
     for (const Limit &limit : LIMITS_OF_310P) check(limit);
 }
 
-// Finds the first and last element of a view that is not empty, counted from `data`. Returns false if the addresses do not fit
-// in 64 bits.
+// Finds the first and last element of a view that is not empty, counted from `data`. Returns false if addresses overflow.
 bool find_elements(const aclTensor &t, int64_t &first, int64_t &last) {
     first = last = t.offset;
     int64_t elements = 1;

@@ -35,8 +35,7 @@ void check_parameter(aclSysParamOpt opt, int64_t value) {
 
 typedef std::shared_ptr<Stream> Shared;
 
-// Returns the default stream. A forked child makes its own, because a thread of the parent may have held the lock of the
-// parent's.
+// Returns the default stream. A forked child makes its own, because the lock of the parent's may be held.
 Shared default_stream() {
     static std::mutex mutex;
     static Shared stream;

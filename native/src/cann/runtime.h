@@ -81,8 +81,7 @@ template <class T> class Handles {
         keys.insert(key(object.get()));
         return object.release();
     }
-    // Copies the object under the lock, because another thread may destroy it at any time. Returns false if the object is not
-    // live.
+    // Copies the object under the lock, because another thread may destroy it. Returns false if it is not live.
     bool copy(const void *handle, T &to) {
         return change(const_cast<void *>(handle), [&](const T &object) { to = object; });
     }

@@ -8,8 +8,7 @@ namespace {
 
 // ---- cells of the bird's-eye view: their channels are far apart in an output [bs, c, d, h, w], and contiguous in a row
 
-// read_elements for floating dtypes, and write_elements. They are not inlined, because each inlined copy would have 10 KB of
-// code.
+// read_elements for floating dtypes, and write_elements. An inlined copy would have 10 KB of code.
 template <class T> __attribute__((noinline)) void read_run(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
     with_elements(const_cast<char *>(from), dtype, [&](auto *elements) { convert_run<T>(elements, stride, to, 1, n); });
 }

@@ -235,8 +235,7 @@ void run_on_session(void *lender, int count, Body *body, void *context) {
         size_t(count), 0, &bodies);
 }
 
-// Runs a call on the threads of the session. The plan depends on the number of threads, so it uses the most that worked in
-// earlier calls.
+// Runs a call on the threads of the session. The plan is for the most threads that worked in earlier calls.
 int run_on_lent_threads(Instance &instance, const OrtKernelContext *context, Call &call) {
     const int most = threads_that_pay(call, int(std::thread::hardware_concurrency())), seen = instance.threads.load();
     if (most == 1 || !instance.runtime.has_parallel_for) return run(call);

@@ -18,8 +18,7 @@ struct OpenMp {
     void run(int threads, Body *body, void *context) const;
 };
 
-// Returns null if the process has no runtime. Searches again after further libraries were loaded, because a program may load
-// torch after its first call.
+// Returns null if the process has no runtime. Searches again after libraries were loaded: torch may come after the first call.
 const OpenMp *openmp();
 
 } // namespace mxd

@@ -1,5 +1,4 @@
-// Threads of our own, for processes without an OpenMP runtime: programs in C, torch built without OpenMP, forked
-// children.
+// Threads of our own, for processes without an OpenMP runtime: C programs, torch built without OpenMP, forked children.
 #pragma once
 
 #include "threads/threads.h"
@@ -62,8 +61,7 @@ class Pool {
     // Returns the pool of this process.
     static Pool &here();
 
-    // As run_on_threads. The pool serves one call at a time. A second call meanwhile runs on its caller's thread: it neither
-    // waits nor starts threads.
+    // As run_on_threads. The pool serves one call at a time. Meanwhile a second call runs on its caller's thread alone.
     void run(int threads, Body *body, void *context);
 
   private:

@@ -1,8 +1,7 @@
-// Registers the operators with PyTorch, for programs with and without Python: schemas, CPU kernels, and meta kernels for
-// tracing.
+// Registers the operators with PyTorch, with or without Python: schemas, CPU kernels, and meta kernels for tracing.
 //
-// torch passes a kernel its arguments on a stack, where the kernel leaves its results. The kernel owns the arguments; torch
-// owns the results.
+// torch passes arguments on a stack, where the kernel leaves its results. The kernel owns the arguments; torch owns the
+// results.
 #include <algorithm>
 #include <array>
 #include <exception>

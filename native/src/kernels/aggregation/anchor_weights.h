@@ -36,8 +36,7 @@ template <class T> class GroupedSoftmax {
             find_exps(exps, next, int64_t(sizeof(S)), exps, inverse);
     }
 
-    // Computes to[row, group] = exps * factor[group]. The last numbers, which do not fill STEP, are first computed in place in
-    // exps.
+    // Computes to[row, group] = exps * factor[group]. Numbers that do not fill STEP are computed in exps first.
     void multiply(T *exps, const T *factor, T *to) const {
         for (int64_t i = 0; i < used; i += groups) memcpy(lanes + i, factor, size_t(groups) * sizeof(T));
         for (int64_t column = 0; column < used; column += STEP) {
@@ -301,8 +300,7 @@ template <class T> class SampleWeights {
     }
 };
 
-// Computes SoftmaxTotals if only the gradient of feature_maps is wanted. Otherwise SampleGradients computes them. An item is a
-// block of anchor_blocks.
+// Computes SoftmaxTotals if no SampleGradients does so in passing. An item is a block of anchor_blocks.
 template <class T> class Totals {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }

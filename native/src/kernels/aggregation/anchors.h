@@ -1,5 +1,4 @@
-// Reads the anchors of deformable_aggregation: finds the pairs (point, camera) that are seen, and makes bundles of their
-// samples.
+// Reads the anchors of deformable_aggregation: finds the seen pairs (point, camera), and makes bundles of samples.
 //
 // A bundle has the seen samples of one anchor. An anchor with too many samples gets several bundles. While the rows of one
 // bundle are summed, the first rows of the next bundle are prefetched.
@@ -107,8 +106,7 @@ template <class T> class Samples {
         : call(c), n(c.sizes), maps_(arena, bundle_room(n)), x(arena.take<T>(bundle_room(n))), y(arena.take<T>(bundle_room(n))),
           weights(arena.take<T>(bundle_room(n) * n.groups)) {}
 
-    // Adds samples at normalised (u, v), one on each of the maps first..last-1. Returns memory for their weights, [samples,
-    // groups].
+    // Adds samples at normalised (u, v), one on each of the maps first..last-1. Returns memory for their weights.
     T *add(T u, T v, int64_t first, int64_t last) {
         T *const first_weights = weights + count * n.groups;
         for (int64_t map = first; map < last; ++map, ++count) {
@@ -233,8 +231,7 @@ template <class V, class T> struct AnchorWorker {
         if (call.with_logits && (call.backward || locations.num_seen > 0)) weights.compute(b, anchor);
         for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) ask_for_weights(b, anchor, i);
     }
-    // Prefetches the weights of the pair seen[index]. The hardware's prefetcher does not, because the weights of pairs are not
-    // contiguous.
+    // Prefetches the weights of the pair seen[index]. Weights of pairs are too far apart for the hardware's prefetcher.
     MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index) const {
         if (index < locations.num_seen) weights.ask_for(b, anchor, locations.seen[index]);
     }

@@ -56,8 +56,8 @@ template <class T> class Cameras {
         }
     }
 
-    // Finds the pairs of an anchor that are strictly inside the images of the cameras first..last-1. The key points of the
-    // anchor begin at element `offset`.
+    // Finds the pairs of an anchor that are strictly inside the images of the cameras first..last-1. Its key points begin at
+    // `offset`.
     void find_seen(int64_t offset, int64_t first, int64_t last, SeenPoints<T> &to) const {
         read_points(offset, to);
         to.count = 0;

@@ -31,8 +31,7 @@ class Forward : QueryWorker<Near, T, Rule> {
         const int64_t b = blocks.range(item) / this->n.heads, h = blocks.range(item) % this->n.heads;
         const Tensor &output = this->call.output;
         const bool side_by_side = output.strides[CHANNEL] == 1;
-        // V may differ from the output's dtype: value may have been widened to double, and the output of 16-bit value may be
-        // float32.
+        // The output may have another type than V: value may be widened to double, and 16-bit value may have a float32 output.
         const bool as_value = side_by_side && output.dtype == this->call.value.dtype;
         const bool as_computed = side_by_side && output.dtype == OWN<T>;
         const QueryRows outputs(output, b, h, this->n.channels);

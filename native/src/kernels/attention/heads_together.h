@@ -1,5 +1,4 @@
-// geometric_kernel_attention_with_logits, with several heads of a query processed together: the forward, and all gradients in
-// one pass.
+// geometric_kernel_attention_with_logits with several heads of a query together: the forward, and one pass for all gradients.
 //
 // This pays because the reference points, logits and results of a query are contiguous, and all heads read the same window.
 #pragma once
@@ -12,8 +11,8 @@ namespace {
 // The number of samples whose pixels are found at once.
 template <class T> constexpr int PIXELS = VECTOR_BYTES / int(sizeof(T)) >= 8 ? 8 : 4;
 
-// The constants of PIXELS samples, which are the same for all reference points: pixels of the window, and maps. Bytes count
-// from the first row of a head.
+// The constants of PIXELS samples, which hold for all reference points: pixels of the window, and maps. Bytes count from a
+// head's first row.
 template <class T> struct WindowLanes {
     T width[PIXELS<T>], height[PIXELS<T>], x[PIXELS<T>], y[PIXELS<T>];
     Int<T> last_x[PIXELS<T>], last_y[PIXELS<T>], bytes_of_row[PIXELS<T>], bytes_of_pixel[PIXELS<T>], start[PIXELS<T>];
@@ -38,8 +37,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     int64_t address_step; // addresses between heads of a prepared query
     int64_t weight_step;
 
-    // num_heads: heads that are processed together. first_row(level): bytes from the first row of a head to the level's first
-    // row. step: bytes between rows.
+    // num_heads are processed together. first_row(level): bytes from a head's first row to the level's. step: bytes between
+    // rows.
     template <class FirstRow>
     WindowQueries(const Call &c, const Sizes &sizes, int64_t num_heads, FirstRow &&first_row, int64_t step,
                   const void *row_of_zeros, Arena &arena)
@@ -75,8 +74,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         reference_rows = QueryRows(call.reference, b, h, 2 * heads);
         logit_rows = QueryRows(call.weights, b, h, heads * samples);
     }
-    // Calls finish(query, prepared query) for queries begin..end-1. Queries are prepared ahead, while earlier queries are
-    // finished.
+    // Calls finish(query, prepared query) for queries begin..end-1. Queries are prepared before the previous one is finished.
     template <class Finish> MXD_INLINE void go_through(int64_t begin, int64_t end, Finish &&finish) {
         int64_t ready = begin;
         for (int64_t q = begin; q < end; ++q) {
@@ -156,8 +154,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         to.bytes_of_pixel[lane] = Int<T>(step);
         to.start[lane] = Int<T>(first);
     }
-    // Returns the last query whose logits can be read in whole vectors. Such a vector also reads the first logits of the next
-    // query.
+    // Returns the last query whose logits can be read in whole vectors. These may also have logits of the next query.
     int64_t last_in_vectors() const {
         if (samples % SOFTMAX_LANES<T> == 0) return n.queries - 1;
         const int64_t per_query = n.heads * samples;
@@ -203,8 +200,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     }
 };
 
-// The forward. An item is (batch, block of queries). V is the type of value. If V is not T, job.packed_value has all rows of
-// the batch as T.
+// The forward. An item is (batch, block of queries). V is the type of value. If V is not T, job.packed_value has the rows as T.
 template <class V, class T> class WindowForward {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call); }

@@ -14,8 +14,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The number of samples whose locations are computed at once, as pairs (x, y) in one vector. The last samples of a query may be
-// four.
+// The number of samples whose locations are computed at once, as pairs (x, y) in one vector. The last samples may be four.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
 
 // Reads the pair at from + begin[i] for each of four samples. With SHARED all four samples have the pair of the first.
@@ -89,8 +88,7 @@ template <class T> class Logits {
         }
     }
 
-    // Selects the queries of a batch and head. Whole vectors of `offsets` and `logits` can be read in place up to query
-    // `in_place_until`.
+    // Selects the queries of a batch and head. Queries up to `in_place_until` can be read in place in whole vectors.
     void open(int64_t b, const QueryRows &offsets, const QueryRows &logits, int64_t in_place_until) {
         if (!call.with_logits) return;
         first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[BATCH]));
@@ -163,8 +161,7 @@ template <class T> class Logits {
     Sizes n;
     bool boxes = false;
     bool shared = true; // true if every group of four samples has one reference point
-    // For each sample: the offset of its reference point from the query's first, and the offset of that point's gradient in the
-    // sums.
+    // For each sample: the offset of its reference point in a query, and of that point's gradient in the sums.
     int64_t *begin = nullptr, *sum_begin = nullptr;
     // The divisors of offsets, in pairs. Locations divide by them instead of multiplying by the inverse, to have the same bits
     // as torch: untrained offsets are whole pixels, where the last bit decides between two slopes.
@@ -191,8 +188,7 @@ template <class T> class Logits {
         const int64_t references = n.references;
         return call.reference_by_point ? point % references : references == 1 ? 0 : level;
     }
-    // Returns the elements between two reference points of a query. The stride is 0 if all levels share an expanded reference
-    // point.
+    // Returns the elements between two reference points of a query. It is 0 if all levels share an expanded point.
     int64_t reference_apart() const {
         const Tensor &t = call.reference;
         return in_place || t.strides[REFERENCE] == 0 ? t.strides[REFERENCE] : n.coordinates;

@@ -20,8 +20,7 @@ inline int64_t row_bytes_of(const PackedLevels &levels, int64_t level) {
     return level >= levels.far_begin && level < levels.far_end ? levels.far_row_bytes : levels.near_row_bytes;
 }
 
-// Sets the addresses of the rows of n.levels levels of one head, from first_level on. Rows are in `packed` if their level is
-// packed, else in the tensor.
+// Sets the addresses of the rows of n.levels levels of one head, from first_level on. Rows of packed levels are in `packed`.
 inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, HeadRows head, const PackedLevels &levels,
                         const char *packed, RowAddresses &rows) {
     for (int64_t l = 0; l < n.levels; ++l) {
@@ -41,8 +40,7 @@ template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevel
     return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
 }
 
-// Calls fn(row of value, address of the packed row, bytes of the packed row) for all rows of packed levels that are in chunk
-// `chunk` of `chunks`.
+// Calls fn(row of value, address and bytes of the packed row) for the rows of packed levels in chunk `chunk` of `chunks`.
 template <class Byte, class Fn>
 inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t chunk, int64_t chunks, Fn &&fn) {
     if (levels.bytes == 0) return;
@@ -95,8 +93,7 @@ template <class T> inline void unpack(const Call &call, const PackedLevels &leve
     });
 }
 
-// Packs a chunk of a head. pack_chunk is a function pointer, so that the loop of a worker is compiled once for all types of
-// value.
+// Packs a chunk of a head. pack_chunk is a function pointer, so that one loop of a worker serves all types of value.
 struct PackHead {
     const Call &call;
     const PackedLevels &levels;

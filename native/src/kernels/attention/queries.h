@@ -1,5 +1,4 @@
-// Reads the queries of the attention operators. value is [bs, num_keys, num_heads, embed_dims], a query [num_heads, num_levels,
-// num_points].
+// Reads the queries of the attention operators. A query is [num_heads, num_levels, num_points].
 #pragma once
 
 #include "kernels/attention/logits.h"
@@ -35,8 +34,7 @@ inline Blocks query_blocks(const Call &call, bool head_by_head) {
 }
 
 // The locations and weights of one query and head as T, padded to a multiple of LANES samples. They are read in place if dtype
-// and strides allow it. Then the padding is whatever follows in memory. This is harmless, because padding samples have empty
-// maps, which have no rows.
+// and strides allow it. Then the padding is whatever follows in memory, which is harmless: padding samples have empty maps.
 template <class T> class Query {
   public:
     template <class Reader>
@@ -221,8 +219,7 @@ template <class T> class QueryReader {
         return reinterpret_cast<const V *>(reinterpret_cast<const char *>(query) + rows.bytes_of_query());
     }
 
-    // Converts `count` elements, a multiple of LANES, to E, which is T or int64_t. Returns false unless the dtype is int32 or
-    // has 16 bits.
+    // Converts `count` elements of int32 or 16 bits, a multiple of LANES, to E. Returns false for other dtypes.
     template <class E> static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, E *to) {
         const auto widen = [&](auto *elements) {
             for (int64_t i = 0; i < count; i += LANES) store<E, LANES>(to + i, load<E, LANES>(elements + i));

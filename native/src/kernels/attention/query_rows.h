@@ -6,18 +6,15 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The distance of prefetches in queries. The hardware's prefetcher does not recognise the inputs of one head: a few cache lines
-// of each query, a kilobyte apart.
+// The distance of prefetches in queries. One head's inputs are a few lines per kilobyte, which the hardware does not prefetch.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
-// The elements of a tensor for one (batch, head), query by query. Addresses are integers instead of pointers, because we
-// prefetch past the last query.
+// The elements of a tensor for one (batch, head), query by query. Addresses are integers, because prefetches pass the end.
 class QueryRows {
   public:
     QueryRows() {}
-    // A query has `count` contiguous elements, from element `skipped` on. This is always inlined: a call would take the
-    // object's address, so loops would reload its members. BEVFormer temporal's gradient of value took 1.06 of the time (Zen
-    // 4).
+    // A query has `count` contiguous elements, from element `skipped` on. It is always inlined: a call would take the object's
+    // address, so loops would reload its members (BEVFormer temporal's gradient of value: 1.06 of the time on Zen 4).
     MXD_INLINE QueryRows(const Tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
           step(t.strides[QUERY] * element_size(t.dtype)) {

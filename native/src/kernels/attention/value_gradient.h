@@ -104,8 +104,7 @@ template <class T, template <class> class Rule> class ValueByBands {
     }
 };
 
-// Computes all gradients of a head in one pass: multiplies a query's rows of value with grad_output, and adds to the same rows
-// of the gradient.
+// Computes all gradients of a head in one pass: multiplies rows of value with grad_output, and adds to rows of the gradient.
 //
 // An item is (batch, head). Value and its gradient must have the same layout. With PACKED all rows of both are packed in memory
 // of the worker, and the tensors may have any dtype. Without PACKED both tensors have type T, and grad_value must be zero.

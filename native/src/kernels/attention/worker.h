@@ -48,8 +48,7 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
         find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value, rows);
     }
 
-    // Selects a (batch, head) after find_value or find_levels. Queries may keep 16-bit elements, so the caller may read only
-    // their rows and coefficients.
+    // Selects a (batch, head) after find_value or find_levels. Of its queries, use only rows and coefficients.
     void open_queries(int64_t b, int64_t h) {
         reader.reads_16_bits = CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !rows.far;
         reader.open(b, h);

@@ -162,8 +162,7 @@ class Sorted {
     }
 };
 
-// The rows and coefficients of points: row ranks[i] and coefficient depth[ranks_depth[i]]. `begin` is the address of row 0;
-// rows are `step` bytes apart.
+// The rows and coefficients of points: row ranks[i] and coefficient depth[ranks_depth[i]]. Row i is at begin + i * step bytes.
 struct Source {
     const Tensor &ranks, &depth, &ranks_depth;
     int64_t begin, step;
@@ -203,8 +202,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> factor_of(T coefficient) {
         return broadcast<T, N>(coefficient);
 }
 
-// Adds coefficient * row of n points, in order. The channels of sums are in the order that each_vector has for rows of type
-// Row.
+// Adds coefficient * row of n points, in order. Channels of sums are in the order that each_vector has for rows of Row.
 template <class Row, class T>
 inline void add_rows(const int64_t *address, const T *coefficient, int64_t n, int64_t channels, T *sums) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
@@ -235,8 +233,7 @@ inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, cons
 }
 
 // Calls fn(rank, position of the first point in the order, its position in the window, number of points) for the points of
-// ranks first..end-1, window by window. A rank whose points are in two windows gets two calls. At most MOST_RANKS ranks are
-// allowed.
+// ranks first..end-1, window by window. A rank with points in two windows gets two calls. At most MOST_RANKS ranks.
 constexpr int64_t MOST_RANKS = 64;
 
 template <class T, class Fn>

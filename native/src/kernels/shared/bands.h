@@ -36,8 +36,7 @@ template <class T> class Band {
                            channels);
     }
     bool touches(const Level &level) const { return level.start < end && level.start + level.height * level.width > begin; }
-    // Finds the smallest range of levels from..to-1 with all levels that have rows in the band. The range is empty if no level
-    // does.
+    // Finds the smallest range of levels from..to-1 with all levels that have rows in the band. The range may be empty.
     void levels_touched(int64_t &from, int64_t &to) const {
         from = call.sizes.levels, to = 0;
         for (int64_t l = 0; l < call.sizes.levels; ++l)

@@ -1,5 +1,4 @@
-// All arithmetic on rows whose channels are divided into groups. coefficient[i * groups + g] is the coefficient of group g of
-// row i.
+// All arithmetic on rows with groups of channels. coefficient[i * groups + g] is the coefficient of group g of row i.
 //
 //   grouped_sum    out    += sum over i of  coefficient[i][group] * row[i]
 //   grouped_dots   dot[i][group] = sum over the group's channels of  g * row[i]

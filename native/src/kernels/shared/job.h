@@ -11,8 +11,7 @@ namespace {
 struct Job {
     const Call &call;
     const Plan &plan;
-    // the packed levels of the current head; with heads_together, the widened 16-bit rows of the current batch; null if nothing
-    // is packed or widened
+    // the packed levels of the current head; with heads_together, the widened rows of the current batch; or null
     const char *packed_value = nullptr;
     char *partial_sums = nullptr;   // PartialSums of the gradient of reference points or projections; null if it is not wanted
     char *softmax_totals = nullptr; // deformable_aggregation_with_logits, backward

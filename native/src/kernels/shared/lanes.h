@@ -1,5 +1,4 @@
-// Operations across the lanes of vectors: masks, shuffles, sums. Conversions from real numbers to integers, and between
-// integers of different sizes.
+// Operations across the lanes of vectors: masks, shuffles, sums. Conversions to integers.
 #pragma once
 
 #include "kernels/shared/vectors.h"
@@ -252,8 +251,7 @@ template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x
     typedef Vec<Int, N> Ints;
     constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63); // the smallest number that no Int can hold
 #if defined(__AVX2__)
-    // The instruction returns the least integer for a number that does not fit. The xor turns it into the largest integer, its
-    // complement.
+    // The instruction returns the least integer for a number that does not fit. The xor makes it the largest integer.
     if constexpr (same_type<Real, Vec<float, 4>>)
         return Ints(ROUND ? _mm_cvtps_epi32((__m128)x) : _mm_cvttps_epi32((__m128)x)) ^ (x >= TOO_LARGE);
     if constexpr (same_type<Real, Vec<float, 8>>)

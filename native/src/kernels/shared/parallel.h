@@ -105,8 +105,7 @@ template <class Worker, class Args> int64_t scratch_of(const Args &args) {
     return arena.taken();
 }
 
-// Constructs Worker(args, arena) once per thread and calls worker(i) for items 0..items-1 in any order. Returns false if there
-// is no scratch memory.
+// Constructs Worker(args, arena) per thread, and calls worker(i) for all items in any order. Returns false without memory.
 //
 // The items are cut into equal stages. Before the items of a stage, threads call begin(stage, chunk) for chunks
 // 0..STAGE_CHUNKS-1 and wait for each other.

@@ -1,6 +1,5 @@
-// Gradients to which several parts of a call add: all heads add to the gradient of reference points, and all blocks of anchors
-// to the gradient of projections. Each part has its own sums. They are added in the order of the parts, so the bits do not
-// depend on threads.
+// Gradients to which several parts of a call add: heads to that of reference points, blocks of anchors to that of projections.
+// Each part has its own sums. They are added in the order of the parts, so the bits do not depend on threads.
 #pragma once
 
 #include "kernels/shared/job.h"

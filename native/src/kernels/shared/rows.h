@@ -11,9 +11,8 @@
 // its addresses may be invalid, because a prefetch cannot fault.
 //
 // Channels are cut into pieces of 8, 4, 2 and 1 vectors, then of a half vector, a quarter and so on, down to one channel. A
-// piece is processed for the whole list before the next piece, with its accumulators in registers. Therefore the code needs no
-// masks, reads nothing past the end of a row, and applies the same operations in the same order to each channel for any number
-// of threads.
+// piece is processed for the whole list before the next piece, with its accumulators in registers. So there are no masks and no
+// reads past the end of a row, and the order of operations on a channel does not depend on threads.
 #pragma once
 
 #include "call/plan.h"
@@ -84,8 +83,7 @@ template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
 
-// Calls op(vector k, k) for the K vectors of a row. With IN_WORDS, vector k has the even channels of two vectors, and vector k
-// + 1 has the odd channels.
+// Calls op(vector k, k) for the K vectors of a row. With IN_WORDS, vectors k and k + 1 have even and odd channels.
 template <class V, class T, int N, int K, class Op> MXD_INLINE void each_vector(const V *row, Op &&op) {
     if constexpr (IN_WORDS<V, T, N, K>) {
         MXD_UNROLL
@@ -314,8 +312,7 @@ inline void scatter_add(const int64_t *address, const T *coefficient, const int6
     });
 }
 
-// Maps the address of a row of value to the same row of its gradient. Both tensors share one zero row; all other rows have a
-// constant distance.
+// Maps the address of a row of value to the same row of its gradient. The zero row is the same for both tensors.
 struct OtherRows {
     int64_t distance, zero_row;
 
@@ -329,8 +326,7 @@ struct SameDistance {
 };
 
 // Computes one piece of dots and of scatter_add, ROWS rows at a time. It reads ROWS rows of value before it adds to a row of
-// the gradient: a load waits for an earlier store to an address with the same low bits, and a row may have the same low bits in
-// both tensors.
+// the gradient: a load waits for an earlier store whose address has the same low bits, which may happen here.
 template <class T, int N, int K, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, Others others,
                                            int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {

@@ -248,8 +248,7 @@ template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *li
         return eight_of<E>(raw_load<E, 4>(from), raw_load<E, 4>(from + CORNERS * ROWS));
 }
 
-// The dot products of g with a sample and with its derivatives in x and y. d has the dot products of g with the four corner
-// rows; a corner off the map has 0.
+// The dot products of g with a sample and with its derivatives in x and y. d has those of the corners, 0 off the map.
 template <class Real> struct CornerSlopes {
     Real sample, dx, dy;
 

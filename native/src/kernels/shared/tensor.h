@@ -83,8 +83,7 @@ template <int AXES> struct SomeAxes {
     }
 
     template <class T> void read(int64_t offset, T *to) const { read_at(at(tensor, offset), to); }
-    // Reads from the element at this address. Contiguous 16-bit elements are widened here, because two nested calls cost as
-    // much as 48 elements.
+    // Reads from the element at this address. Widens contiguous 16-bit elements here: two calls cost as much as 48 elements.
     template <class T> MXD_INLINE void read_at(const char *from, T *to) const {
         if constexpr (same_type<T, float>) {
             if (contiguous && tensor.dtype == MXD_BFLOAT16)
@@ -118,8 +117,7 @@ template <int AXES> struct SomeAxes {
     }
 };
 
-// Prefetches `count` elements from `offset` on. It must be inlined: GCC treats a function that only prefetches as one without
-// effect and removes the calls.
+// Prefetches `count` elements from `offset` on. It must be inlined: GCC removes calls of a function that only prefetches.
 MXD_INLINE void prefetch(const Tensor &t, int64_t offset, int64_t count) {
     const char *from = at(t, offset);
     const int64_t bytes = count * element_size(t.dtype);

@@ -19,8 +19,7 @@
 #define MXD_INLINE __attribute__((always_inline)) inline
 #define MXD_UNROLL _Pragma("GCC unroll 16")
 
-// Selects lanes of a and b by number. The lanes of b are numbered after those of a. `Index` is an integer vector type of the
-// same shape.
+// Selects lanes of a and b by number. The lanes of b are numbered after those of a. Index: an integer vector type.
 #if defined(__clang__)
 #define MXD_SHUFFLE(a, b, Index, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
