@@ -1,4 +1,4 @@
-"""Runs an ONNX file, and each match of deformable attention alone, on a runtime, and judges the outputs."""
+"""Run an ONNX file and each of its matches on a runtime, and judge the outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A match on some inputs, judged; None if the runtime gives no output. `why` says what is wrong."""
+    """The verdict on a match and its inputs. `judged` is None if the runtime gave no output. `why` says what is wrong."""
 
     match: Match
     inputs: str
@@ -59,7 +59,7 @@ class Comparison:
 
 @dataclass
 class Checked:
-    """`left`: weighted samples that are no match, by name, and why."""
+    """The report of `check`. `left`: name -> why weighted samples are no match."""
 
     matches: list[Match]
     left: dict[str, str]
@@ -88,9 +88,9 @@ def check(
     """Run a file and its matches on a runtime.
 
     Args:
-        inputs: the file's inputs by name, all of them; random if there are none.
-        precision: what the runtime computes in, if that is narrower than the file's dtypes.
-        original: the file that this one was made of, which then says where the matches are, and what is true.
+        inputs: all inputs of the file by name; if empty, random inputs are made.
+        precision: the dtype that the runtime computes in, if it is narrower than the dtypes of the file.
+        original: the file that this file was made from. If given, matches and true outputs come from it.
     """
     path = _file.check_path("path_in", path)
     original = None if original is None else _file.check_path("--original", original)
@@ -128,7 +128,7 @@ class _Checker:
     run: Run
     folder: Path
     precision: torch.dtype | None
-    origin: str = "in this precision"  # of locations that are not finite
+    origin: str = "in this precision"  # where locations that are not finite come from
 
     def check(self, inputs: Arrays, left: dict[str, str]) -> Checked:
         report = Checked(self.matches, left)
@@ -158,11 +158,11 @@ class _Checker:
             return fed, dict(zip((one.name for one in session.get_outputs()), session.run(None, fed), strict=True))
         except Problem:
             raise
-        except Exception as error:  # onnxruntime has a dozen kinds of its own
+        except Exception as error:  # onnxruntime raises a dozen classes
             raise Problem(f"path_in must run in onnxruntime on these inputs; got {first_line(error)}") from None
 
     def run_with_others(self, fed: Arrays, names: list[str]) -> Arrays:
-        """Return the file's outputs with other locations where these are not finite. Find out what makes them."""
+        """Return the file's outputs with finite locations in place of NaN and infinity. Find where these come from."""
 
         def run(model: ir.Model) -> Arrays:
             return self.run_reference(fed, model=model)[1]
@@ -171,7 +171,7 @@ class _Checker:
         return run(_not_finite.replace(self.model, names))
 
     def compare_alone(self, match: Match, arrays: Arrays, file: Path) -> list[Comparison]:
-        """Run the match's own file."""
+        """Run a file that has only the match."""
         own = {str(v.name): arrays[str(v.name)] for v in match.tensors}
         write(match, own, file)
         comparisons = []
@@ -183,7 +183,7 @@ class _Checker:
         return comparisons
 
     def compare_within(self, fed: Arrays, arrays: Arrays) -> list[Comparison]:
-        """Run the whole file, which gives the matches' inputs and outputs, too. Judge each match on its inputs there."""
+        """Run the whole file with the matches' inputs and outputs as outputs, and judge each match on these inputs."""
         with silent():
             model = _file.load(self.path)
         names, file = arrays.keys() | {match.name for match in self.matches}, self.folder / "within.onnx"
@@ -193,7 +193,7 @@ class _Checker:
         ir.save(model, file, external_data="within.data")
         try:
             outputs = self.run(file, fed)
-        except Failed:  # it may lack memory, or refuse such outputs; all else is judged already
+        except Failed:  # the runtime may lack memory or refuse more outputs; the other verdicts stand
             return []
         return [self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name) for match in self.matches]
 
@@ -214,17 +214,17 @@ class _Checker:
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, others: Arrays) -> list[_outputs.Output]:
-        """Judge the whole file's outputs. `others` has outputs with other locations where these are not finite."""
+        """Judge the whole file's outputs. `others` has outputs with finite locations in place of NaN and infinity."""
         eps = torch.finfo(self.precision).eps if self.precision else 0.0
         near = []
         for moved in _outputs.change(self.model, fed, eps):
-            with contextlib.suppress(Problem):  # changed weights may make a file that does not run; the file itself does
+            with contextlib.suppress(Problem):  # a file with changed weights may not run
                 near.append(self.run_reference(moved)[1])
         try:
             outputs = self.run(self.path, fed)
         except Failed as failed:
             return [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
-        arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # others are lists
+        arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # sequences are lists
         near_by_name = {name: [one[name] for one in near] for name in arrays}
         return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), others.get(n)) for n in arrays]
 
@@ -235,7 +235,7 @@ def _array(value: ir.Value, arrays: Arrays) -> Array:
 
 
 def _output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str) -> torch.Tensor:
-    """Return a match's output as the operator gives it. Plugins give heads and channels apart."""
+    """Return a match's output in the shape of the operator's. Outputs of plugins have separate axes of heads and channels."""
     value, *_, locations, _ = inputs
     shape = value.shape[0], locations.shape[1], math.prod(value.shape[2:])
     if name not in outputs:

@@ -1,7 +1,7 @@
-"""Attention whose value, locations or weights are numbers of the file: exporters fold all that depends on no input.
+"""Attention with constant value, locations or weights: exporters fold all nodes that depend on no input.
 
-Each level then has a constant map, grid or share of its own. Here they become one tensor outside of the graph, as the operator
-takes it. A trial leaves the constants where they are, and a replacement writes the tensor into the file.
+Each level then has its own constant map, grid or weights. This module joins them to one tensor for the operator, outside the
+graph. A trial leaves the constants in place. A replacement writes the tensor into the file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ._samples import split_levels
 from ._search import Pairs
 
 Array = np.ndarray[Any, Any]
-# The axes of a level's block, in the order that the operator has, and the axis along which levels lie side by side there.
+# The operator's order of the axes of a level's block, and the axis along which levels are joined.
 _AXES = {"value": ((0, 3, 1, 2), 1), "locations": ((0, 2, 1, 3, 4), 3), "weights": ((0, 2, 1, 3), 3)}
 
 
 def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
-    """Yield constant inputs of the operator, for each batch that the file may have; at last none."""
+    """Yield role -> constant tensor for each possible batch, and at last an empty dictionary."""
     nodes = [source(part).producer() for samples, _ in pairs for part in split_levels(samples)]
     samplers = [node for node in nodes if node is not None and is_node(node, "GridSample")]
     values = {
@@ -43,19 +43,19 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
 
 
 def _array(value: ir.Value) -> Array | None:
-    """Return the numbers of a constant, or of a part or another view of a constant."""
+    """Return the numbers of a constant, or of a part or a view of a constant; else None."""
     if (array := constant(value)) is not None or constant(source(value)) is None:
-        return None if array is None else array.copy()  # of a file of weights, which is closed while a view of it is there
+        return None if array is None else array.copy()  # a copy, because the file of weights is closed later
     assert value.graph is not None
     try:
         part = ir.Model(ir.convenience.extract(value.graph, [], [value]), ir_version=10)
         return ReferenceEvaluator(ir.serde.serialize_model(ir.external_data.load_to_model(part))).run(None, {})[0]  # pyright: ignore
-    except Exception:  # a step after the constant reads an input of the graph, or is no right node: it has dozens of kinds
+    except Exception:  # a node after the constant reads an input or is invalid; onnx raises dozens of classes
         return None
 
 
 def _as_large_as_samples(array: Array | None, samples: ir.Value) -> Array | None:
-    """Return weights [batch * heads, 1, queries, points], which a file may broadcast."""
+    """Return weights broadcast to [batch * heads, 1, queries, points]."""
     sizes = dims(samples)
     if array is None or len(sizes) != 4 or not all(isinstance(size, int) for size in sizes):
         return array
@@ -69,7 +69,7 @@ def _name(array: Array, name: str) -> ir.Value:
 
 
 def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> Array | None:
-    """Return the tensor of all levels; None if the batch does not fit."""
+    """Return one tensor with all levels; None if the batch does not fit."""
     perm, axis = _AXES[role]
     if any(array.ndim != 4 or array.size == 0 or array.shape[0] % batch for array in arrays):
         return None
@@ -81,7 +81,7 @@ def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> Array | None:
 
 
 def _split_batch(array: Array, batch: int, role: str) -> Array:
-    """Split batch and heads, and take the axes together that the operator has in one."""
+    """Split batch and heads into two axes, and flatten axes that are one axis of the operator."""
     if role == "value":
         return array.reshape(batch, -1, array.shape[1], array.shape[2] * array.shape[3])
     if role == "locations":

@@ -1,8 +1,8 @@
 """The operators as single nodes in ONNX: ours for onnxruntime, NVIDIA's plugin for TensorRT, the vendor's for its converter.
 
 It imports onnxscript, so only `onnx.translations` imports it. Our kernels are in native/src/onnxruntime/operators.cpp.
-TensorRT's parser takes a node that it does not know for a plugin of that name. The domain of the plugin is the one under which
-onnxruntime's TensorRT provider has it.
+TensorRT's parser reads an unknown node as a plugin of that name. The plugin has the domain that onnxruntime's TensorRT provider
+uses.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ._forms import NPU, OURS, TENSORRT
 
 op: Any = opset18
 _TYPE, _SCHEMA = onnx.TensorProto, onnx.defs.OpSchema
-_VERSION = 1  # of the nodes: a number for each set of inputs and attributes that a file may hold
+_VERSION = 1  # of the nodes; grows when their inputs or attributes change
 _FLOATING = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
 _INTEGER = ["tensor(int32)", "tensor(int64)"]
-_TYPES = {"floating": _FLOATING, "index": _INTEGER, "number": _FLOATING + _INTEGER}  # by an input's elements
+_TYPES = {"floating": _FLOATING, "index": _INTEGER, "number": _FLOATING + _INTEGER}  # key: Tensor.elements in description.py
 _ATTENTION = OPERATORS[NAMES[OURS]]
 
 
 def _make_node(
     domain: str, name: str, inputs: list[tuple[str, list[str], bool]], attributes: list[onnx.defs.OpSchema.Attribute]
 ) -> Op:
-    """Return a node. An input has a name, types, and whether it may be left out; the output has the first input's type."""
+    """Return the function that writes a node. An input is (name, types, optional). The output has the first input's type."""
     option, parameter = _SCHEMA.FormalParameterOption, _SCHEMA.FormalParameter
     schema = _SCHEMA(
         name,
@@ -48,7 +48,7 @@ def _make_node(
 
 
 def _translate_to_ours(row: Operator) -> Callable[..., Any]:
-    """Return the function that writes our node. Sizes are attributes, or an input if one of them is free."""
+    """Return the function that writes our node. Sizes are attributes, or an input if a size is free."""
     inputs = [(name, _TYPES[t.elements], t.optional) for name, t in zip(row.inputs, row.tensors, strict=True)]
     inputs += [("sizes", ["tensor(int64)"], True)] if row.sizes else []
     attributes = [_SCHEMA.Attribute(size, _SCHEMA.AttrType.INT, required=False) for size in row.sizes]
@@ -66,13 +66,13 @@ def _translate_to_ours(row: Operator) -> Callable[..., Any]:
 
 
 def _element(size: Any) -> Any:
-    """Return a size, which is a number or free, as a tensor of one element."""
+    """Return a fixed or free size as a tensor of one element."""
     one = op.Constant(value_ints=[size if isinstance(size, int) else 1])
     return one if isinstance(size, int) else op.Reshape(op.Cast(size, to=_TYPE.INT64), one)
 
 
 def _widen(locations: Any) -> Any:
-    """Return integer locations of a dtype that the kernel does not take as int64."""
+    """Cast int8, int16 and uint8 locations to int64, because the kernel does not read them."""
     return _cast(locations, _TYPE.INT64) if locations.dtype in (_TYPE.INT16, _TYPE.INT8, _TYPE.UINT8) else locations
 
 
@@ -81,7 +81,7 @@ def _cast(tensor: Any, dtype: int) -> Any:
 
 
 def _translate_to_theirs(domain: str, takes_halves: bool, splits_heads: bool) -> Callable[..., Any]:
-    """Return the function that writes the node, in float16 if it takes that and all tensors have it, else in float32."""
+    """Return the function that writes the node: in float16 if the node and all tensors allow it, else in float32."""
     types = {"floating": ["tensor(float)"] + ["tensor(float16)"] * takes_halves, "index": ["tensor(int32)"]}
     inputs = [(name, types[t.elements], False) for name, t in zip(_ATTENTION.inputs, _ATTENTION.tensors, strict=True)]
     node = _make_node(domain, NAMES[domain], inputs, [])

@@ -1,4 +1,4 @@
-"""Which weighted sums of an ONNX graph are deformable attention, and why others are none."""
+"""Find deformable attention among the weighted sums of an ONNX graph, and say why other sums are none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ._samples import split_levels
 from ._search import Pairs, Sampling, find_candidates, find_sums, find_table_candidates, find_tables
 from ._trial import prove
 
-_LIKELIEST = 24  # candidates; the right one is among the first five in all files that we know
+_LIKELIEST = 24  # candidates that are tried; in all known files the right candidate is among the first five
 
 
 def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, Sampling | str]]:
-    """Yield the tensor in which samples are summed up, and the sampling that passes its trial, or a reason why none does.
+    """Yield (name of the sum's tensor, the sampling that passes its trial, or the reason why no sampling does).
 
     GridSample nodes that belong to no weighted sum of the main graph come first. A caller may replace a sampling before it asks
-    for the next one. `tables=False` leaves out the form "gather".
+    for the next. `tables=False` leaves out the form "gather".
     """
     corners, sums = find_tables(model.graph), find_sums(model.graph)
     yield from _find_in_subgraphs(model).items()
@@ -39,7 +39,7 @@ def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, 
 
 
 def prove_sum(model: ir.Model, node: ir.Node, pairs: Pairs) -> Sampling:
-    """Return the first candidate that passes its trial, with constants of levels as one tensor if there are any."""
+    """Return the first candidate that passes its trial. Constants of the levels are joined to one tensor."""
     reasons = []
     for constants in find_constants(pairs):
         try:
@@ -50,7 +50,7 @@ def prove_sum(model: ir.Model, node: ir.Node, pairs: Pairs) -> Sampling:
 
 
 def _prove_one(model: ir.Model, guesses: list[Sampling]) -> Sampling:
-    """Return the first candidate that passes its trial. If none of the likeliest does, raise what is wrong with the first."""
+    """Return the first candidate that passes its trial, or raise the error of the first candidate."""
     reasons = []
     for sampling in guesses[:_LIKELIEST]:
         try:
@@ -68,7 +68,7 @@ def _single_samplers(graph: ir.Graph, sums: dict[ir.Node, Pairs]) -> list[ir.Nod
 
 
 def _find_in_subgraphs(model: ir.Model) -> dict[str, str]:
-    """Return name -> reason of attention in branches of If, bodies of Loop, and functions that were not inlined."""
+    """Return name -> reason for attention in branches of If, bodies of Loop, and functions that were not inlined."""
     graphs: dict[Any, str] = {f: f"the local function {f.domain}::{f.name}" for f in model.functions.values()}
     for root in (model.graph, *model.functions.values()):
         for node in ir.traversal.RecursiveGraphIterator(root):

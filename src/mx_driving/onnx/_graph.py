@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # int8 tools put them between nodes: they are found, and a trial refuses them
-VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # all of a tensor, with other axes
+PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # int8 tools insert them: the search passes them, and the trial refuses them
+VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # keep all elements of a tensor
 MOVES = VIEWS | {"Slice", "Split", "Gather"}
 INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
 HALVES = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
 class Unfit(Exception):
-    """Why samples stay as they are: a clause that a report shows."""
+    """Samples cannot be replaced. The message is a clause of the report."""
 
 
 def dims(value: ir.Value) -> tuple[int | str | None, ...]:
-    """Return sizes: numbers, names, or None where the file says nothing."""
+    """Return the sizes of a value: numbers, names, or None if the file does not say."""
     if value.shape is None:
         return ()
     return tuple(d if isinstance(d, int) else d.value for d in value.shape)
@@ -38,7 +38,7 @@ def is_cast(node: ir.Node | None) -> bool:
 
 
 def before_casts(value: ir.Value) -> Iterator[ir.Value]:
-    """Yield the value and what was cast to it."""
+    """Yield the value, and the values before its casts."""
     yield value
     while is_cast(node := value.producer()):
         assert node is not None
@@ -56,7 +56,7 @@ def constant(value: ir.Value | None) -> Any:
 
 
 def producer(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes a value, or what was quantised or cast to it."""
+    """Return the node that computes a value before its casts and quantisation."""
     node = None if value is None else value.producer()
     while node is not None and (is_node(node, *PAIRS) or is_cast(node)):
         node = None if node.inputs[0] is None else node.inputs[0].producer()
@@ -75,7 +75,7 @@ def _dequantize(node: ir.Node) -> Any:
 
 
 def number(value: ir.Value | None) -> float | None:
-    """Return the number of a constant that has one, or None. The constant may be quantised."""
+    """Return the number of a constant with one element, which may be quantised; else None."""
     array, node = constant(value), None if value is None else value.producer()
     if array is None and node is not None and is_node(node, "DequantizeLinear"):
         array = _dequantize(node)
@@ -83,7 +83,7 @@ def number(value: ir.Value | None) -> float | None:
 
 
 def sources(value: ir.Value, *more: str) -> Iterator[ir.Value]:
-    """Yield the value and the values that it is a view or a part of, through moves, casts and `more` kinds of nodes."""
+    """Yield the value, and the values that it is a view or a part of. Walk through moves, casts and `more` kinds of nodes."""
     yield value
     while is_node(node := value.producer(), *MOVES, *more) or is_cast(node):
         assert node is not None
@@ -114,7 +114,7 @@ def intersect(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
 
 
 def walk_back(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
-    """Yield the value and the values that it is computed from through such nodes, the nearest first."""
+    """Yield the value, and the values that these nodes compute it from, the nearest first."""
     seen, todo = {value}, [value]
     while todo:
         yield (value := todo.pop(0))

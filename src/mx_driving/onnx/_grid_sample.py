@@ -12,7 +12,7 @@ import onnx
 from onnxscript import opset18
 
 # The oldest opset for which torch.onnx.export writes nodes. It converts them to other opsets, "bilinear" to "linear", too.
-op: Any = opset18  # Any: its annotations want one tensor type per call, but constants here are of several
+op: Any = opset18  # Any: its annotations require one tensor type per call, but our constants have several
 _OUTSIDE = -3.0  # a normalised location whose four corners are off any map
 
 
@@ -21,7 +21,7 @@ def _axis(tensor: Any, axis: int) -> Any:
 
 
 def _sizes(*parts: Any) -> Any:
-    """A shape for Reshape, made of numbers (0: keep, -1: the rest) and one-element tensors."""
+    """Return a shape for Reshape from numbers (0: keep, -1: the rest) and one-element tensors."""
     return op.Concat(*(op.Constant(value_ints=[p]) if isinstance(p, int) else p for p in parts), axis=0)
 
 
@@ -30,7 +30,7 @@ def _pick(tensor: Any, index: int, axis: int = 0) -> Any:
 
 
 def _both(condition: Any) -> Any:
-    """Whether the condition holds for both x and y."""
+    """Return whether the condition holds for both x and y."""
     return op.And(_pick(condition, 0, -1), _pick(condition, 1, -1))
 
 
@@ -40,7 +40,7 @@ def _compute_type(*tensors: Any) -> int:
 
 
 def _sample(value: Any, size: Any, start: Any, locations: Any, valid: Any) -> Any:
-    """value [n, c, num_keys], size and start of one map, locations [n, i, j, 2], valid [n, i, j] -> [n, c, i, j]"""
+    """Sample one map: value [n, c, num_keys], locations [n, i, j, 2], valid [n, i, j] -> [n, c, i, j]."""
     size, start = op.Cast(size, to=onnx.TensorProto.INT64), op.Cast(start, to=onnx.TensorProto.INT64)
     start = op.Reshape(start, _sizes(1))
     end = op.Add(start, op.Mul(_pick_one(size, 0), _pick_one(size, 1)))  # ReduceProd cannot be converted to opset 17
@@ -57,7 +57,7 @@ def _zero_where_not(valid: Any, weights: Any) -> Any:
 
 
 def _on_the_map(locations: Any, size: Any) -> Any:
-    """-1 < location * size - 0.5 < size, in x and in y"""
+    """Return -1 < location * size - 0.5 < size, in x and in y."""
     size = op.CastLike(op.Concat(_pick_one(size, 1), _pick_one(size, 0), axis=0), locations)
     half, minus_one = (op.CastLike(op.Constant(value_float=x), locations) for x in (0.5, -1.0))
     pixels = op.Sub(op.Mul(locations, size), half)
@@ -73,7 +73,7 @@ def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations:
     channels = _axis(value, 3)
     v = op.Transpose(op.Cast(value, to=dtype), perm=[0, 2, 3, 1])
     v = op.Reshape(v, _sizes(-1, channels, _axis(value, 1)))  # [bs * heads, c, num_keys]
-    locations = op.Transpose(op.Cast(locations, to=dtype), perm=[3, 0, 2, 1, 4, 5])  # levels first, queries beside points
+    locations = op.Transpose(op.Cast(locations, to=dtype), perm=[3, 0, 2, 1, 4, 5])  # levels first, queries next to points
     weights = op.Transpose(op.Cast(weights, to=dtype), perm=[3, 0, 2, 1, 4])
     out = None
     for level in range(starts.shape[0]):

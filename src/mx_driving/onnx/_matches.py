@@ -1,4 +1,4 @@
-"""Matches of deformable attention in an ONNX file, each as a file of its own."""
+"""Find matches of deformable attention in an ONNX file, and write a match as a separate file."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Arrays = dict[str, Array]
 SCALE = NODES[OURS]
 _LOGITS = "value", "value_spatial_shapes", "reference_points", "sampling_offsets", "attention_logits"
 _PLACES = "locations", "sampling_locations", "reference_points", "sampling_offsets"
-PLUGINS = {*NODES.values()} - {SCALE}  # NVIDIA's, and the vendor's for its converter
+PLUGINS = {*NODES.values()} - {SCALE}  # NVIDIA's node, and the node of the vendor's converter
 
 
 @dataclass(frozen=True)
 class Match:
-    """Deformable attention in a file: standard operators that passed a trial, or one node.
+    """Deformable attention in a file: standard operators that passed a trial, or one node of a form.
 
     Attributes:
         name: the tensor that it computes.
-        words: what it is made of.
-        inputs: role -> tensor. They are the inputs of the match's own file.
-        tables: sizes and index tables by name. They are constants in the match's own file.
+        words: its nodes in words.
+        inputs: role -> tensor, which is an input of the match's file.
+        tables: name -> sizes or index table, which is a constant in the match's file.
         nodes: the names of its nodes.
-        part: the match's own file, before `write`.
-        source: what says how the operator is called.
+        part: the model that `write` writes as the match's file.
+        source: the sampling or the node.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Match:
 
     @property
     def locations(self) -> list[str]:
-        """Return the names of the tensors that say where samples lie. Our own nodes have none: they have a rule for NaN."""
+        """Return the names of the tensors of locations. Empty for our own nodes, which have a rule for NaN."""
         is_ours = isinstance(self.source, ir.Node) and self.source.domain == OURS
         return [] if is_ours else [str(v.name) for role, v in self.inputs.items() if role in _PLACES]
 
@@ -70,7 +70,7 @@ class Match:
 
 
 def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
-    """Return all matches, and name -> reason of attention that is none."""
+    """Return all matches, and name -> reason for attention that is no match."""
     matches, left = [], {}
     for name, sampling in _find.find_samplings(model):
         if isinstance(sampling, Sampling):
@@ -110,7 +110,7 @@ def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
 
 
 def find_again(match: Match, model: ir.Model) -> Match:
-    """Return the match in another file that was made of its own, with the same names of tensors.
+    """Return the match in a file that was made from the match's file and has its names of tensors.
 
     Raises:
         ValueError: a tensor is not there.
@@ -124,7 +124,7 @@ def find_again(match: Match, model: ir.Model) -> Match:
 
 
 def write(match: Match, arrays: Arrays, path: Path) -> None:
-    """Write the match's own file: inputs are named by their roles and have these arrays' sizes, and the output is "output"."""
+    """Write the match as a file. Inputs have their roles as names and the sizes of the arrays. The output is "output"."""
     graph = match.part.graph
     roles = {str(v.name): role for role, v in match.inputs.items()}
     ends = {str(v.name): v for v in graph.inputs}
@@ -147,7 +147,7 @@ def write(match: Match, arrays: Arrays, path: Path) -> None:
 
 
 def read_bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
-    """Return the five inputs of the bare operator, of arrays by tensors' names."""
+    """Return the five inputs of the bare operator. `arrays` has arrays by names of tensors."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if isinstance(match.source, Sampling):
         return _trial.make_bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
@@ -166,7 +166,7 @@ def read_bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
 def _read_logits(
     value: Tensor, shapes: Tensor, references: Tensor, offsets: Tensor, logits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs of our operator with logits, of those of a plugin."""
+    """Convert the inputs of a plugin to those of our operator with logits."""
     (batch, queries), heads, shapes = references.shape[:2], value.shape[2], shapes.long()
     areas = shapes.prod(1)
     references = references.reshape(batch, queries, -1, 2)
@@ -175,7 +175,7 @@ def _read_logits(
 
 
 def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
-    """Return arrays of the same sizes whose locations lie on the maps and across every border; None for other operators."""
+    """Return arrays of the same sizes with locations across every border of the maps; None for other operators."""
     if match.operator != SCALE:
         return None
     sampling = match.source if isinstance(match.source, Sampling) else _as_sampling(match, arrays)
@@ -194,7 +194,7 @@ def _as_sampling(match: Match, arrays: Arrays) -> Sampling:
 
 
 def prepare_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
-    """Let onnxruntime run the model, which then gives the matches' inputs, too. Return these by name."""
+    """Prepare the model for onnxruntime, with the matches' inputs as further outputs. Return these inputs by name."""
     for match in matches:
         if isinstance(match.source, ir.Node) and match.source.op_type in PLUGINS | WITH_LOGITS:
             use_our_nodes(model, [match.source])

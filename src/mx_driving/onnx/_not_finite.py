@@ -17,10 +17,10 @@ from ._file import list_outputs
 from ._graph import INTEGER, constant, walk_back
 from ._matches import Arrays
 
-Run = Callable[[ir.Model], Arrays]  # returns outputs by name
-_INSTEAD = 0.37  # on every map, where no implementation's number for NaN is
+Run = Callable[[ir.Model], Arrays]  # model -> outputs by name
+_INSTEAD = 0.37  # on every map, and not where any implementation samples for NaN
 _FAR = -10.0  # off every map
-_NEAREST, _RUNS = 64, 16  # tensors that a run gives, and runs
+_NEAREST, _RUNS = 64, 16  # tensors that a run returns; most runs
 
 
 def count(locations: Tensor) -> int:
@@ -29,7 +29,7 @@ def count(locations: Tensor) -> int:
 
 
 def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the operator's inputs and output with 0 for queries that have a location that is not finite."""
+    """Return the inputs and the output with zeros for queries that have a location that is not finite."""
     value, shapes, starts, locations, weights = inputs
     left_out = ~locations.isfinite().flatten(2).all(2)
     locations = torch.where(left_out[..., None, None, None, None], _FAR, locations)
@@ -37,7 +37,7 @@ def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor,
 
 
 def replace(model: ir.Model, names: Iterable[str]) -> ir.Model:
-    """Return a copy of the model that reads finite numbers where these tensors have others."""
+    """Return a copy of the model that replaces NaN and infinity in these tensors by finite numbers."""
     model = model.clone()
     values = {str(v.name): v for v in _values(model)}
     for name in names:
@@ -53,7 +53,7 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
 def _replace(graph: ir.Graph, value: ir.Value) -> None:
     uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
     is_wide = value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime has these nodes in two dtypes
+    dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime has kernels of these nodes for two dtypes
     wide = value if is_wide else tape.op("Cast", [value], {"to": dtype.value})
     zero = tape.op("Sub", [wide, wide])
     instead = tape.op("Constant", [], {"value": ir.tensor(np.array(_INSTEAD, dtype.numpy()))})
@@ -69,14 +69,14 @@ def _replace(graph: ir.Graph, value: ir.Value) -> None:
 
 
 def find(model: ir.Model, names: Iterable[str], run: Run) -> list[str]:
-    """Return the names of those tensors that are not finite."""
+    """Return the names of the tensors with NaN or infinity."""
     values = {str(v.name): v for v in _values(model)}
     arrays = _read(model, [values[name] for name in names if name in values], run)
     return [name for name, array in arrays.items() if not np.isfinite(array).all()]
 
 
 def find_origin(model: ir.Model, name: str, run: Run) -> str:
-    """Return in words where the tensor's numbers that are not finite come from."""
+    """Return in words where the NaN or infinity of a tensor comes from."""
     value = next(v for v in _values(model) if v.name == name)
     for _ in range(_RUNS):
         near = [v for v in itertools.islice(walk_back(value, lambda _: True), _NEAREST) if v.dtype not in INTEGER]
@@ -91,7 +91,7 @@ def find_origin(model: ir.Model, name: str, run: Run) -> str:
 
 
 def _read(model: ir.Model, values: list[ir.Value], run: Run) -> Arrays:
-    """Return the numbers of these tensors."""
+    """Run the model and return the numbers of these tensors."""
     constants = {str(v.name): array for v in values if (array := constant(v)) is not None}
     copy, names = model.clone(), {str(v.name) for v in values} - constants.keys()
     copy.graph.outputs.extend(v for v in _values(copy) if v.name in names and not v.is_graph_output())
@@ -99,7 +99,7 @@ def _read(model: ir.Model, values: list[ir.Value], run: Run) -> Arrays:
 
 
 def _follow(value: ir.Value, arrays: Arrays) -> ir.Value:
-    """Return the first tensor that is not finite, of those that this one is computed from."""
+    """Return the first tensor with NaN or infinity among those that the tensor is computed from."""
     is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
     while node := value.producer():
         bad = [v for v in node.inputs if v is not None and v.name in arrays and is_bad(arrays[str(v.name)]).any()]

@@ -1,4 +1,4 @@
-"""What onnx's checker asks of a file and onnxruntime does not: nodes in order, shapes of inputs and outputs, a graph's name."""
+"""Meet demands that onnx's checker has and onnxruntime has not: sorted nodes, shapes of inputs and outputs, a graph's name."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 
 def sort_nodes(proto: onnx.ModelProto) -> bool:
-    """Put the nodes of all graphs behind those that they read. Return whether any was not. Name what is read from nowhere."""
+    """Sort the nodes of all graphs topologically. Return whether a node moved. Raise for a tensor that nothing computes."""
     roots = (proto.graph, *proto.functions)
     graphs = [graph for root in roots for graph in walk_graphs(root)]
-    has_moved = [_sort(graph) for graph in reversed(graphs)]  # subgraphs first: a node that moves is copied with its subgraphs
+    has_moved = [_sort(graph) for graph in reversed(graphs)]  # subgraphs first, because a moved node is copied with its subgraphs
     for root in roots:
         _check_names(root, set())
     return any(has_moved)
@@ -60,7 +60,7 @@ def _list_reads(node: onnx.NodeProto) -> Iterator[str]:
 
 def _list_names(graph: Graph) -> set[str]:
     """Return the names of inputs, initializers and outputs of nodes."""
-    inputs: Any = graph.input  # names alone in a function
+    inputs: Any = graph.input  # of a function: names
     names = {getattr(value, "name", value) for value in inputs} | {name for node in graph.node for name in node.output}
     if isinstance(graph, onnx.GraphProto):
         names |= {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
