@@ -109,3 +109,7 @@ def test_plugins_have_locations_too(tmp_path):
     report = check(tmp_path / "before.onnx", run_plugins, arrays)
     assert report.right
     assert report.comparisons[0].why == f"1 of 14 {SENTENCE}as in the file's input references"
+
+
+def test_an_output_without_axes_is_compared():
+    assert onnx_files._difference([np.float32(2)], [np.array(1, np.float32)]) == (0.5, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +40,18 @@ def writing(name: str, path: Path) -> Iterator[None]:
         raise Problem(f"{name} must be a place to write to; got {path}: {error.strerror or error}") from None
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder and remove it afterwards. What lacks room in the block is the folder."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise Problem(f"the temporary folder {tempfile.gettempdir()} must have room; got {error.strerror}") from None
+
+
 def read_arrays(name: str, path: Path) -> dict[str, Any]:
     """Return the arrays of an .npz file by name."""
     import numpy
@@ -46,7 +59,12 @@ def read_arrays(name: str, path: Path) -> dict[str, Any]:
     try:
         loaded: Any = numpy.load(path)
         if isinstance(loaded, numpy.lib.npyio.NpzFile):
-            return dict(loaded)
+            return {array: _in_native_order(loaded[array]) for array in loaded.files}
     except (BadZipFile, EOFError, OSError, ValueError) as error:
         raise Problem(f"{name} must be an .npz file; got {path}: {getattr(error, 'strerror', None) or error}") from None
     raise Problem(f"{name} must be an .npz file, of arrays by name; got {path}, an array")
+
+
+def _in_native_order(array: Any) -> Any:
+    """Return the array with the bytes of its numbers as this machine orders them."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

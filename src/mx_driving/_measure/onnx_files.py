@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 import mx_driving.onnx
 
+from .._cli_support.files import temporary_folder
 from .._cli_support.problems import Problem
 from .differences import difference_beside_ties, largest
 from .timing import interleaved
@@ -116,7 +116,8 @@ def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
     for index, out in enumerate(outputs):
         if out.dtype.kind == "f" and out.size:
             columns = out.shape[-1] if out.ndim == 3 and out.shape[-1] <= _FEW else 1
-            columns_by_name |= {f"{index}.{column}": part for column, part in enumerate(_marked(out).tensor_split(columns, -1))}
+            parts = _marked(np.atleast_1d(out)).tensor_split(columns, -1)
+            columns_by_name |= {f"{index}.{column}": part for column, part in enumerate(parts)}
     return columns_by_name
 
 
@@ -151,11 +152,11 @@ def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[A
     from ..onnx import _file, _not_finite
 
     model = _file.load(path)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
 
         def run(model: Any) -> dict[str, Any]:
-            _file.ir.save(model, Path(folder, "model.onnx"), external_data="model.data")
-            running = session(Path(folder, "model.onnx"))
+            _file.ir.save(model, folder / "model.onnx", external_data="model.data")
+            running = session(folder / "model.onnx")
             return dict(zip((one.name for one in running.get_outputs()), running.run(None, dict(fed)), strict=True))
 
         if not (names := _not_finite.find(model, locations, run)):

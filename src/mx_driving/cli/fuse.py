@@ -12,6 +12,8 @@ from .._cli_support.show import print_json
 from .._operator.rules import first_line
 from .options import Inputs, Json, Seconds, Threads, arrays, use_threads
 
+_SECONDS = 20.0
+
 
 def fuse(
     path_in: Annotated[str, typer.Argument(help="The ONNX file to read.")],
@@ -20,7 +22,7 @@ def fuse(
     plugin_version: Annotated[str | None, typer.Option(help="With tensorrt: the attribute plugin_version, such as 2.")] = None,
     time: Annotated[bool, typer.Option("--time", help="Run both files on the inputs, compare and time them.")] = False,
     inputs: Inputs = None,
-    seconds: Seconds = 20.0,
+    seconds: Seconds = _SECONDS,
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
@@ -36,6 +38,9 @@ def fuse(
 
     if time and form in ("npu", "tensorrt"):
         raise Problem(f"--time must come with a form that onnxruntime runs; got {form}")
+    if not time and (inputs or seconds != _SECONDS):
+        option = "--inputs" if inputs else "--seconds"
+        raise Problem(f"{option} must come with --time, which runs both files; got {option} alone")
     use_threads(threads)
     fed = arrays(inputs)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from .._cli_support.files import temporary_folder
 from .._cli_support.problems import Problem
 from .._measure import onnx_files
 from .._operator.rules import first_line
@@ -107,8 +107,8 @@ def check(
         raise Problem(f"{name} {rule}; got {original or path} ({why})")
     if original:
         matches = _find_again(matches, path)
-    with tempfile.TemporaryDirectory() as folder:
-        return _Checker(path, model, matches, run, Path(folder), precision).check(inputs, left)
+    with temporary_folder() as folder:
+        return _Checker(path, model, matches, run, folder, precision).check(inputs, left)
 
 
 def _find_again(matches: list[Match], path: Path) -> list[Match]:

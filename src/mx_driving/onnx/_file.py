@@ -188,7 +188,7 @@ def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
 def _find_fault(tensor: ir.ExternalTensor) -> str | None:
     """Return what is wrong with the file of a tensor. As in onnx_ir, a file may not reach others by a path or a link."""
     end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
-    if not Path(tensor.path).resolve().is_relative_to(Path(tensor.base_dir).resolve()):
+    if not Path(os.path.realpath(tensor.path)).is_relative_to(os.path.realpath(tensor.base_dir)):
         return f"{tensor.location}, which lies in another folder"
     if not os.path.isfile(tensor.path):
         return f"no file {tensor.location}"

@@ -192,7 +192,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
     source, target = check_path("path_in", path_in), check_path("path_out", path_out)
-    if source.resolve() == target.resolve():
+    if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"path_out must be another file than path_in; got {target} for both")
     try:
         with silent():

@@ -8,7 +8,6 @@ import pkgutil
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import onnx as ours
-from .._cli_support.files import read_arrays
+from .._cli_support.files import read_arrays, temporary_folder
 from .._cli_support.problems import Problem, need
 from .._operator.rules import first_line
 from ._matches import Arrays
@@ -161,8 +160,8 @@ def _tensorrt(path: Path, arrays: Arrays) -> Arrays:
 
 def _program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
     """`program ... model.onnx inputs.npz outputs.npz`"""
-    with tempfile.TemporaryDirectory() as folder:
-        inputs, outputs = Path(folder, "inputs.npz"), Path(folder, "outputs.npz")
+    with temporary_folder() as folder:
+        inputs, outputs = folder / "inputs.npz", folder / "outputs.npz"
         np.savez(inputs, **arrays)  # pyright: ignore[reportArgumentType]
         command = [*words, str(path), str(inputs), str(outputs)]
         try:

@@ -1,0 +1,82 @@
+"""Wrong uses of `fuse` and `verify`: one sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_writings as writings
+import pytest
+
+import mx_driving.onnx
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
+
+
+def feeds():
+    return {name: t.numpy() for name, t in zip("vlw", writings.inputs(), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory):
+    path = tmp_path_factory.mktemp("files") / "stacked.onnx"
+    writings.export(writings.Stacked(), path, "older, fixed sizes")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "who"),
+    [
+        (("fuse", "LOOP", "after.onnx"), "path_in must be a file that can be read"),
+        (("verify", "LOOP", "--runtime", "onnxruntime"), "path_in must be a file that can be read"),
+        (("verify", "STACKED", "--runtime", "onnxruntime", "--inputs", "LOOP"), "--inputs must be an .npz file"),
+    ],
+)
+def test_a_link_to_itself_is_one_sentence(command, who, mx, stacked, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("LOOP").symlink_to("LOOP")
+    status, _, problem = mx(*(stacked if word == "STACKED" else word for word in command))
+    assert (status, problem) == (2, f"mx-driving: {who}; got LOOP: Too many levels of symbolic links\n")
+
+
+def test_weights_in_a_link_to_itself(tmp_path):
+    writings.export(writings.Projected(), tmp_path / "a.onnx", "older")
+    onnx.save(
+        onnx.load(tmp_path / "a.onnx"), tmp_path / "b.onnx", save_as_external_data=True, location="weights", size_threshold=0
+    )
+    (tmp_path / "weights").unlink()
+    (tmp_path / "weights").symlink_to("weights")
+    with pytest.raises(ValueError, match=r"path_in must have its weights beside it; got .*, and no file weights"):
+        mx_driving.onnx.fuse(path, tmp_path / "after.onnx")
+
+
+def test_numbers_in_the_other_order_of_bytes_are_read(mx, stacked, tmp_path):
+    swapped = {name: array.astype(array.dtype.newbyteorder()) for name, array in feeds().items()}
+    assert not swapped["v"].dtype.isnative
+    np.savez(tmp_path / "inputs.npz", **swapped)
+    assert mx("verify", stacked, "--runtime", "onnxruntime", "--inputs", tmp_path / "inputs.npz")[::2] == (0, "")
+
+
+@pytest.mark.parametrize("option", ["--inputs", "--seconds"])
+def test_options_that_fuse_would_not_use(option, mx, stacked, tmp_path):
+    np.savez(tmp_path / "inputs.npz", wrong=np.ones(2))
+    number_or_file = "1" if option == "--seconds" else tmp_path / "inputs.npz"
+    status, _, problem = mx("fuse", stacked, tmp_path / "after.onnx", option, number_or_file)
+    assert (status, problem) == (2, f"mx-driving: {option} must come with --time, which runs both files; got {option} alone\n")
+    assert not (tmp_path / "after.onnx").exists()
+
+
+def test_a_full_temporary_folder_is_named(mx, stacked, monkeypatch):
+    """Also where standard output has no buffer that says whether it is full."""
+
+    def fill(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ir, "save", fill)
+    status, _, problem = mx("verify", stacked, "--runtime", "onnxruntime")
+    rule = f"the temporary folder {tempfile.gettempdir()} must have room"
+    assert (status, problem) == (2, f"mx-driving: {rule}; got No space left on device\n")
