@@ -25,7 +25,16 @@ import cases
 import logits_cases
 import torch
 import triton
-from cases import AGGREGATION, DIFFERENTIABLE, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, WITH_LOGITS
+from cases import (
+    AGGREGATION,
+    AGGREGATION_LOGITS,
+    DIFFERENTIABLE,
+    GEOMETRIC,
+    GEOMETRIC_LOGITS,
+    MULTI_SCALE,
+    MULTI_SCALE_LOGITS,
+    WITH_LOGITS,
+)
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
@@ -277,6 +286,19 @@ def odd_rows() -> Iterator[dict[str, Any]]:
                 yield {"operator": operator, "target": 90, "channels": channels, "backward": backward, **figures(code)}
 
 
+def sample_rows() -> Iterator[dict[str, Any]]:
+    """The kernels that make the samples of deformable_aggregation_with_logits, and their gradients."""
+    for target in (*TARGETS, *AMD):
+        for dtype in (torch.float32, torch.bfloat16):
+            args = cases.cast(logits_cases.aggregation(1, 3, 13, 256, 8, [[(4, 4)] * 4] * 6), dtype)
+            with compiling(target) as kernels:
+                call(AGGREGATION_LOGITS, args, True)
+            for kernel, direction in ((kernels[0], "forward"), (kernels[2], "backward")):
+                row = {"operator": AGGREGATION_LOGITS, "target": target, "dtype": str(dtype).removeprefix("torch.")}
+                code = amd_figures(kernel) if target in AMD else figures(read_code(kernel))
+                yield row | {"direction": direction} | code
+
+
 def pool(n: int, rows: int, depths: int, cells: int, channels: int, dtype: torch.dtype) -> tuple[Any, ...]:
     """A call of bev_pool_v3."""
     ranks = (torch.zeros(n, dtype=torch.int32) for _ in range(3))
@@ -321,6 +343,7 @@ def missed_gates(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     gates += [gate for row in found["models"] for gate in _model_gates(row)]
     gates += _logits_gates(found["models"])
     gates += [gate for row in found["amd"] for gate in _amd_gates(row)]
+    gates += [gate for row in found["samples"] for gate in _sample_gates(row)]
     gates += [gate for row in found["pool"] for gate in _pool_gates(row)]
     return [f"{sentence}: {row}" for met, sentence, row in gates if not met]
 
@@ -377,6 +400,12 @@ def _amd_gates(row: dict[str, Any]) -> Iterator[Gate]:
     yield bool(row["compare and swap"]) == (backward and swaps), "only RDNA may compare and swap", row
 
 
+def _sample_gates(row: dict[str, Any]) -> Iterator[Gate]:
+    yield row.get("stack", row.get("scratch")) == row["spills"] == 0, "stack and spills must be 0", row
+    yield row["registers"] <= (128 if row["target"] in AMD else 64), "registers must allow half of the occupancy", row
+    yield row["reads of 16 bytes"] + row["reads of 8 bytes"] >= 2, "logits must be read many at once", row
+
+
 def _pool_gates(row: dict[str, Any]) -> Iterator[Gate]:
     """Only walks add to what other programs write."""
     adds, swaps = row["of"].endswith("walk"), str(row["target"]).startswith("gfx1")
@@ -396,7 +425,8 @@ def _pool_gates(row: dict[str, Any]) -> Iterator[Gate]:
 
 
 def main() -> None:
-    found = {"models": list(rows()), "odd": list(odd_rows()), "amd": list(amd_rows()), "pool": list(pool_rows())}
+    found = {"models": list(rows()), "odd": list(odd_rows()), "amd": list(amd_rows())}
+    found |= {"samples": list(sample_rows()), "pool": list(pool_rows())}
     json.dump(found, sys.stdout, indent=1)
     missed = missed_gates(found)
     print("\n".join(missed) or "every gate is met", file=sys.stderr)

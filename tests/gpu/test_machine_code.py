@@ -12,7 +12,7 @@ import cases
 import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from values import compare
 
 from mx_driving import _backends
@@ -41,6 +41,7 @@ MODELS = {
     GEOMETRIC: lambda b, q, h, w: cases.geometric(b, q, 32, 8, [(h, w)], 8),
     MULTI_SCALE_LOGITS: lambda b, q, h, w: logits_cases.multi_scale(b, q, 32, 8, [(h, w), (w, h)] * 2, 4),
     GEOMETRIC_LOGITS: lambda b, q, h, w: logits_cases.geometric(b, q, 32, 8, [(h, w)], (2, 4)),
+    AGGREGATION_LOGITS: lambda b, q, h, w: logits_cases.aggregation(b, q, 13, 128, 8, [[(h, w), (w, h)] * 2] * 6),
 }
 
 
@@ -53,8 +54,9 @@ def test_sizes_of_models(operator, dtype):
         args = cases.cast(MODELS[operator](*sizes), dtype)
         compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
     kernels = compiled()[before:]
-    # with logits further kernels of the backward make the gradients of the softmax, and of offsets beside reference points
-    assert len(kernels) == {MULTI_SCALE_LOGITS: 4, GEOMETRIC_LOGITS: 3}.get(operator, 2)
+    # with logits further kernels of the backward make the gradients of the softmax, and of offsets beside reference points;
+    # a kernel makes the samples of an aggregation, for both directions
+    assert len(kernels) == {MULTI_SCALE_LOGITS: 4, GEOMETRIC_LOGITS: 3, AGGREGATION_LOGITS: 4}.get(operator, 2)
     for kernel in kernels:
         usage = subprocess.run([str(CUOBJDUMP), "-res-usage", str(kernel)], capture_output=True, text=True, check=True).stdout
         # 64 registers are two short in one kernel of sm_120

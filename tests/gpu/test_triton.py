@@ -9,7 +9,15 @@ import cases
 import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, OPERATORS
+from cases import (
+    AGGREGATION,
+    AGGREGATION_LOGITS,
+    GEOMETRIC,
+    GEOMETRIC_LOGITS,
+    MULTI_SCALE,
+    MULTI_SCALE_LOGITS,
+    OPERATORS,
+)
 from small_cases import TINY
 from values import compare, skip_unless_every_kernel
 
@@ -41,6 +49,8 @@ WICKED = [
     (GEOMETRIC, "fractional", lambda: cases.geometric(1, 9, 8, 2, [(3, 4), (1, 1)], 3, integral=False)),
     (GEOMETRIC, "15 points", lambda: cases.geometric(1, 4, 16, 1, [(6, 10)], 15)),
     (GEOMETRIC, "more queries than a tile", lambda: cases.geometric(2, 35, 8, 1, [(3, 4)], 1)),
+    (AGGREGATION_LOGITS, "70 groups", lambda: logits_cases.aggregation(2, 2, 3, 140, 70, [[(3, 4), (2, 2)]] * 3)),
+    (AGGREGATION_LOGITS, "40 cameras", lambda: logits_cases.aggregation(1, 2, 9, 8, 2, [[(3, 4)]] * 40)),
 ]  # fmt: skip
 
 
@@ -54,6 +64,7 @@ FEW = {
     (AGGREGATION, "256 channels in 8 groups"): torch.bfloat16,
     (AGGREGATION, "40 cameras"): torch.float32,
     (GEOMETRIC, "130 channels"): torch.float32,
+    (AGGREGATION_LOGITS, "70 groups"): torch.float32,
 }
 CHOSEN = [(row, dtype) for row, dtype in WICKED_DTYPES if cases.EVERY_KERNEL or FEW.get(row[:2]) == dtype]
 

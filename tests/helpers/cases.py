@@ -17,7 +17,6 @@ from torch import Tensor
 
 import mx_driving
 from mx_driving import _backends, reference
-from mx_driving._operator import composition
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
@@ -226,10 +225,6 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
     def executed(*args: Any) -> Any:
         served = _backends.triton.serves(*filter(is_floating, args[backward:]))
         return (_backends.triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
-
-    if not ON_GPU and operator in WITH_LOGITS and operator not in _backends.triton.WITH_LOGITS:
-        bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
-        return (composition.backward if backward else composition.forward)(operator, bare)
 
     def dispatched(*args: Any) -> Any:
         found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))

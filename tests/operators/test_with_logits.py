@@ -149,7 +149,7 @@ def test_a_point_nearer_than_can_be_has_no_gradient_along_its_depth(implementati
     [*((operator, torch.float32) for operator in WITH_LOGITS), (GEOMETRIC_LOGITS, torch.bfloat16)],
     ids=str,
 )
-def test_composition_over_the_triton_kernel(operator, dtype):
+def test_triton_kernels(operator, dtype):
     pytest.importorskip("triton")
     if dtype != torch.float32:
         skip_unless_every_kernel("triton")

@@ -24,7 +24,7 @@ def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple
             return "reference", reason
         if inputs and not _backends.triton.serves(*inputs):
             return "reference", "an input is float64, or value has more rows than the Triton kernels number"
-        return "composition" if operator.bare and operator.name not in _backends.triton.WITH_LOGITS else "triton", ""
+        return "triton", ""
     return "reference", "there are no kernels for this device"
 
 
@@ -55,6 +55,5 @@ def _describe(device: str, backend: str, reason: str) -> str:
         way = f", called by ctypes ({by_ctypes})" if by_ctypes else ""
         isa, threads = _backends.native.isa(), _backends.native.threads()
         return f"native C++, {isa}, {threads}{way}; float32, float64, float16, bfloat16"
-    how = "composition over the Triton kernel: " if backend == "composition" else ""
     label = ", compiled but never run on AMD" if torch.version.hip else ", never run on Intel's GPUs" if device == "xpu" else ""
-    return f"{how}Triton{label}; float32, float16, bfloat16; float64: reference"
+    return f"Triton{label}; float32, float16, bfloat16; float64: reference"

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from .. import _backends, _data_checks, reference
-from .._operator import checks, composition, decompositions, rules
+from .._operator import checks, decompositions, rules
 from .._operator.description import OPERATORS, Operator, autocast_dtype, empty_gradients
 from . import distributed, flops, vmap
 from .choose import choose
@@ -184,8 +184,6 @@ class Registered:
     def run(self, device: str, *args: Any) -> Any:
         self.check(*args)
         backend, _ = choose(self.operator, device, args[self.value : self.count])
-        if backend == "composition":
-            return self.run_composition(device, *args)
         return self.kernels[backend](*args)
 
     def native_kernel(self) -> Callable[..., Any]:
@@ -194,11 +192,6 @@ class Registered:
     def run_triton(self, *args: Any) -> Any:
         """Import the Triton kernel at the first call."""
         return _backends.triton.kernel(self.operator.name, False)(*args)
-
-    def run_composition(self, device: str, *args: Any) -> Any:
-        """An operator with logits over the kernel of its bare operator."""
-        bare = functools.partial(REGISTERED[self.operator.bare + self.suffix].run, device)
-        return composition.forward(self.operator.name, bare)(*args)
 
     def run_reference(self, *args: Any) -> Any:
         """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
@@ -295,10 +288,6 @@ class RegisteredBackward(Registered):
 
     def run_triton(self, *args: Any) -> Any:
         return _backends.triton.kernel(self.operator.name, True)(*args)
-
-    def run_composition(self, device: str, *args: Any) -> Any:
-        bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, device)
-        return composition.backward(self.operator.name, bare)(*args)
 
 
 def is_recorded(value: Tensor) -> bool:

@@ -79,7 +79,7 @@ class MultiScale:
         return gradient.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
 
 
-_NEAREST = 1e-5  # the least depth of a point; points behind a camera have it, too
+NEAREST = 1e-5  # the least depth of a point; points behind a camera have it, too
 
 
 class Aggregation:
@@ -99,8 +99,8 @@ class Aggregation:
         self.image_size = None if image_size is None else image_size[:, None, None]
         self.pair_scale = _over_weights(pair_scale)
         projected = (self.matrix[..., :3] * self.points).sum(-1) + self.matrix[..., 3]
-        self.in_front = projected[..., 2:] >= _NEAREST
-        self.depth = projected[..., 2:].clamp(min=_NEAREST)
+        self.in_front = projected[..., 2:] >= NEAREST
+        self.depth = projected[..., 2:].clamp(min=NEAREST)
         self.plane = projected[..., :2] / self.depth
         self.locations = self.plane if self.image_size is None else self.plane / self.image_size
         self.softmax, self.weights = self.softmax_weights(logits, pair_scale)

@@ -79,9 +79,6 @@ def serves(value: Tensor, *others: Tensor | None) -> bool:
     return torch.float64 not in [t.dtype for t in (value, *others) if t is not None] and value.shape[1] <= _MOST_ROWS
 
 
-WITH_LOGITS = "multi_scale_deformable_attn_with_logits", "geometric_kernel_attention_with_logits"  # have kernels of their own
-
-
 @functools.cache
 def kernel(operator: str, backward: bool) -> Callable[..., Any]:
     """Return the operator's forward or backward function. The first call imports Triton."""
