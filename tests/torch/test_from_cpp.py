@@ -140,6 +140,27 @@ def test_integer_locations_that_kernels_do_not_read_are_converted(operator):
                     op(*args[:3], whole, args[4])
 
 
+RANKS = torch.tensor([0, 1, 2])
+POOLED = (torch.rand(4, 2), torch.rand(5), RANKS, RANKS, RANKS, 1, 1, 2, 2)
+
+
+@pytest.mark.parametrize("operator", description.OPERATORS)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("wrong", [None, torch.float8_e4m3fn, torch.uint16])
+def test_an_argument_that_is_no_tensor_or_has_a_dtype_of_no_operator_is_named(operator, grad, wrong):
+    row, forward = description.OPERATORS[operator], getattr(torch.ops.mx_driving, operator)
+    args = cases.cast(GROWING[operator](2, 3), torch.float32) if operator in GROWING else POOLED
+    args = (torch.ones_like(forward(*args)), *args)
+    backward = lambda *args: getattr(torch.ops.mx_driving, operator + "_backward")(*args, [True] * len(row.differentiable))  # noqa: E731
+    fact = "(an undefined tensor|NoneType)" if wrong is None else str(wrong)[6:]
+    optional = [t.name for t in row.tensors if t.optional and wrong is None]
+    for i, name in enumerate(["grad_output", *row.inputs]):
+        replaced = [*args[:i], None if wrong is None else torch.empty(args[i].shape, dtype=wrong), *args[i + 1 :]]
+        for op, given in ((backward, replaced), (forward, replaced[1:]))[: (name not in optional) * (1 + (i > 0))]:
+            with torch.set_grad_enabled(grad), pytest.raises((RuntimeError, TypeError), match=f"^{name} must .*; got {fact}$"):
+                op(*given)
+
+
 ASK = """
 import ctypes, sys
 {}

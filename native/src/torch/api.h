@@ -23,6 +23,7 @@ constexpr uint64_t VERSION = uint64_t(2) << 56 | uint64_t(10) << 48; // the vers
 #define MXD_TORCH_FUNCTIONS(X)                                                                                                 \
     X(Status, aoti_torch_get_dim, (TensorHandle, int64_t *))                                                                   \
     X(Status, aoti_torch_get_sizes, (TensorHandle, int64_t **))                                                                \
+    X(Status, aoti_torch_is_defined, (TensorHandle, bool *))                                                                   \
     X(Status, aoti_torch_get_strides, (TensorHandle, int64_t **))                                                              \
     X(Status, aoti_torch_get_dtype, (TensorHandle, int32_t *))                                                                 \
     X(Status, aoti_torch_get_device_type, (TensorHandle, int32_t *))                                                           \
@@ -49,17 +50,7 @@ constexpr uint64_t VERSION = uint64_t(2) << 56 | uint64_t(10) << 48; // the vers
     X(int32_t, aoti_torch_device_type_cpu, ())                                                                                 \
     X(int32_t, aoti_torch_device_type_meta, ())                                                                                \
     X(int32_t, aoti_torch_dtype_float32, ())                                                                                   \
-    X(int32_t, aoti_torch_dtype_float64, ())                                                                                   \
-    X(int32_t, aoti_torch_dtype_float16, ())                                                                                   \
-    X(int32_t, aoti_torch_dtype_bfloat16, ())                                                                                  \
-    X(int32_t, aoti_torch_dtype_int64, ())                                                                                     \
-    X(int32_t, aoti_torch_dtype_int32, ())                                                                                     \
-    X(int32_t, aoti_torch_dtype_int16, ())                                                                                     \
-    X(int32_t, aoti_torch_dtype_int8, ())                                                                                      \
-    X(int32_t, aoti_torch_dtype_uint8, ())                                                                                     \
-    X(int32_t, aoti_torch_dtype_bool, ())                                                                                      \
-    X(int32_t, aoti_torch_dtype_complex64, ())                                                                                 \
-    X(int32_t, aoti_torch_dtype_complex128, ())
+    X(int32_t, aoti_torch_dtype_int64, ())
 
 struct Api {
 #define MXD_MEMBER(result, name, parameters) result(*name) parameters;

@@ -32,33 +32,26 @@ void need(Status status, const char *what) {
     if (status) throw Refused{std::string("torch could not ") + what};
 }
 
-// ---- dtypes, whose numbers are asked from torch
+// ---- dtypes, by c10::ScalarType, on whose order torch's files rely
 
-struct Dtype {
-    int32_t (*Api::*number)();
-    const char *name;
-    int64_t dtype; // an mxd_dtype, NARROW, or -1 if no operator takes the dtype
-};
+constexpr const char *DTYPE_NAMES[] = {"uint8",           "int8",
+                                       "int16",           "int32",
+                                       "int64",           "float16",
+                                       "float32",         "float64",
+                                       "complex32",       "complex64",
+                                       "complex128",      "bool",
+                                       "qint8",           "quint8",
+                                       "qint32",          "bfloat16",
+                                       "quint4x2",        "quint2x4",
+                                       "bits1x8",         "bits2x4",
+                                       "bits4x2",         "bits8",
+                                       "bits16",          "float8_e5m2",
+                                       "float8_e4m3fn",   "float8_e5m2fnuz",
+                                       "float8_e4m3fnuz", "uint16",
+                                       "uint32",          "uint64"};
 constexpr int64_t NARROW = -2; // an integer that is converted to int64
-constexpr Dtype DTYPES[] = {
-    {&Api::aoti_torch_dtype_float32, "float32", MXD_FLOAT32}, {&Api::aoti_torch_dtype_int64, "int64", MXD_INT64},
-    {&Api::aoti_torch_dtype_float16, "float16", MXD_FLOAT16}, {&Api::aoti_torch_dtype_bfloat16, "bfloat16", MXD_BFLOAT16},
-    {&Api::aoti_torch_dtype_float64, "float64", MXD_FLOAT64}, {&Api::aoti_torch_dtype_int32, "int32", MXD_INT32},
-    {&Api::aoti_torch_dtype_int16, "int16", NARROW},          {&Api::aoti_torch_dtype_int8, "int8", NARROW},
-    {&Api::aoti_torch_dtype_uint8, "uint8", NARROW},          {&Api::aoti_torch_dtype_bool, "bool", -1},
-    {&Api::aoti_torch_dtype_complex64, "complex64", -1},      {&Api::aoti_torch_dtype_complex128, "complex128", -1}};
-constexpr Dtype UNKNOWN{nullptr, "another dtype", -1};
-
-const Dtype &dtype_of(int32_t number) {
-    static const std::array<int32_t, std::size(DTYPES)> numbers = [] {
-        std::array<int32_t, std::size(DTYPES)> all;
-        for (size_t i = 0; i < all.size(); ++i) all[i] = (api->*DTYPES[i].number)();
-        return all;
-    }();
-    for (size_t i = 0; i < numbers.size(); ++i)
-        if (numbers[i] == number) return DTYPES[i];
-    return UNKNOWN;
-}
+constexpr int64_t DTYPES[] = {NARROW, NARROW, NARROW, MXD_INT32, MXD_INT64, MXD_FLOAT16, MXD_FLOAT32, MXD_FLOAT64,
+                              -1,     -1,     -1,     -1,        -1,        -1,          -1,          MXD_BFLOAT16};
 
 // ---- tensors
 
@@ -78,8 +71,10 @@ TensorInfo info_of(const Tensor &tensor) {
     static const int64_t no_axes = 0;
     const int axes = int(ask(api->aoti_torch_get_dim, tensor));
     const int64_t *shape = ask(api->aoti_torch_get_sizes, tensor), *strides = ask(api->aoti_torch_get_strides, tensor);
-    const Dtype &dtype = dtype_of(ask(api->aoti_torch_get_dtype, tensor));
-    return {axes ? shape : &no_axes, axes, dtype.dtype, nullptr, axes ? strides : &no_axes, -1, dtype.name};
+    const size_t type = size_t(ask(api->aoti_torch_get_dtype, tensor));
+    const int64_t dtype = type < std::size(DTYPES) ? DTYPES[type] : -1; // -1: no operator takes it
+    const char *name = type < std::size(DTYPE_NAMES) ? DTYPE_NAMES[type] : "another dtype";
+    return {axes ? shape : &no_axes, axes, dtype, nullptr, axes ? strides : &no_axes, -1, name};
 }
 
 // Makes a contiguous tensor on the device of `like`.
@@ -189,6 +184,9 @@ class BoxedCall {
 
     void describe(int i, Device device) {
         const bool cpu = device == Device::CPU;
+        bool defined = false;
+        if (api->aoti_torch_is_defined(tensors[i].get(), &defined) || !defined)
+            throw Refused{sentence(argument(i).name, "be a tensor", "an undefined tensor")};
         if (ask(api->aoti_torch_get_device_type, tensors[i]) !=
             (cpu ? api->aoti_torch_device_type_cpu() : api->aoti_torch_device_type_meta()))
             throw Refused{sentence(argument(i).name, cpu ? "be on the CPU" : "be a meta tensor", "another device")};

@@ -102,7 +102,7 @@ class Registered:
             return self.reference(*args)
         if torch.is_grad_enabled():
             for i in self.differentiable:
-                if args[i].requires_grad:
+                if args[i] is not None and args[i].requires_grad:  # None: the kernel names the argument
                     with enable_single_level_autograd_function() if transformed else _NOTHING:
                         return self.function.apply(keyset, *args)
         return self.below_autograd(keyset, *args)

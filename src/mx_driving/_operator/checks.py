@@ -256,6 +256,7 @@ def _refuse_backward(row: Operator, grad: Tensor, inputs: Sequence[Any], gradien
     check_inputs(row, *inputs)
     if gradients != len(row.differentiable):
         fail(ValueError, "output_mask", f"have {len(row.differentiable)} entries, one for each gradient", gradients)
+    tensors(("grad_output", grad))
     shapes = [(t, tuple(a.shape)) for t, a in zip(row.tensors, inputs, strict=False) if a is not None]
     _need_shape("grad_output", tuple(grad.shape), row.output, shapes, _majority(shapes) | _numbers(row, inputs), {})
     need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
