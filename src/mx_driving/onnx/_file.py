@@ -1,4 +1,4 @@
-"""An ONNX file with the shapes of its tensors. `_save.py` writes it again."""
+"""Load an ONNX file and infer the shapes of its tensors. `_save.py` writes the model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ._forms import NODES, TENSORRT, WITH_LOGITS
 from ._graph import constant, dims, is_node
 from ._order import check, sort_nodes, walk_graphs
 
-_FEW = 8192  # numbers of a table, as in onnxscript
-_DOMAIN = "mx_driving.domain"  # metadata of a node: the domain that the file says
-# Plugins, and the index of an input that has the axis of queries.
+_FEW = 8192  # the most numbers of a table that is folded, as in onnxscript
+_DOMAIN = "mx_driving.domain"  # metadata of a node: its domain in the file
+# Plugin -> the index of an input with the axis of queries.
 _SHAPED_PLUGINS = {NODES[TENSORRT]: 3, **dict.fromkeys(WITH_LOGITS, 2)}
 _Sizes = dict[str, list[int | str | None]]
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return the path. An empty one would be the working folder, and onnx takes names in UTF-8 alone."""
+    """Return the path if it is valid. An empty path would be the working folder, and onnx reads only names in UTF-8."""
     text = os.fspath(path)
     if not text:
         raise ValueError(f"{name} must be the path of a file; got ''")
@@ -39,7 +39,7 @@ def check_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 
 def load(path: Path) -> ir.Model:
-    """Return the model, with all sizes that can be inferred. `save` leaves out those that the file does not say."""
+    """Return the model with all sizes that can be inferred. `save` removes sizes that are not in the file."""
     try:
         proto = onnx.load(path, format="protobuf", load_external_data=False)
         has_changed = sort_nodes(proto) | _name_plugins(proto)
@@ -47,7 +47,7 @@ def load(path: Path) -> ir.Model:
         model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inline(proto))
     except OSError as error:
         raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
-    except Exception as error:  # protobuf's and onnx_ir's own
+    except Exception as error:  # protobuf and onnx_ir raise their own classes
         raise ValueError(f"path_in must be an ONNX file; got {path}: {first_line(error)}") from None
     if sparse:
         raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
@@ -65,7 +65,7 @@ def load(path: Path) -> ir.Model:
 
 
 def _infer_shapes(model: ir.Model) -> ir.Model:
-    """Infer shapes by onnx, which stops at each plugin: give it the shapes of their outputs."""
+    """Infer shapes with onnx. It stops at each plugin, so set the shape of the plugin's output and repeat."""
     model = ShapeInferencePass()(model).model
     while [node for node in model.graph if _give_shape(node)]:
         model = ShapeInferencePass()(model).model
@@ -98,12 +98,12 @@ def _find_sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
 
 
 def _inline(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Inline local functions. Return the model as it is if onnx cannot."""
+    """Inline local functions. Return the model unchanged if onnx fails."""
     if not proto.functions:
         return proto
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except Exception:  # of opsets that differ, for one; attention in functions is then reported as left
+    except Exception:  # such as different opsets: report attention in functions as left
         return proto
 
 
@@ -124,7 +124,7 @@ def _set_defaults_aside(model: ir.Model) -> None:
 
 
 def _name_plugins(proto: onnx.ModelProto) -> bool:
-    """Give nodes of TensorRT's plugins, which exporters leave in onnx's own domain, that of onnxruntime's provider."""
+    """Move TensorRT's plugins, which exporters write in onnx's domain, to the domain of onnxruntime's provider."""
     nodes = (node for root in (proto.graph, *proto.functions) for graph in walk_graphs(root) for node in graph.node)
     plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and "TRT" in node.op_type]
     for node in plugins:
@@ -138,7 +138,7 @@ def _name_plugins(proto: onnx.ModelProto) -> bool:
 
 
 def restore_plugins(model: ir.Model) -> bool:
-    """Give plugins back the domain that the file says. Return whether there are any."""
+    """Restore the domain that plugins have in the file. Return whether there are plugins."""
     plugins = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _DOMAIN in node.metadata_props]
     for node in plugins:
         node.domain = node.metadata_props.pop(_DOMAIN)
@@ -148,10 +148,10 @@ def restore_plugins(model: ir.Model) -> bool:
 
 
 def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: bool) -> None:
-    """Check inputs of nodes, opsets and names by onnx itself."""
+    """Check inputs of nodes, opsets and names with onnx."""
     try:
         check(path, proto, has_changed)
-    except Exception as error:  # its own, or of a letter in it
+    except Exception as error:  # onnx raises its own classes, and UnicodeError
         raise ValueError(f"path_in must be an ONNX file; got {path}: {quote_checker(error)}") from None
     version = model.graph.opset_imports.get("mx_driving", 1)
     if version != 1:
@@ -163,13 +163,13 @@ def quote_checker(error: Exception) -> str:
 
 
 def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """Yield the tensors that lie in other files."""
+    """Yield the tensors that are stored in other files."""
     for graph in (*model.graphs(), *(g for function in model.functions.values() for g in function.subgraphs())):
         yield from (v.const_value for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor))
 
 
 def _take_in_attributes(model: ir.Model, path: Path) -> None:
-    """Read tensors that nodes have in other files: only initializers are written outside."""
+    """Load attributes that are stored in other files, because we write only initializers to other files."""
     for graph in (model.graph, *model.functions.values()):
         for node in ir.traversal.RecursiveGraphIterator(graph):
             for name, attribute in list(node.attributes.items()):
@@ -179,14 +179,14 @@ def _take_in_attributes(model: ir.Model, path: Path) -> None:
 
 
 def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
-    """Tell an external tensor its folder, and check that all of its bytes are there."""
+    """Set the folder of an external tensor, and check that the file has all of its bytes."""
     tensor.base_dir = path.parent
     if fact := _find_fault(tensor):
         raise ValueError(f"path_in must have its weights beside it; got {path}, and {fact}")
 
 
 def _find_fault(tensor: ir.ExternalTensor) -> str | None:
-    """Return what is wrong with the file of a tensor. As in onnx_ir, a file may not reach others by a path or a link."""
+    """Return what is wrong with the file of a tensor. As in onnx_ir, it must not be in another folder or be a link."""
     end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
     if not Path(os.path.realpath(tensor.path)).is_relative_to(os.path.realpath(tensor.base_dir)):
         return f"{tensor.location}, which lies in another folder"
@@ -203,10 +203,10 @@ def _all_sizes_are_fixed(model: ir.Model) -> bool:
 
 
 def _follow_sizes(model: ir.Model) -> None:
-    """Add sizes that onnx's own inference loses where a file computes a shape: from numbers alone, or from a named batch."""
+    """Add sizes that onnx does not infer because the file computes a shape, from constants or from a named batch."""
     try:
         folded = _fold(model.clone())
-    except Exception:  # of any node that it computes, and then sizes stay unknown: what needs them is reported as left
+    except Exception:  # any node may fail: sizes stay unknown, and attention that needs them is reported as left
         return
     _add(model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
     if not _all_sizes_are_fixed(folded):
@@ -215,7 +215,7 @@ def _follow_sizes(model: ir.Model) -> None:
 
 
 def _fold(model: ir.Model) -> ir.Model:
-    """Fold constants. That gives sizes, which decide more constants."""
+    """Fold constants twice: folded constants give sizes, which make more constants."""
     from onnxscript.optimizer import fold_constants
 
     for _ in range(2):
@@ -225,18 +225,18 @@ def _fold(model: ir.Model) -> ir.Model:
 
 
 def _is_small_table(node: ir.Node) -> bool | None:
-    """Return True for a table that onnxscript would not compute, such as paddings. None leaves the choice to onnxscript."""
+    """Return True for a table that onnxscript does not fold by itself, such as paddings. None means that onnxscript chooses."""
     shape = constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
     return True if shape is not None and np.prod(shape) <= _FEW else None
 
 
 def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
-    """Return sizes by onnxruntime, which computes with names of sizes, and names of inputs' sizes that it merged.
+    """Return sizes that onnxruntime infers from names of sizes, and the names of inputs' sizes that it merged.
 
-    It may merge two names, but may not take a free size of an input for a number.
+    It may merge two names, but it must not replace a free size of an input by a number.
     """
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
-    del proto.graph.value_info[:]  # among them names that onnx's own inference made up
+    del proto.graph.value_info[:]  # which has names invented by onnx's inference
     names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
     for merge in (True, False):
         inference = _infer(proto, merge)
@@ -247,7 +247,7 @@ def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
 
 
 def _infer(proto: onnx.ModelProto, merge: bool) -> Any:
-    """Infer shapes without the file that `infer_shapes` writes into the working folder if a size stays unknown."""
+    """Infer shapes as `infer_shapes`, which would write a file into the working folder if a size stays unknown."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
 
     whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
@@ -258,7 +258,7 @@ def _infer(proto: onnx.ModelProto, merge: bool) -> Any:
         while inference.run_:
             whole = inference._infer_impl()
         inference._update_output_from_vi()
-    except Exception:  # it fails in many ways, and then sizes stay unknown: what needs them is reported as left
+    except Exception:  # it fails in many ways: sizes stay unknown, and attention that needs them is reported as left
         return None
     return inference if whole else None
 

@@ -1,7 +1,7 @@
-"""multi_scale_deformable_attn in an ONNX graph that is there already, in one of several forms.
+"""Write multi_scale_deformable_attn into an existing ONNX graph, in one of several forms.
 
-`translations` has the forms for graphs that torch exports. Here sizes are known when a node is written, so that gathers
-need no arithmetic of shapes.
+`translations` has the forms for graphs that torch exports. Here sizes are known when a node is written, so gathers need no
+nodes that compute shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NODES = {
     NPU: "MultiScaleDeformableAttn",
     TENSORRT: "MultiscaleDeformableAttnPlugin_TRT",
 }
-# BEVFormer_tensorrt's, which Autoware has, too: value, spatial shapes, reference points, offsets, logits.
+# Plugins of BEVFormer_tensorrt and Autoware: value, spatial shapes, reference points, offsets, logits.
 WITH_LOGITS = {"MultiScaleDeformableAttnTRT", "MultiScaleDeformableAttnTRT2"}
 _FLOAT, _HALF, _DOUBLE = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE
 
@@ -38,7 +38,7 @@ class Call:
     starts: ir.Value
     locations: ir.Value
     weights: ir.Value
-    sums_in_float32: bool = False  # a file in 16 bits
+    sums_in_float32: bool = False  # true for attention that is summed in float32 in a 16-bit file
 
     @property
     def inputs(self) -> tuple[ir.Value, ...]:
@@ -90,9 +90,9 @@ def _gather(write: Writer, call: Call, **options: Any) -> ir.Value:
 
 
 class _Gathers:
-    """Rows of value at the four corners of each sample, weighted and summed up: standard operators without GridSample.
+    """Writes the operator with Gather: rows of value at the four corners of each sample are weighted and summed.
 
-    Levels and points are one axis of samples. A corner that is not on its map reads a row of zeros, and has the weight 0.
+    Levels and points are one axis of samples. A corner off its map reads a row of zeros and has weight 0.
     """
 
     def __init__(self, write: Writer, call: Call) -> None:
@@ -124,12 +124,12 @@ class _Gathers:
         return shaped if value.dtype == self.dtype else self.op("Cast", shaped, to=self.dtype.value)
 
     def rows(self) -> ir.Value:
-        """Return value as rows of a head's channels, behind a row of zeros."""
+        """Return a row of zeros, and then value as rows of a head's channels."""
         zeros = self.number(np.zeros((1, self.channels)))
         return self.op("Concat", zeros, self.floats(self.call.value, -1, self.channels), axis=0)
 
     def bases(self) -> ir.Value:
-        """Return the row of a head's first pixel on a level, [bs, 1, heads, samples]; row 0 is the zeros."""
+        """Return the index of the row of a level's first pixel, [bs, 1, heads, samples]. Row 0 is zeros."""
         op, table = self.op, self.write.table
         starts = self.starts.repeat(self.points)
         bases = table("bases", starts * self.heads + np.arange(self.heads)[:, None] + 1)
@@ -162,7 +162,7 @@ class _Gathers:
         inside = op("And", *self.pick_both(both))
         distances = op("Sub", self.number(1.0), op("Abs", op("Sub", positions, pixels)))
         coefficient = op("Where", inside, op("Mul", op("Mul", *self.pick_both(distances)), weights), zero)
-        # Pixels outside the map may be too large for an integer, and become 0.
+        # Pixels off the map become 0, because they may be too large for an integer.
         x, y = (op("Cast", op("Where", inside, v, zero), to=ir.DataType.INT64.value) for v in self.pick_both(pixels))
         widths = self.per_sample(self.sides[:, 0] * self.heads)
         row = op("Add", op("Mul", y, widths), op("Mul", x, self.write.table("heads", self.heads)))
@@ -178,4 +178,4 @@ class _Gathers:
 
 
 WRITE: dict[str, Callable[..., ir.Value]] = {"gather": _gather, "npu": _npu, "onnxruntime": _ours, "tensorrt": _tensorrt}
-DOMAIN = {"npu": NPU, "onnxruntime": OURS, "tensorrt": TENSORRT}  # the form's own nodes
+DOMAIN = {"npu": NPU, "onnxruntime": OURS, "tensorrt": TENSORRT}  # domain of the form's nodes

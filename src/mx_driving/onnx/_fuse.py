@@ -1,4 +1,4 @@
-"""Replaces deformable attention in an ONNX file by nodes of another form."""
+"""Replace deformable attention in an ONNX file by nodes of another form."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ._writer import Writer
 
 @dataclass(frozen=True)
 class Fused:
-    """The report of `fuse`, by the name of the tensor that samples are summed up in.
+    """The report of `fuse`. The key `name` is that of the tensor with the sum of samples.
 
     Attributes:
         path: the file that was written.
-        replaced: name -> what became a node, in words.
-        left: name -> why it stays as it was. GridSample nodes that belong to no weighted sum are here, too.
-        nodes: name -> the nodes that were replaced, by their names in the file that was read.
+        replaced: name -> the replaced nodes in words.
+        left: name -> why samples were not replaced, also for GridSample nodes that belong to no weighted sum.
+        nodes: name -> the names of the replaced nodes in the file that was read.
         problem: why onnxruntime's CPU provider does not run the file, if it lacks a kernel for a node that stays; else "".
         locations: name -> the tensor of its locations in the file that was read.
     """
@@ -64,7 +64,7 @@ class Fused:
 
 
 def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
-    """Return locations or weights with an axis of levels and one of points, padded to the same number for each level."""
+    """Return locations or weights with axes of levels and points. All levels are padded to the same number of points."""
     points = sampling.points
     if len(set(points)) > 1:
         indices, mask = pad_points(points)
@@ -76,7 +76,7 @@ def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> 
 
 
 def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.Value]:
-    """Return value, locations and weights of one batch and one number of queries, where the source broadcasts sizes of 1."""
+    """Return value, locations and weights expanded to one batch and one number of queries, if the source broadcasts."""
     value, locations, weights = ends
     samples = [sampling.sizes(tensor) for tensor in sampling.ends]
     weights = _expand_like(write, weights, locations, 2, samples[2])
@@ -107,7 +107,7 @@ def _call(write: Writer, sampling: Sampling) -> Call:
 
 
 def _widen(write: Writer, value: ir.Value, sampling: Sampling) -> ir.Value:
-    """Return value in the dtype of the output if that has more bits: the node's output has the dtype of value."""
+    """Cast value to the dtype of the output if that has more bits, because a node's output has the dtype of value."""
     dtype, output_dtype = value.dtype, sampling.output.dtype
     if dtype is None or output_dtype is None or dtype.itemsize >= output_dtype.itemsize:
         return value
@@ -197,5 +197,5 @@ def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form
     try:
         with silent():
             return _write(source, target, form, **options)
-    except ir.serde.SerdeError as error:  # onnx_ir's, of a text that is not UTF-8, for one
+    except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
         raise ValueError(f"path_in must be an ONNX file; got {source}: {_first_cause(error)}") from None

@@ -1,4 +1,4 @@
-"""Nodes for the operator that a file holds already, of one form, as the call that another form writes."""
+"""Rewrite existing nodes of one form in another form."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OF_OTHERS = {NPU: {NODES[NPU]}, TENSORRT: {NODES[TENSORRT], *WITH_LOGITS}}
 
 
 def find_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """Return our nodes, and others' for attention."""
+    """Return our nodes, and nodes of other forms."""
     return [node for node in graph if node.domain == OURS or node.op_type in _OF_OTHERS.get(node.domain, ())]
 
 
 def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
-    """Another form in the node's place. Returns in words what it was."""
+    """Replace the node by another form. Return the old node in words."""
     if node.op_type in WITH_LOGITS:
         return _rewrite_with_logits(model, node, form, **options)
     if node.op_type != NODES[node.domain]:
@@ -35,7 +35,7 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
 
 
 def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
-    """Our node with logits, or in other forms the locations and weights that their nodes need."""
+    """Replace the node by our node with logits, or compute locations and weights for a node of another form."""
     inputs = LogitInputs(node)
     with Writer(model, node.outputs[0]) as write:
         new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.call(write), **options)
@@ -44,7 +44,7 @@ def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: s
 
 
 class LogitInputs:
-    """Inputs of a node with reference points [bs, queries, .., points * 2], offsets and logits, and their sizes."""
+    """The inputs and sizes of a node with reference points [bs, queries, .., points * 2], offsets and logits."""
 
     def __init__(self, node: ir.Node) -> None:
         if len(node.inputs) != 5:
@@ -74,7 +74,7 @@ class LogitInputs:
         return write.op(f"{NODES[OURS]}_with_logits", *inputs, domain=OURS, reference_axis="point")
 
     def call(self, write: Writer) -> Call:
-        """Locations are references + offsets / (width, height), weights the softmax of logits."""
+        """Write locations = references + offsets / (width, height) and weights = softmax(logits)."""
         if self.offsets.dtype is None:
             raise Unfit("the file does not say the dtypes of its tensors")
         levels, references = len(self.maps), self.references_of_points
@@ -95,7 +95,7 @@ def _fixed(value: ir.Value, first: int) -> list[int]:
 
 
 def use_our_nodes(model: ir.Model, others: list[ir.Node]) -> None:
-    """Put our nodes in the places of those of other forms, so that onnxruntime runs the model."""
+    """Replace nodes of other forms by our nodes, so that onnxruntime runs the model."""
     for node in others:
         rewrite(model, node, "onnxruntime")
         assert node.graph is not None
@@ -111,7 +111,7 @@ def _inputs(node: ir.Node) -> list[ir.Value]:
 
 
 def _split_heads(write: Writer, new: ir.Value, value: ir.Value) -> ir.Value:
-    """Reshape as the plugin's output, which has an axis for heads and one for channels."""
+    """Split the last axis into heads and channels, as in the plugin's output."""
     blocks = dims(value)[2:]
     if len(blocks) == 2 and all(isinstance(size, int) for size in blocks):
         return write.op("Reshape", new, write.table("shape", [0, 0, *blocks]))

@@ -53,7 +53,7 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
 def _replace(graph: ir.Graph, value: ir.Value) -> None:
     uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
     is_wide = value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime has kernels of these nodes for two dtypes
+    dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime has these kernels for two dtypes
     wide = value if is_wide else tape.op("Cast", [value], {"to": dtype.value})
     zero = tape.op("Sub", [wide, wide])
     instead = tape.op("Constant", [], {"value": ir.tensor(np.array(_INSTEAD, dtype.numpy()))})

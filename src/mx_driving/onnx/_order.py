@@ -28,7 +28,7 @@ def sort_nodes(proto: onnx.ModelProto) -> bool:
     """Sort the nodes of all graphs topologically. Return whether a node moved. Raise for a tensor that nothing computes."""
     roots = (proto.graph, *proto.functions)
     graphs = [graph for root in roots for graph in walk_graphs(root)]
-    has_moved = [_sort(graph) for graph in reversed(graphs)]  # subgraphs first, because a moved node is copied with its subgraphs
+    has_moved = [_sort(graph) for graph in reversed(graphs)]  # subgraphs first: a moved node is copied with its subgraphs
     for root in roots:
         _check_names(root, set())
     return any(has_moved)

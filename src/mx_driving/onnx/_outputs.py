@@ -1,8 +1,8 @@
-"""Judge a whole file's outputs on a runtime, beside those of onnxruntime and how far rounding may move them.
+"""Compare a file's outputs on a runtime with those of onnxruntime, within the error that rounding may cause.
 
-Rounding anywhere in a file acts like a small change of its weights and inputs. So change these by a few ulps, several times:
-rounding may move the outputs as far as these changes do. Where a ranking nearly ties, rounding exchanges whole queries.
-Therefore judge an output by how many of its numbers moved further; the changed files say how many may.
+Rounding anywhere in a file acts like a small change of its weights and inputs. So change them by a few ulps, several times:
+rounding may move the outputs as far as these changes do. If a ranking nearly ties, rounding exchanges whole queries. Therefore
+count the numbers of an output that moved further; the outputs of the changed files tell how many may.
 
 Only change arrays of two or more axes: scales of a Resize, ends of a Range and other numbers that decide a shape have fewer.
 """
@@ -19,18 +19,18 @@ import onnx_ir as ir
 from ._matches import Array, Arrays
 
 _SEEDS = 3
-_ULPS = 4.0  # that weights and inputs are changed by, at most
-_FURTHER = 16.0  # times the usual change; the changes of one tensor differ by less
-_SOME = 0.02  # of an output's numbers may be off without being judged wrong: a ranking with near ties
+_ULPS = 4.0  # the largest change of weights and inputs
+_FURTHER = 16.0  # allowed error as a multiple of the usual change; changes within a tensor differ by less
+_SOME = 0.02  # the share of an output's numbers that may be off, because a ranking may have near ties
 
 
 @dataclass(frozen=True)
 class Output:
-    """An output of the whole file, judged.
+    """The verdict on an output of the whole file.
 
     Attributes:
-        off: the part of its numbers that rounding does not explain.
-        near: the same part of the changed files' outputs.
+        off: the share of its numbers that rounding does not explain.
+        near: the same share in outputs of changed files.
         note: which of its numbers are not compared.
     """
 
@@ -55,7 +55,7 @@ class Output:
 
 
 def change(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
-    """Change the model's weights in place, and yield changed inputs: by ulps of their dtypes, or of eps."""
+    """Change the model's weights in place, and yield changed inputs. Changes are ulps of the dtypes, or of a larger eps."""
     weights = {v: np.asarray(v.const_value.numpy()) for v in model.graph.initializers.values() if v.const_value is not None}
     for seed in range(_SEEDS):
         random = np.random.default_rng(seed)
@@ -66,7 +66,7 @@ def change(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
 
 
 def _move(array: Array, random: np.random.Generator, eps: float) -> Array:
-    """Return the array with each number moved by a few ulps. Integers, and arrays of fewer than two axes, stay."""
+    """Move each number by a few ulps. Return integers and arrays of fewer than two axes unchanged."""
     if array.dtype.kind != "f" or array.ndim < 2:
         return array
     eps = max(eps, float(np.finfo(array.dtype).eps))
@@ -80,9 +80,9 @@ def judge(name: str, true: Array, near: list[Array], got: Array | None, other: A
 
     Args:
         true: onnxruntime's output.
-        near: outputs with changed weights and inputs. Those of other shapes are left out.
+        near: outputs with changed weights and inputs. Outputs of other shapes are ignored.
         got: the runtime's output.
-        other: an output with other locations where those of the file are not finite. Numbers that differ here are left out.
+        other: the output with finite locations in place of NaN and infinity. Numbers that differ here are not compared.
     """
     if got is None:
         return Output(name, np.inf, 1, 0, "the runtime does not give it")
@@ -110,7 +110,7 @@ def _largest_ulp(true: Array) -> float:
 
 
 def _distance(a: Array, b: Array) -> Array:
-    """Return absolute differences: infinite where one number is not finite, and where classes or indices differ."""
+    """Return absolute differences. They are infinite if only one number is finite, and for unequal integers."""
     if b.dtype.kind != "f":
         return np.where(a == b, 0.0, np.inf)
     a, b = a.astype(np.float64), b.astype(np.float64)
@@ -120,9 +120,9 @@ def _distance(a: Array, b: Array) -> Array:
 
 
 def _usual(changes: Array) -> Array:
-    """Return the median along the longer of the last two axes, that of queries.
+    """Return the median over queries, the longer of the last two axes.
 
-    Boxes and scores lie along the other axis, and move by amounts of their own.
+    The other axis has boxes and scores, which move by different amounts.
     """
     axis = max(range(-min(2, changes.ndim), 0), key=lambda axis: changes.shape[axis], default=None)
     return np.nan_to_num(np.median(changes, axis=axis, keepdims=True), posinf=0.0)

@@ -1,4 +1,4 @@
-"""What runs an ONNX file: a function of the file and its inputs by name, which returns its outputs by name."""
+"""Runtimes of ONNX files: functions of a file and its inputs by name, which return the outputs by name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .._operator.rules import first_line
 from ._matches import Arrays
 
 Run = Callable[[Path, Arrays], Arrays]
-# By itself OpenVINO may compute in 16 bits.
+# OpenVINO's default may be 16 bits.
 _OPTIONS = {"OpenVINOExecutionProvider": {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'}}
-_REGISTERED: set[str] = set()  # providers of plugin libraries, which onnxruntime takes once
+_REGISTERED: set[str] = set()  # providers of plugin libraries, which onnxruntime accepts only once
 
 
 class Failed(Exception):
-    """Why a runtime gave no outputs: a clause that a report shows."""
+    """A runtime gave no outputs. The message is a clause of the report."""
 
 
 def find_runtime(runtime: str) -> Run:
@@ -37,7 +37,7 @@ def find_runtime(runtime: str) -> Run:
         need(f"--runtime {name}", name, name)
         return _sentenced(_onnxruntime(provider) if name == "onnxruntime" else _PYTHON[name])
     words = []
-    with contextlib.suppress(ValueError):  # a quotation mark without its other half
+    with contextlib.suppress(ValueError):  # an unclosed quotation mark
         words = shlex.split(runtime)
     if not words or shutil.which(words[0]) is None:
         raise Problem(f"--runtime must be onnxruntime, {', '.join(_PYTHON)} or a program that is there; got {runtime!r}")
@@ -45,7 +45,7 @@ def find_runtime(runtime: str) -> Run:
 
 
 def _sentenced(run: Run) -> Run:
-    """Turn errors of a runtime, which has kinds of its own, into Failed."""
+    """Convert all errors of a runtime to Failed."""
 
     def running(path: Path, arrays: Arrays) -> Arrays:
         try:
@@ -59,7 +59,7 @@ def _sentenced(run: Run) -> Run:
 
 
 def _onnxruntime(provider: str) -> Run:
-    """Return a run on the CPU, or by another of onnxruntime's providers, which may lie in a package of its own."""
+    """Return a run with onnxruntime's CPU provider, or with another provider, also from a plugin package."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     providers, plugins = onnxruntime.get_available_providers(), _plugins()
     if provider and provider not in (*providers, *plugins):
@@ -88,7 +88,7 @@ def _plugins() -> dict[str, Any]:
     names = [module.name for module in pkgutil.iter_modules() if module.name.startswith("onnxruntime_ep_")]
     plugins = {}
     for name in names:
-        with contextlib.suppress(ImportError, AttributeError):  # a package may only bring others
+        with contextlib.suppress(ImportError, AttributeError):  # a package may have only dependencies
             package = importlib.import_module(name)
             plugins |= dict.fromkeys(package.get_ep_names(), package)
     return plugins
@@ -103,7 +103,7 @@ def _register(provider: str, package: Any) -> list[Any]:
         if provider not in _REGISTERED:
             onnxruntime.register_execution_provider_library(provider, path)
             _REGISTERED.add(provider)
-    except Exception as error:  # onnxruntime and packages have kinds of their own
+    except Exception as error:  # onnxruntime and packages raise their own classes
         raise Problem(f"{rule}; got {first_line(error)}") from None
     devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider]
     if not devices:
@@ -112,7 +112,7 @@ def _register(provider: str, package: Any) -> list[Any]:
 
 
 def _openvino(path: Path, arrays: Arrays) -> Arrays:
-    """On the CPU, in the file's dtypes: by itself OpenVINO may compute in 16 bits."""
+    """Run on OpenVINO's CPU device in the file's dtypes, because its default may be 16 bits."""
     core = importlib.import_module("openvino").Core()
     compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     outputs = compiled({name: array for name, array in arrays.items() if any(name in i.get_names() for i in compiled.inputs)})
@@ -120,7 +120,7 @@ def _openvino(path: Path, arrays: Arrays) -> Arrays:
 
 
 def _tensorrt(path: Path, arrays: Arrays) -> Arrays:
-    """By TensorRT's own parser and builder, in float32 without TF32."""
+    """Run with TensorRT's parser and builder, in float32 without TF32."""
     import torch
 
     trt: Any = importlib.import_module("tensorrt")
@@ -159,7 +159,7 @@ def _tensorrt(path: Path, arrays: Arrays) -> Arrays:
 
 
 def _program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
-    """`program ... model.onnx inputs.npz outputs.npz`"""
+    """Run `program ... model.onnx inputs.npz outputs.npz`."""
     with temporary_folder() as folder:
         inputs, outputs = folder / "inputs.npz", folder / "outputs.npz"
         np.savez(inputs, **arrays)  # pyright: ignore[reportArgumentType]

@@ -1,9 +1,9 @@
-"""How samples of a level are computed: by GridSample, or by gathers and the arithmetic of bilinear interpolation.
+"""Read how a file computes samples: with GridSample, or with gathers and the arithmetic of bilinear interpolation.
 
-Gathers stand in files for runtimes that lack GridSample or have a wrong one: four corners are gathered at floors of the
-locations and weighted. They read the map of each level, or one table with the maps of all levels: torch exports the operator
-by default, and `fuse` writes it, as four sums over samples, one for each corner. Indices into a table are floors of
-locations * sizes - 0.5, with the sizes of the maps as a constant.
+Files for runtimes that lack GridSample, or have a wrong one, gather four corners at floors of the locations and weigh them.
+They read the map of each level, or one table with the maps of all levels. torch's default export and `fuse` write the operator
+with a table, as four sums over samples, one for each corner. Indices into the table are floors of locations * sizes - 0.5,
+where the sizes of the maps are a constant.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ Maps = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of one level, or of all levels that lie in one table."""
+    """Samples of one level, or of all levels if their maps are in one table."""
 
-    images: list[ir.Value]  # what is sampled, and what that is a view or a part of, the nearest first
-    locations: list[ir.Value]  # what may be locations, the nearest first
-    maps: list[Maps]  # what may be heights and widths
+    images: list[ir.Value]  # candidates for value: the sampled tensor and its sources, the nearest first
+    locations: list[ir.Value]  # candidates for locations, the nearest first
+    maps: list[Maps]  # candidates for heights and widths
     points: int  # of each map
 
 
 def split_levels(value: ir.Value) -> list[ir.Value]:
-    """Return the samples of levels that lie side by side in value, in order; none if any part is something else."""
+    """Return the samples of each level that Concat joins to value, in order; empty if a part is not samples."""
     parts = list(_side_by_side(value))
     return parts if all(is_node(source(v).producer(), "GridSample") or _gathers(v) for v in parts) else []
 
@@ -70,7 +70,7 @@ def _side_by_side(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Samples:
-    """Read the samples of one level. Constants are the value and locations of all levels, if the file has their numbers."""
+    """Read the samples of one level. `constants` has value and locations of all levels if they are constants."""
     node = source(part).producer()
     if node is not None and is_node(node, "GridSample"):
         return _read_grid_sample(node, constants)
@@ -94,7 +94,7 @@ def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Sampl
 
 
 def _points(grid: ir.Value) -> Any:
-    """Return the third size of a grid, which a Split may know where the file's shapes do not."""
+    """Return the third size of a grid, from its shape or from the Split that makes it."""
     node = grid.producer()
     if isinstance(dims(grid)[2], int) or node is None or not is_node(node, "Split") or len(node.inputs) < 2:
         return dims(grid)[2]
@@ -104,14 +104,14 @@ def _points(grid: ir.Value) -> Any:
 
 
 def _beside(node: ir.Node | None, kind: str, factor: float, indices: tuple[int, ...] = (0, 1)) -> ir.Value | None:
-    """Return the other input of a node of this kind of which one input is this number."""
+    """Return the other input of a node that has this kind and the constant `factor` as an input; else None."""
     if node is None or not is_node(node, kind):
         return None
     return next((node.inputs[1 - i] for i in indices if number(node.inputs[i]) == factor), None)
 
 
 def _before_scaling(grid: ir.Value) -> ir.Value:
-    """Return x, where grid is 2 * x - 1."""
+    """Return x if grid is 2 * x - 1."""
     node = source(grid).producer()
     doubled = _beside(node, "Sub", 1.0, (1,)) or _beside(node, "Add", -1.0)
     x = None if doubled is None else _beside(source(doubled).producer(), "Mul", 2.0)
@@ -121,7 +121,7 @@ def _before_scaling(grid: ir.Value) -> ir.Value:
 
 
 def _gathers(value: ir.Value) -> list[ir.Node]:
-    """Return gathers at floored or rounded indices, whose rows are weighted and summed up in value."""
+    """Return the gathers at floored or rounded indices whose weighted rows are summed in value."""
     sampled = walk_back(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
     indices = ((node, _index(node)) for node in nodes if node is not None)
@@ -129,7 +129,7 @@ def _gathers(value: ir.Value) -> list[ir.Node]:
 
 
 def _index(node: ir.Node) -> ir.Value | None:
-    """Return the index of a gather, unless the index is a constant."""
+    """Return the index of a gather; None for other nodes and for a constant index."""
     return node.inputs[1] if is_node(node, *_GATHERS) and constant(node.inputs[1]) is None else None
 
 
@@ -142,7 +142,7 @@ def _is_floored(index: ir.Value) -> bool:
 
 
 def _is_rounded(index: ir.Value) -> bool:
-    """Return whether the index is cast to integers."""
+    """Return whether the index is cast from floats to integers."""
     casts = [v.producer() for v in _indices_of_rows(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
     inputs = [node.inputs[0] for node in casts if node is not None]
     return any(v is not None and v.dtype not in INTEGER for v in inputs)
@@ -163,7 +163,7 @@ def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Samples:
 
 
 def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
-    """Return possible heights and widths: two axes, or one axis of rows, whose width a row's number is multiplied by."""
+    """Return possible heights and widths: sizes of two axes, or factors of one axis, whose width is a constant of a Mul."""
     axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
     areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
     products = [v.producer() for index in indices for v in _indices_of_rows(index) if v.dtype in INTEGER]
@@ -174,7 +174,7 @@ def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple
 
 
 def find_row(corner: ir.Node) -> ir.Node | None:
-    """Return the Gather whose rows a ReduceSum weighs and sums up."""
+    """Return the Gather whose weighted rows a ReduceSum adds; else None."""
     product = producer(corner.inputs[0]) if is_node(corner, "ReduceSum") else None
     if product is None or not is_node(product, "Mul"):
         return None
@@ -189,7 +189,7 @@ def _behind_views(value: ir.Value | None) -> ir.Node | None:
 
 
 def are_of_one_table(corners: list[ir.Node]) -> bool:
-    """Return whether four corners read one table, at locations [batch, queries, heads, levels, points, 2]."""
+    """Return whether four corners read one table at locations [batch, queries, heads, levels, points, 2]."""
     rows = [node for corner in corners if (node := find_row(corner)) is not None]
     tables = {[*before_casts(node.inputs[0])][-1] for node in rows if node.inputs[0] is not None}
     return len(rows) == 4 and len(tables) == 1 and bool(_scaled_locations(rows[0])[0])
@@ -208,7 +208,7 @@ def read_table(corners: list[ir.Node]) -> Samples:
 
 
 def list_shares(corner: ir.Node) -> list[ir.Value]:
-    """Return what a corner's share may be computed from, the farthest first."""
+    """Return candidates for weights: the sources of a corner's coefficient, the farthest first."""
     product = producer(corner.inputs[0])
     assert product is not None
     shares = [v for v in product.inputs if v is not None and _behind_views(v) is None]
@@ -217,7 +217,7 @@ def list_shares(corner: ir.Node) -> list[ir.Value]:
 
 
 def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
-    """Return tensors of six axes that the index is computed from, and the sizes of maps that it is computed with."""
+    """Return tensors of six axes from which the index is computed, and the constant sizes of maps in the computation."""
     chains: list[list[ir.Value]] = []
     sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
     both: dict[Maps, None] = {}
@@ -238,7 +238,7 @@ def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
 
 
 def _scaled(row: ir.Node) -> Iterator[tuple[ir.Value, np.ndarray[Any, Any]]]:
-    """Yield floats that the index of a row is computed from and that are multiplied by constants, and the constants."""
+    """Yield (factor, constant) for each product of floats from which the index of a row is computed."""
     assert row.inputs[1] is not None
     for value in _indices_of_rows(row.inputs[1]):
         node = value.producer()

@@ -1,4 +1,4 @@
-"""Write a model to a temporary file, check it, and rename it when onnxruntime loads it."""
+"""Write a model to a temporary file, check that onnxruntime loads it, and rename it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ._order import check
 
 
 def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
-    """Write the model. Return the error of onnxruntime if it lacks a kernel for another node of the file.
+    """Write the model. Return onnxruntime's error if it lacks a kernel for another node of the file.
 
-    Weights stay in the file, or in a file beside it. Sizes are those that the file said; our nodes get their fixed sizes.
+    Weights stay in the model's file or in a file beside it. Sizes are those of the original file; our nodes get fixed sizes.
     """
     _restore_defaults(model)
     read = {path_in, *(Path(tensor.path) for tensor in list_external(model))}
@@ -30,7 +30,7 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
     RemoveUnusedNodesPass()(model)
     _import_domains(model)
     weights = f"{path_out.name}.data" if list(list_external(model)) else None
-    files = [weights, path_out.name] if weights else [path_out.name]  # the model last: it is whole when it is there
+    files = [weights, path_out.name] if weights else [path_out.name]  # the model last, so that a model is never incomplete
     _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
@@ -46,13 +46,13 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
 
 
 def _why_not(model: ir.Model, path: Path) -> str | None:
-    """Return the error of onnx's checker or of onnxruntime, if any.
+    """Return the error of onnx's checker or of onnxruntime, or None.
 
-    A file whose nodes need other libraries is not loaded. Nodes of a form are loaded as our node.
+    A file whose nodes need other libraries is not loaded. Nodes of other forms are loaded as our node.
     """
     try:
         check(path, onnx.load(path, format="protobuf", load_external_data=False))
-    except Exception as error:  # its own, or of a letter in it
+    except Exception as error:  # onnx raises its own classes, and UnicodeError
         return quote_checker(error)
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     used = {node.domain for node in nodes if node.op_type != NODES.get(node.domain)}
@@ -63,7 +63,7 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
 
 
 def with_ours(path: Path) -> Path:
-    """Write a file beside it that has our node in place of each node of another form."""
+    """Write a copy of the file with our node in place of each node of another form."""
     model = ir.load(path)
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     use_our_nodes(model, [node for node in nodes if node.domain in NODES and node.domain != OURS])
@@ -72,7 +72,7 @@ def with_ours(path: Path) -> Path:
 
 
 def _refused(path: Path, has_ours: bool) -> str | None:
-    """Return the error of onnxruntime, if any."""
+    """Return onnxruntime's error, or None."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -82,13 +82,13 @@ def _refused(path: Path, has_ours: bool) -> str | None:
         if has_ours:
             options.register_custom_ops_library(str(config.library_path()))
         onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # it has a dozen kinds of its own
+    except Exception as error:  # onnxruntime raises a dozen classes
         return first_line(error)
     return None
 
 
 def _import_domains(model: ir.Model) -> None:
-    """Import the domains of the forms whose nodes the model has, and no others."""
+    """Import exactly the domains of forms whose nodes the model has."""
     for domain in NODES:
         if any(node.domain == domain for node in ir.traversal.RecursiveGraphIterator(model.graph)):
             model.graph.opset_imports.setdefault(domain, 1)
@@ -113,7 +113,7 @@ def _restore_sizes(model: ir.Model) -> None:
 
 
 def _spare(read: set[Path], path_in: Path, targets: list[Path]) -> None:
-    """Refuse to write over what path_in reads, under any name of it."""
+    """Refuse to overwrite a file that path_in reads, whatever the file is called."""
     for old in targets:
         if old.exists() and any(old.samefile(path) for path in read):
             raise ValueError(f"path_out must leave the files of path_in alone; got {targets[0]}, and {path_in} reads {old}")

@@ -1,7 +1,7 @@
-"""Where an ONNX graph samples deformably: samples of levels, weighted and summed up.
+"""Find candidates for deformable attention in an ONNX graph: weighted sums of samples.
 
-Writings differ in how they move values about (Reshape, Transpose, Split, Gather ...), so nothing here requires one order of
-nodes. It walks from a sum back to the tensors that the operator would take. `_trial.py` then computes both.
+Files differ in how they move values (Reshape, Transpose, Split, Gather ...), so the search requires no order of nodes. It walks
+from a sum back to tensors that may be the operator's inputs. `_trial.py` then compares the sum with the operator.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ._samples import (
     split_levels,
 )
 
-_MAPS = 1000  # ways to read the sizes of all levels; nearly all of them are no tensor's number of keys
-Pairs = list[tuple[ir.Value, ir.Value]]  # samples, and the weights that they are multiplied by
+_MAPS = 1000  # most combinations of level sizes; nearly none has a total that is a tensor's number of keys
+Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Sampling:
 
     value: ir.Value  # [bs, num_keys, num_heads, channels], or the last two in one axis
     locations: ir.Value  # [bs, num_queries, num_heads, num_levels, num_points, 2], or levels and points in one axis
-    weights: ir.Value  # the same without the last axis
+    weights: ir.Value  # as locations, without the last axis
     output: ir.Value  # [bs, num_queries, num_heads * channels]
     maps: Maps
-    points: tuple[int, ...]  # of each level
+    points: tuple[int, ...]  # points of each level
     num_heads: int
     channels: int
-    dtype: ir.DataType | None  # of the sum
-    broadcasts: bool = False  # sizes of 1 in one input stand for any size in another
+    dtype: ir.DataType | None  # the dtype of the sum
+    broadcasts: bool = False  # a size of 1 in an input may be broadcast to the size in another
 
     @property
     def ends(self) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -51,12 +51,12 @@ class Sampling:
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
-        """Return the ends that are no constants outside of the graph, by their roles."""
+        """Return role -> end, without constants that are not in the graph."""
         ends = zip(("value", "locations", "weights"), self.ends, strict=True)
         return {role: end for role, end in ends if end.graph is not None or end.const_value is None}
 
     def sizes(self, tensor: ir.Value) -> tuple[int, ...]:
-        """Return the sizes of value behind its keys, or of locations or weights behind queries, as this file has them."""
+        """Return the sizes of the axes after keys (value) or after queries (locations, weights), as in this file."""
         if tensor is self.value:
             split = len(dims(tensor)) == 4
             return (self.num_heads, self.channels) if split else (self.num_heads * self.channels,)
@@ -76,7 +76,7 @@ class Sampling:
 
 
 def _factors(node: ir.Node) -> Pairs:
-    """Return the two factors of a product that the node sums up, in both orders."""
+    """Return the two factors of a product that the node sums, in both orders."""
     product = producer(node.inputs[0]) if is_node(node, "ReduceSum") else None
     if product is None or not is_node(product, "Mul"):
         return []
@@ -85,7 +85,7 @@ def _factors(node: ir.Node) -> Pairs:
 
 
 def _add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
-    """Return each node that has a leaf, or Add of such nodes, with the leaves in order."""
+    """Return node -> leaves in order, for each node that has a leaf, and for each Add of such nodes."""
     totals: dict[ir.Node, list[Any]] = {}
     for node in graph:
         if first := leaf(node):
@@ -99,20 +99,20 @@ def _add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, li
 
 
 def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
-    """Return each ReduceSum over weighted samples, or Add of such sums, in the order of levels."""
+    """Return node -> pairs in the order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
     return _add_up(graph, lambda node: next((pair for pair in _factors(node) if split_levels(pair[0])), None))
 
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
-    """Return the last Add of each sum of four corners, and the corners' ReduceSum nodes."""
+    """Return last Add -> four ReduceSum nodes, for each sum of four corners."""
     corners = _add_up(graph, lambda node: node if find_row(node) else None)
     return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
 
 
 def find_candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Value]) -> list[Sampling]:
-    """Return possible samplings by shapes, the likeliest first. A trial decides.
+    """Return the samplings that shapes allow, the likeliest first. A trial decides.
 
-    Constants are value, locations or weights of all levels, if the file has their numbers.
+    `constants` has value, locations or weights of all levels if they are constants.
     """
     levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
     weights = [constants["weights"]] if "weights" in constants else intersect(sources_of_chosen(w) for _, w in pairs)
@@ -128,7 +128,7 @@ def _is_cast(sampling: Sampling) -> bool:
 
 
 def _doubt(sampling: Sampling) -> int:
-    """Count sizes of batch and queries that are not those of locations: a file may give one size two names. Count casts."""
+    """Return a penalty: sizes of batch and queries that differ from those of locations, because names may differ, and casts."""
     bs, queries = dims(sampling.locations)[:2]
     sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
     different = sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
@@ -136,7 +136,7 @@ def _doubt(sampling: Sampling) -> int:
 
 
 def _candidates(node: ir.Node, levels: list[Samples], weights: list[ir.Value]) -> Iterator[Sampling]:
-    """Yield samplings; more than one where two sizes are equal."""
+    """Yield samplings. If two sizes are equal, there are several."""
     images, locations = intersect(level.images for level in levels), intersect(level.locations for level in levels)
     for choice in itertools.islice(itertools.product(*(level.maps for level in levels)), _MAPS):
         maps = tuple(size for sizes in choice for size in sizes)
@@ -164,7 +164,7 @@ def _with_heads(
 
 
 def _without_casts(values: list[ir.Value]) -> Iterable[ir.Value]:
-    """Return the first of values that differ by casts alone."""
+    """Return the first of each group of values that differ only by casts."""
     firsts: dict[ir.Value, ir.Value] = {}
     for value in values:
         *_, uncast = before_casts(value)
@@ -173,7 +173,7 @@ def _without_casts(values: list[ir.Value]) -> Iterable[ir.Value]:
 
 
 def _ends(value: ir.Value, *last: tuple[int, ...]) -> bool:
-    """Return whether the value has two axes and then one of these. A size that the file does not fix matches any."""
+    """Return whether the sizes after the first two axes are one of `ends`. A free size matches any size."""
     return any(len(dims(value)) == 2 + len(sizes) and all(map(_may_be, dims(value)[2:], sizes)) for sizes in last)
 
 
@@ -182,7 +182,7 @@ def _may_be(size: int | str | None, number: int) -> bool:
 
 
 def _width(value: ir.Value, keys: int, heads: int) -> int:
-    """Return the channels of all heads of a tensor that has value's shape; 0 for another tensor."""
+    """Return num_heads * channels if the tensor has value's shape; else 0."""
     sizes = dims(value)
     fits = (len(sizes) == 4 and sizes[2] == heads) or len(sizes) == 3
     if not fits or not _may_be(sizes[1], keys) or not all(isinstance(s, int) for s in sizes[2:]):
@@ -192,7 +192,7 @@ def _width(value: ir.Value, keys: int, heads: int) -> int:
 
 
 def _outputs_of_sum(node: ir.Node, width: int) -> Iterator[ir.Value]:
-    """Yield the sum and its views with three axes, up to the first value that has another reader."""
+    """Yield the sum and its views with three axes, up to the first value with another reader."""
     value = node.outputs[0]
     while True:
         if len(shape := dims(value)) == 3 and _may_be(shape[2], width):

@@ -1,7 +1,7 @@
-"""Sizes of batch and queries in a trial, if a file leaves them free.
+"""Choose batch and queries for a trial, if a file leaves them free.
 
-A graph specialised to at most 100 queries would pass a trial with 7. So also try a size above every number with which a node of
-the part cuts, picks, pads or compares a free size. If that is too many for a trial, the attention stays.
+A graph specialised to at most 100 queries would pass a trial with 7. So also try a size above every number with which a node
+cuts, picks, pads or compares a free size. If that size is too large for a trial, the attention is left.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Size = int | str | None
 Shapes = tuple[tuple[int, ...], ...]  # of value, locations and weights
 
 FEW = 2, 7  # batch and queries
-_AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)  # tensors, and their axes of batch (0) and queries (1)
-_ELEMENTS = 2**26  # of value or of samples in a trial: 0.25 GB in float32; a quarter of that where it is only for its sizes
+_AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)  # (index of the tensor in ends, its axis of batch (0) or queries (1))
+_ELEMENTS = 2**26  # most elements of value or samples in a trial, 0.25 GB in float32; a quarter in trials of sizes
 _ENDLESS = 2**31 - 1  # "to the end", in 32 bits or in 64
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
-_SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide about the shape alone
+_SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs only decide the shape
 
 
 def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
-    """Return the size of batch (0) or queries (1) if the file fixes it, and the size that it says of each tensor.
+    """Return the fixed size of batch (0) or queries (1), or None, and the size in each tensor.
 
-    A size of 1 in one tensor may stand for any size in another.
+    A size of 1 in one tensor may be broadcast to the size in another.
     """
     seen = [dims(tensor)[axis] for tensor in sampling.ends[axis:]]
     numbers = sorted({size for size in seen if isinstance(size, int)})
@@ -41,7 +41,7 @@ def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
 def make_shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[int, int]] = ()) -> Shapes:
     """Return shapes of value, locations and weights.
 
-    Axes (tensor, axis) of `ones` have size 1, as axes that the file fixes to 1.
+    Axes (tensor, axis) in `ones` have size 1, as have axes that the file fixes to 1.
     """
     ones = {*ones, *((i, axis) for i, axis in _AXES if dims(sampling.ends[i])[axis] == 1)}
     whole = _whole(sampling, bs, queries)
@@ -59,7 +59,7 @@ def _whole(sampling: Sampling, bs: int, queries: int) -> Shapes:
 
 
 def name_sizes(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
-    """Return the numbers that names of batch and queries stand for; of sizes with one name, the largest."""
+    """Return name -> number for names of batch and queries: the largest of the sizes with this name."""
     numbers: tuple[dict[str, int], dict[str, int]] = {}, {}
     for i, axis in _AXES:
         if isinstance(name := dims(sampling.ends[i])[axis], str):
@@ -70,7 +70,7 @@ def name_sizes(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
 
 
 def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
-    """Yield shapes with sizes of 1 on some axes, where the file does not say that these axes have equal sizes."""
+    """Yield shapes with size 1 on some axes, unless the file says that the sizes are equal."""
     numbers = [find_fixed(sampling, axis)[0] for axis in (0, 1)]
     bs, queries = (few if size in (None, 1) else size for size, few in zip(numbers, FEW, strict=True))
     groups: dict[Any, list[tuple[int, int]]] = {}
@@ -87,7 +87,7 @@ def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
 
 
 def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
-    """Return pairs (batch, queries), the first for most of the trial."""
+    """Return pairs (batch, queries). Most runs of the trial use the first pair."""
     most = max(_numbers(list(nodes)), default=0)
     choices = []
     for axis, few in enumerate(FEW):
@@ -113,7 +113,7 @@ def _afford(sampling: Sampling, bs: int, queries: int, most: int) -> None:
 
 
 def _numbers(nodes: list[ir.Node]) -> Iterator[int]:
-    """Yield the numbers that a free size meets in the nodes, except ends that mean "to the end"."""
+    """Yield the numbers with which nodes cut or compare a free size, except for "to the end"."""
     free = _free(nodes)
     for node in nodes:
         data = node.inputs[0] if node.inputs else None
@@ -142,10 +142,10 @@ def _is_fixed(data: ir.Value, axis: int | None) -> bool:
 
 
 def _cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
-    """Return the numbers with which the node cuts, picks or extends axes. The axis may be unknown."""
+    """Return (axis, number) for the numbers with which the node cuts, picks or extends axes. None is an unknown axis."""
 
     def read(index: int, name: str) -> list[Any]:
-        """Return an input, which was an attribute in older opsets."""
+        """Return the numbers of an input, or of the attribute that older opsets have."""
         return list(_attribute(node, name, ())) or (_table(node.inputs[index]) if index < len(node.inputs) else [])
 
     axis = _attribute(node, "axis", 0)
@@ -164,7 +164,7 @@ def _cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
 
 
 def _free(nodes: list[ir.Node]) -> set[ir.Value]:
-    """Return the values that are computed from sizes that the file leaves free. The nodes must be in topological order."""
+    """Return the values that are computed from free sizes. The nodes must be in topological order."""
     free: set[ir.Value] = set()
     for node in nodes:
         inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs

@@ -1,10 +1,10 @@
-"""Whether a part of an ONNX graph computes multi_scale_deformable_attn: run it beside the operator on random inputs.
+"""Prove that a part of an ONNX graph computes multi_scale_deformable_attn: run both on random inputs.
 
 The subgraph is multilinear in value and weights, so agreement on random inputs means equality with probability 1. Only
-locations may branch, by floors and clips; they are drawn on the maps, across every border, and far away: they hit every branch.
+locations may branch, by floors and clips. They are drawn on the maps, across every border and far away, to hit every branch.
 
-A part in 16 bits is tried in float32: the trial is then sharper, and onnxruntime has all kernels. A part in float64 is tried in
-float32 if onnxruntime lacks a kernel for it.
+A part in 16 bits runs in float32, because the trial is then more exact and onnxruntime has all kernels. A part in float64 runs
+in float32 only if onnxruntime lacks a kernel for it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _BRANCHES = {
     "Where": (1, 2),
 }
 _QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `mx-driving fuse --json` names in the float file"
-_SAMPLES = 500  # of a level, at least, in each kind of place
+_SAMPLES = 500  # least samples of a level, for each kind of locations
 
 
 def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
-    """Return whether the node may take part; `linear` holds the values that depend on value or weights."""
+    """Return whether the part may have this node. `linear` has the values that depend on value or weights."""
     if is_node(node, *MOVES) and not is_node(node, *PAIRS):
         return not any(v in linear for v in node.inputs[1:])
     if is_node(node, *_COMPUTE):
@@ -80,7 +80,7 @@ def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
 
 
 def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
-    maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # constants are not computed from value
+    maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # a constant map does not depend on `value`
     if pairs := [str(node.name) for node in nodes if is_node(node, "DequantizeLinear")]:
         between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
         raise Unfit(f"{between}; {_QUANTISED}")
@@ -91,7 +91,7 @@ def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
 
 
 def _follow(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
-    """Return the values that the nodes compute from the ends, other than from their shapes."""
+    """Return the values that the nodes compute from elements of the ends, not only from their shapes."""
     reached, todo = set(ends), list(ends)
     while todo:
         inside = (use.node for use in todo.pop().uses() if use.node in nodes and not is_node(use.node, "Shape", "Size"))
@@ -102,7 +102,7 @@ def _follow(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
 
 
 def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
-    """Return the output of a Shape node if the file says it."""
+    """Return the output of a Shape node if the file has these sizes; else None."""
     node = shape_of.producer()
     assert node is not None
     assert node.inputs[0] is not None
@@ -112,7 +112,7 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
 
 
 def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) -> Tensor:
-    """Return locations around the outermost pixels of the maps in one axis or both."""
+    """Return locations near the outermost pixels of the maps, in one axis or both."""
     points = torch.tensor(sampling.points)
     sides = torch.tensor([(width, height) for height, width in sampling.maps]).repeat_interleave(points, 0)
     first_or_last = torch.randint(2, (*sizes, 2), generator=random) * (sides - 1)
@@ -122,7 +122,7 @@ def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) ->
 
 
 def _draw_locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
-    """Return locations of three kinds in turn: on and around the maps, across their borders, and far away."""
+    """Return locations of three kinds by seed: on and around the maps, across their borders, and far away."""
     random = torch.Generator().manual_seed(seed)
     sizes = bs, queries, sampling.num_heads, sum(sampling.points)
     if seed % 3 == 1:
@@ -132,7 +132,7 @@ def _draw_locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Ten
 
 
 def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
-    """Return value, locations and weights of these shapes, which have the axes of the file: constants, or random numbers."""
+    """Return value, locations and weights in the axes of the file: constants of the file, or random numbers."""
     random = torch.Generator().manual_seed(seed)
     value, located, weights = _sizes.broadcast(sampling, shapes)
     tensors = (
@@ -155,7 +155,7 @@ def make_tables(sampling: Sampling) -> tuple[list[list[int]], list[int]]:
 
 
 def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    """Return indices of samples that give every level as many points as the largest level has, and a mask: 0 for padding."""
+    """Return indices of samples that pad all levels to the same number of points, and a mask with 0 for padding."""
     most, starts = max(points), [0, *itertools.accumulate(points)]
     indices = [
         (start + min(p, count - 1), float(p < count)) for start, count in zip(starts, points, strict=False) for p in range(most)
@@ -164,7 +164,7 @@ def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
 
 
 def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the five inputs of the operator, of value, locations and weights in the graph's axes."""
+    """Return the five inputs of the operator from value, locations and weights in the axes of the graph."""
     value, locations, weights = inputs
     bs, queries = max(map(len, inputs)), max(locations.shape[1], weights.shape[1])
     value = value.expand(bs, *value.shape[1:])
@@ -181,7 +181,7 @@ def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Te
 
 
 def _run_ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-    """Return the operator's output in float64, and the largest sum of absolute terms, to which rounding is proportional."""
+    """Return the operator's output in float64 and the scale of rounding errors, the largest sum of absolute terms."""
     called = make_bare_inputs(sampling, tuple(t.double() for t in inputs))
     return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
 
@@ -193,7 +193,7 @@ def cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
 
 
 def _open_session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> tuple[Any, set[ir.DataType]]:
-    """Return a session of the part of the graph, and the dtypes that it has as float32."""
+    """Return a session of the part of the graph, and the dtypes that became float32 in it."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -216,10 +216,10 @@ def _lacks_a_kernel(onnxruntime: Any) -> type[Exception]:
 
 
 def _compute_in_float32(graph: ir.Graph, dtypes: set[ir.DataType]) -> None:
-    """Put float32 in the place of these dtypes."""
+    """Replace these dtypes by float32."""
     for value in (*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)):
         if value.dtype in dtypes:
-            value.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: the whole file's value shares the old one
+            value.type = ir.TensorType(ir.DataType.FLOAT)  # a new object, because the whole file shares the old type
             value.const_value = None if value.const_value is None else _to_float32(value.const_value)
     for node in graph:
         for name, attribute in list(node.attributes.items()):
@@ -242,7 +242,7 @@ def _check_dtypes(sampling: Sampling) -> None:
 def _run(
     session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the output of the part of the graph, and the inputs in the dtypes of the trial."""
+    """Run the part of the graph. Return its output, and the inputs in the dtypes of the trial."""
     running, narrow = session
     names = _sizes.name_sizes(sampling, tuple(tuple(t.shape) for t in tensors))
     doubles = [end.dtype == ir.DataType.DOUBLE and end.dtype not in narrow for end in sampling.ends]
@@ -256,7 +256,7 @@ def _run(
 
 
 def prove(model: ir.Model, sampling: Sampling) -> Sampling:
-    """Return the sampling if the part of the graph gives what the operator gives, but for rounding; else raise Unfit."""
+    """Return the sampling if the part of the graph equals the operator within rounding; else raise Unfit."""
     nodes, sizes = collect_part(sampling)
     _check_dtypes(sampling)
     pairs = _sizes.choose_trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
@@ -274,7 +274,7 @@ def prove(model: ir.Model, sampling: Sampling) -> Sampling:
 
 
 def _broadcasts(session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value]) -> bool:
-    """Return whether the part of the graph broadcasts sizes of 1, as the operator does not. Most parts fail with such sizes."""
+    """Return whether the part of the graph broadcasts sizes of 1. The operator does not, and most parts fail."""
     runs = False
     for shapes in _sizes.vary_ones(sampling):
         try:
@@ -293,7 +293,7 @@ def _broadcasts(session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes
 def _as_unfit() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # it has a dozen kinds of its own
+    except Exception as error:  # onnxruntime raises a dozen classes
         raise Unfit(f"a trial in onnxruntime failed: {first_line(error)}") from None
 
 

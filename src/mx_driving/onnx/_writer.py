@@ -1,4 +1,4 @@
-"""New nodes and tables of a graph, under names that are free."""
+"""Write new nodes and tables into a graph, under unused names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._graph import dims
 
 
 def list_names(model: ir.Model) -> set[str]:
-    """All names of tensors and nodes: a subgraph must not hide one of the graph around it."""
+    """Return all names of tensors and nodes, also of subgraphs, which must not hide a name of the outer graph."""
     graphs = list(model.graphs())
     nodes = [node for graph in graphs for node in graph]
     values = [*(v for g in graphs for v in (*g.inputs, *g.initializers.values())), *(v for n in nodes for v in n.outputs)]
@@ -20,9 +20,9 @@ def list_names(model: ir.Model) -> set[str]:
 
 
 class Writer:
-    """Nodes in place of an old tensor, whose names begin with its name.
+    """Writes nodes that replace an old tensor. Their names begin with the name of the tensor.
 
-    As a context it leaves the graph as it is where a form does not fit: nothing reads for nodes that are not put in place.
+    As a context manager, it detaches the new nodes after an exception, so that the graph is unchanged.
     """
 
     def __init__(self, model: ir.Model, old: ir.Value) -> None:
@@ -39,7 +39,7 @@ class Writer:
         return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
 
     def copy(self, value: ir.Value) -> ir.Value:
-        """Return a constant that is not in the graph as a table."""
+        """Write a constant that is not in the graph as a table."""
         assert value.const_value is not None
         return self.table(str(value.name).rpartition("/")[2], value.const_value.numpy(), value.const_value.dtype.numpy())
 
@@ -48,13 +48,13 @@ class Writer:
         return self.tape.op(kind, inputs, attributes or None, domain=domain, name=name, output=ir.Value(name=name))
 
     def like(self, value: ir.Value, kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """A node of the value and the inputs, whose output has the value's dtype."""
+        """Write a node of the value and the inputs. Its output has the value's dtype."""
         new = self.op(kind, value, *inputs, **attributes)
         new.type = value.type
         return new
 
     def reshape(self, value: ir.Value, *sizes: int) -> ir.Value:
-        """Return the value with its first two axes, and then these sizes."""
+        """Reshape the value to its first two axes and then these sizes."""
         if dims(value)[2:] == sizes:
             return value
         new = self.like(value, "Reshape", self.table("shape", [0, 0, *sizes]))
@@ -62,7 +62,7 @@ class Writer:
         return new
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """A tensor of another dtype; the numbers of a table are cast here."""
+        """Cast a value. A new table is replaced by a table of the dtype."""
         if value.dtype == dtype:
             return value
         if value in self.tape.initializers and value.const_value is not None:
@@ -80,7 +80,7 @@ class Writer:
                 node.replace_input_with(index, None)
 
     def put_in_place(self, new: ir.Value) -> None:
-        """`new` takes the old tensor's readers, name, sizes and dtype."""
+        """Replace the old tensor by `new`, which gets its readers, name, sizes and dtype."""
         old, producer = self.old, self.old.producer()
         assert producer is not None
         graph = producer.graph
