@@ -51,7 +51,7 @@ def test_weights_in_a_link_to_itself(tmp_path):
     (tmp_path / "weights").unlink()
     (tmp_path / "weights").symlink_to("weights")
     with pytest.raises(ValueError, match=r"path_in must have its weights beside it; got .*, and no file weights"):
-        mx_driving.onnx.fuse(path, tmp_path / "after.onnx")
+        mx_driving.onnx.fuse(tmp_path / "b.onnx", tmp_path / "after.onnx")
 
 
 def test_numbers_in_the_other_order_of_bytes_are_read(mx, stacked, tmp_path):
