@@ -44,10 +44,9 @@ def test_a_link_to_itself_is_one_sentence(command, who, mx, stacked, monkeypatch
 
 
 def test_weights_in_a_link_to_itself(tmp_path):
-    writings.export(writings.Projected(), tmp_path / "a.onnx", "older")
-    onnx.save(
-        onnx.load(tmp_path / "a.onnx"), tmp_path / "b.onnx", save_as_external_data=True, location="weights", size_threshold=0
-    )
+    path = tmp_path / "b.onnx"
+    writings.export(writings.Projected(), path, "older")
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
     (tmp_path / "weights").unlink()
     (tmp_path / "weights").symlink_to("weights")
     with pytest.raises(ValueError, match=r"path_in must have its weights beside it; got .*, and no file weights"):

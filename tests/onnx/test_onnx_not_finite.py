@@ -76,10 +76,11 @@ def test_a_fault_beside_them_is_found(tmp_path):
     assert report.comparisons[0].why.endswith(f"; 3 of 14 {SENTENCE}as in the file's input l")
 
 
-@pytest.mark.parametrize(
-    ("module", "origin", "share"), [(Divided(), "first from Div (/Div", "14"), (Constant(), "as in the file's constant ", "14")]
-)
-def test_what_the_file_makes_is_named(module, origin, share, mx, tmp_path):
+ORIGINS = [(Divided(), "first from Div (/Div"), (Constant(), "as in the file's constant ")]
+
+
+@pytest.mark.parametrize(("module", "origin"), ORIGINS)
+def test_what_the_file_makes_is_named(module, origin, mx, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     writings.export(module, before, "older")
     np.savez(tmp_path / "inputs.npz", **feeds())
@@ -89,7 +90,7 @@ def test_what_the_file_makes_is_named(module, origin, share, mx, tmp_path):
     options = ("--time", "--seconds", "0", "--inputs", tmp_path / "inputs.npz")
     status, said, problem = mx("fuse", before, after, *options)
     assert (status, problem, "change places" in said) == (0, "", False)
-    assert f"{share} % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}" in said
+    assert f"14.3 % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}" in said
 
 
 def test_other_differences_are_still_told(tmp_path):
@@ -99,7 +100,7 @@ def test_other_differences_are_still_told(tmp_path):
     writings.export(writings.Stacked(order=(1, 0)), after, "older")
     compared = onnx_files.compare(before, after, 0, feeds(BAD), list(report.locations.values()))
     assert compared.off or compared.difference > 0.1
-    assert compared.note.startswith("11 % of their numbers are left out")
+    assert compared.note.startswith("10.7 % of their numbers are left out")
 
 
 def test_plugins_have_locations_too(tmp_path):

@@ -165,7 +165,7 @@ def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[A
         others = list(run(_not_finite.replace(model, names)).values())
     masks = [_differs(one, other) for one, other in zip(theirs, others, strict=False)]
     share = 100 * sum(int(mask.sum()) for mask in masks) / max(1, sum(mask.size for mask in masks))
-    note = f"{share:.2g} % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}"
+    note = f"{share:.3g} % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}"
     return [np.where(mask, b, a) if a.shape == b.shape else a for a, b, mask in zip(theirs, ours, masks, strict=True)], note
 
 

@@ -98,7 +98,7 @@ def judge(name: str, true: Array, near: list[Array], got: Array | None, other: A
         left_out = _distance(other, true) > usual + ulp
     distance, allowed = np.where(left_out, 0.0, distance), _FURTHER * usual + ulp
     off, changed = (float(np.mean(further > allowed)) for further in (distance, most))
-    note = f"{100 * left_out.mean():.2g} % of its numbers depend on locations that are NaN or infinite: not compared"
+    note = f"{100 * left_out.mean():.3g} % of its numbers depend on locations that are NaN or infinite: not compared"
     return Output(name, float(distance.max()), off, changed, note=note * bool(left_out.any()))
 
 
