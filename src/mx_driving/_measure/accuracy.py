@@ -14,14 +14,14 @@ from .._agreement import output_difference
 from .rivals import plain_form, recorded
 from .workloads import Args, Workload, cast, some_queries
 
-CHUNK = 605  # queries at a time through the reference, which keeps every sample of a level in memory
-QUICK = 121  # queries with --quick
-CHANNELS = 16  # at a time, and with --quick, of an operator that has no queries
+CHUNK = 605  # queries in one call of the reference, which has all samples of a level in memory
+QUICK = 121  # queries that --quick checks
+CHANNELS = 16  # as CHUNK and QUICK, for an operator without queries
 ULPS = 16
 
 
 class WorkloadErrors(NamedTuple):
-    """One operator on one workload. errors and allowed: the output's and each gradient's, relative to the largest entry."""
+    """The errors of an operator on a workload. `errors` and `allowed` are relative to the largest entry of each result."""
 
     workload: Workload
     dtype: str
@@ -45,18 +45,18 @@ class WorkloadErrors(NamedTuple):
 
 
 def _pieces(workload: Workload) -> tuple[int, int]:
-    """Return how many queries (channels) the reference takes at a time, and how many --quick does."""
+    """Return the number of queries (channels) in one call of the reference, and the number that --quick checks."""
     return (CHUNK, QUICK) if workload.row.kind != "pooling" else (CHANNELS, CHANNELS)
 
 
 def _by_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
-    """Return the output and all gradients."""
+    """Return the output and all gradients of the reference."""
     forward, backward = getattr(reference, workload.operator), getattr(reference, workload.operator + "_backward")
     return [forward(*args), *backward(grad, *args, [True] * len(workload.gradients))]
 
 
 def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[], None]) -> list[Tensor]:
-    """Return the reference in float64, some queries at a time. Join results that belong to queries; add the others."""
+    """Compute the reference in float64, in pieces of queries. Join results with an axis of queries, and add the others."""
     wide, wide_grad = cast(args, torch.float64), grad.double()
     query_axes = workload.row.axes[workload.row.queries]
     axes = (query_axes[-1], *(query_axes[i] for i in workload.differentiable))
@@ -102,7 +102,7 @@ def _times(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[f
     """Return the seconds of this package and of plain torch, forward and backward together."""
     operator, differentiable = getattr(torch.ops.mx_driving, workload.operator).default, workload.differentiable
     ours = _timed(recorded(operator, args, differentiable, grad), device)
-    # grid_sample has no 16-bit form on a CPU: there people compute in float32
+    # a CPU has no 16-bit grid_sample, so people compute in float32
     wide = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)
     plain = recorded(plain_form(workload.operator), wide, differentiable, grad.to(wide[0].dtype))
     return ours, _timed(plain, device)

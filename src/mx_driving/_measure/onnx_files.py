@@ -1,4 +1,4 @@
-"""An ONNX file before and after `mx_driving.onnx.fuse`: run by onnxruntime on the same inputs, compared, and timed in turn."""
+"""Run an ONNX file before and after `mx_driving.onnx.fuse` on the same inputs, and compare outputs and times."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .differences import difference_beside_ties, largest
 from .timing import interleaved
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-_FEW = 8  # columns
-_SAME = 1e-5  # of outputs' magnitude: nothing has to be explained
+_FEW = 8  # most columns that are compared one by one
+_SAME = 1e-5  # a difference below this share of the magnitude needs no explanation
 _DTYPES = {
     "tensor(float)": np.float32,
     "tensor(double)": np.float64,
@@ -40,7 +40,7 @@ class Compared:
     before: float  # milliseconds
     after: float
     rounds: int
-    note: str = ""  # which numbers are not compared
+    note: str = ""  # tells which numbers are not compared
 
     def __str__(self) -> str:
         off = f", {self.off} queries change places" if self.off else ""
@@ -51,7 +51,7 @@ class Compared:
 
 
 def session(path: Path) -> Any:
-    """On as many threads as torch has, with our nodes."""
+    """Return a session that knows our nodes and uses as many threads as torch."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -104,14 +104,14 @@ def _made(described: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
 
 
 def _marked(out: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The largest number of a dtype marks anchors that are none, and counts as infinite."""
+    """Replace the largest number of a dtype, with which models mark invalid anchors, by infinity."""
     tensor = torch.from_numpy(out)
     return torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
 
 
 def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the outputs that are floats. Boxes, scores and classes beside one another have magnitudes of their own: make an
-    entry of each column."""
+    """Return the floating outputs. Columns of an output may be boxes, scores and classes with different magnitudes, so each
+    column is an entry."""
     columns_by_name = {}
     for index, out in enumerate(outputs):
         if out.dtype.kind == "f" and out.size:

@@ -1,4 +1,4 @@
-"""The operators as people write them in plain torch today, to be measured against. Not used for correctness.
+"""The operators as people write them in plain torch, as rivals in measurements. Not used for correctness.
 
 Multi-scale attention and aggregation through grid_sample, geometric attention through a gather, pooling through index_add_.
 """

@@ -1,4 +1,4 @@
-"""A measurement as tables and as a CSV file."""
+"""Write measurements as tables and as CSV files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .._cli_support.show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"
-BARE = "bare operator"  # beside an operator with logits: on locations and weights that are ready
+BARE = "bare operator"  # the rival of an operator with logits, which gets computed locations and weights
 PLAIN = "plain torch"
 
 
 @cache
 def _commit() -> str:
-    """Return the commit of the source that this package runs from; nothing for a wheel, also in a repository of the user's.
-    Cached: writing a file that git tracks makes the commit dirty."""
+    """Return the commit of the source tree that this package runs from; "" for a wheel, even inside a repository of the user.
+    Cached, because a report that overwrites a tracked file makes the commit dirty."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)

@@ -17,7 +17,7 @@ from .workloads import Args, Workload
 
 
 class Rival(NamedTuple):
-    """An implementation, what it is given, and which of that has a gradient."""
+    """An implementation, its arguments, and the indices of differentiable arguments."""
 
     function: Callable[..., Tensor]
     args: Args
@@ -48,7 +48,7 @@ def operator_of(name: str, args: Args, differentiable: tuple[int, ...] | None = 
 
 
 def ours(workload: Workload, args: Args) -> dict[str, Rival]:
-    """Return the operator; beside one with logits, also the bare operator on locations and weights that are ready."""
+    """Return the operator, and for an operator with logits also the bare operator on computed locations and weights."""
     implementations = {OURS: operator_of(workload.operator, args, workload.learned)}
     if workload.row.bare:
         implementations[BARE] = operator_of(*workload.bare(args))

@@ -15,8 +15,8 @@ from .rivals import Rival, ours, recorded, rivals
 from .timing import Call, interleaved
 from .workloads import Args, Workload
 
-Calls = dict[str, dict[str, Call]]  # of each implementation: direction -> call
-Others = Callable[[Workload, str, Args, torch.Tensor], Calls]  # of a workload, a dtype, the arguments, the output's gradient
+Calls = dict[str, dict[str, Call]]  # implementation -> direction -> call
+Others = Callable[[Workload, str, Args, torch.Tensor], Calls]  # (workload, dtype, arguments, grad_output)
 
 
 def calls_of(rival: Rival, grad: torch.Tensor) -> dict[str, Call]:
@@ -43,7 +43,7 @@ def measure(workload: Workload, dtype: str, seconds: float, others: Others = lam
     output = own[OURS].function(*args)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     calls: Calls = {name: calls_of(rival, grad) for name, rival in own.items()}
-    if dtype in ("float32", "float64"):  # plain torch computes no 16 bits on a CPU
+    if dtype in ("float32", "float64"):  # plain torch does not compute in 16 bits on a CPU
         calls |= {name: calls_of(rival, grad) for name, rival in rivals(workload, args).items()}
     bare, bare_args = workload.bare(args)
     calls[OURS]["backward"] = _backward(workload.operator, args, grad, workload.learned)

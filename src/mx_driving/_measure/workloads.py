@@ -12,7 +12,7 @@ from .._operator import composition, geometry
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL, Operator
 
 Sizes = list[tuple[int, int]]
-Args = tuple[Any, ...]  # of an operator: tensors, None where an input may be left out, options
+Args = tuple[Any, ...]  # arguments of an operator: tensors, None for an omitted input, options
 
 
 class Workload(NamedTuple):
@@ -30,21 +30,21 @@ class Workload(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """Which of the inputs have a gradient."""
+        """Return the indices of the differentiable inputs."""
         return self.row.differentiable
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """Their names."""
+        """Return the names of the gradients."""
         return tuple(self.row.inputs[i] for i in self.differentiable)
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """Which of the inputs have a gradient that the model needs."""
+        """Return the indices of the inputs whose gradient the model needs."""
         return tuple(i for i in self.differentiable if self.row.inputs[i] not in self.constant)
 
     def inputs(self, dtype: str = "float32") -> Args:
-        """Return the arguments that every measurement is made with."""
+        """Return the arguments of all measurements."""
         return cast(self.make(torch.Generator().manual_seed(0)), getattr(torch, dtype))
 
     def bare(self, args: Args) -> tuple[str, Args]:
@@ -83,7 +83,7 @@ def _pyramid(sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def _attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tensor, points: int, spread: float):
-    """8 heads of 32 channels; points normally distributed about each query's centre, `spread` pixels of each level."""
+    """Draw 8 heads of 32 channels, and points normally distributed around each query's centre by `spread` pixels."""
     shapes, starts = _pyramid(sizes)
     levels, queries = len(sizes), centres.shape[-2]
     value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
@@ -101,49 +101,49 @@ def pixel_centres(height: int, width: int) -> Tensor:
 
 
 def encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
-    """A query per pixel of every level, looking near its own position."""
+    """Draw a query for each pixel of each level, which samples near the pixel."""
     return _attention(generator, bs, sizes, torch.cat([pixel_centres(*size) for size in sizes]), 4, 3.0)
 
 
 def decoder(generator: torch.Generator, sizes: Sizes, queries: int) -> tuple[Tensor, ...]:
-    """Object queries anywhere, points over a box of some pixels."""
+    """Draw object queries anywhere, with points in a box of some pixels."""
     return _attention(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
 
 
 def bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor, ...]:
-    """Six cameras; the queries of each are ground pillars in the order of the BEV grid, which sweep over the image."""
+    """Draw six cameras. The queries of a camera are pillars in the order of the BEV grid, and sweep over the image."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1).expand(6, -1, -1)
     return _attention(generator, 6, BEVFORMER, centres, 8, 4.0)
 
 
 def sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
-    """Six cameras of four scales, 256 channels in 8 groups; a point is seen by one camera, sometimes by its neighbour."""
+    """Draw six cameras of four scales, 256 channels in 8 groups. One camera, or two neighbours, see a point."""
     sizes = SPARSE4D
     shapes, starts = _pyramid(sizes * 6)
     features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
     heading = torch.rand(1, anchors, 1, 1, generator=generator) * 6
     extent = torch.randn(1, anchors, points, 2, generator=generator) * 0.05
     camera = torch.arange(6)
-    x = (heading + extent[..., :1] - camera + 0.1) % 6 / 1.2  # 0..1 within a camera, neighbours overlap by a sixth
+    x = (heading + extent[..., :1] - camera + 0.1) % 6 / 1.2  # 0..1 in a camera; neighbours overlap by a sixth
     y = (0.5 + 0.1 * torch.randn(1, anchors, 1, 1, generator=generator) + extent[..., 1:]).expand_as(x)
     weight = torch.rand(1, anchors, points * 24, 8, generator=generator).softmax(2)
     locations = torch.stack([x, y], -1)
-    for height, width in sizes:  # centres of coarse pixels lie between those of fine ones: one move does not undo another
+    for height, width in sizes:  # a move does not undo another: centres of coarse pixels are between centres of fine pixels
         locations = off_lattice(locations, torch.tensor([width, height]))
     shapes, starts = shapes.view(6, 4, 2), starts.view(6, 4)
     return features, shapes, starts, locations, weight.view(1, anchors, points, 6, 4, 8)
 
 
 def maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], points: int) -> tuple[Tensor, ...]:
-    """Each BEV cell reads a few pixels of six camera images near where it projects; integral locations."""
+    """Draw BEV cells that read a few pixels of six images around their projection, at integer locations."""
     centres = pixel_centres(*bev).flip(-1)[None]
     value, shapes, starts, locations, weights = _attention(generator, 6, sizes, centres, points, 3.0)
     return value, shapes, starts, (locations * shapes.flip(-1)[:, None]).long(), weights
 
 
 def _round_to_sixteen_bits(t: Tensor) -> Tensor:
-    """Round to numbers that every dtype holds, so that a row in 16 bits samples where the same row in float32 does."""
+    """Round to numbers that every dtype represents, so that rows in 16 bits and in float32 sample the same locations."""
     return (t.bfloat16() * 4096).round().float() / 4096
 
 
@@ -161,7 +161,7 @@ def _attention_with_logits(
     samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
     pixels = geometry.pixels(samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
-    offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 has such steps up to 32 pixels
+    offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 represents such steps up to 32 pixels
     return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
 
 
@@ -176,7 +176,7 @@ def _decoder_with_logits(generator: torch.Generator, sizes: Sizes, queries: int)
 
 
 def _bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> Args:
-    """A pillar has four reference points, one above the other; two of a query's eight points belong to each."""
+    """Draw pillars with four reference points above each other. Each has two of a query's eight points."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1)
     height = torch.tensor([0.06, 0.02, -0.02, -0.06])
@@ -185,7 +185,7 @@ def _bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> 
 
 
 def _maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], window: tuple[int, int]) -> Args:
-    """Each head of a BEV cell reads a window of (height, width) pixels at the projection of a height of its own."""
+    """Draw BEV cells. Each head has its own height, and reads a window of (height, width) pixels at its projection."""
     shapes, starts = _pyramid(sizes)
     value = torch.randn(6, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
     above = torch.stack([torch.zeros(8), torch.linspace(-0.2, 0.2, 8)], -1)
@@ -212,7 +212,7 @@ def ring_of_cameras() -> tuple[Tensor, Tensor]:
 
 
 def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int, sizes: Sizes) -> Args:
-    """Boxes of a car's size up to 50 metres away, seen by six cameras."""
+    """Draw boxes of a car's size up to 50 metres away, seen by six cameras."""
     shapes, starts = _pyramid(sizes * 6)
     features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
     shapes, starts = shapes.view(6, -1, 2), starts.view(6, -1)
@@ -274,7 +274,7 @@ def without_depth(args: Args) -> Args:
 def _vendor_attention(
     generator: torch.Generator, bs: int, queries: int, channels: int, heads: int, levels: int, points: int
 ) -> tuple[Tensor, ...]:
-    """Inputs drawn as in the vendor's documents; every level is 60 x 40."""
+    """Draw inputs as in the vendor's documents; every level is 60 x 40."""
     shapes = torch.tensor([[60, 40]] * levels)
     starts = torch.arange(levels) * 2400
     value = torch.rand(bs, 2400 * levels, heads, channels, generator=generator) * 0.01
@@ -289,7 +289,7 @@ def _vendor_geometric(generator: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _vendor_aggregation(generator: torch.Generator) -> tuple[Tensor, ...]:
-    """1 x 2816 x 256, one camera with one 32 x 88 map, 10 anchors x 2000 points, 8 groups."""
+    """Draw 1 x 2816 x 256, one camera with one 32 x 88 map, 10 anchors x 2000 points, 8 groups."""
     features = torch.rand(1, 2816, 256, generator=generator)
     locations = torch.rand(1, 10, 2000, 1, 2, generator=generator)
     weight = torch.rand(1, 10, 2000, 1, 1, 8, generator=generator)
@@ -297,7 +297,7 @@ def _vendor_aggregation(generator: torch.Generator) -> tuple[Tensor, ...]:
     return features, torch.tensor([[[32, 88]]]), torch.tensor([[0]]), locations, weight
 
 
-# The vendor documents' own example inputs.
+# Example inputs from the vendor's documents.
 EXAMPLES = (
     Workload("Vendor example small [1, 16, 32, 4, 1, 8]", MULTI_SCALE, lambda g: _vendor_attention(g, 1, 16, 32, 4, 1, 8)),
     Workload("Vendor example large [6, 9680, 32, 8, 4, 4]", MULTI_SCALE, lambda g: _vendor_attention(g, 6, 9680, 32, 8, 4, 4)),
@@ -314,9 +314,9 @@ def _from_logits(name: str, bare: str, make: Callable[[torch.Generator], Args], 
     return Workload(f"{name}, with logits", f"{bare}_with_logits", make, constant)
 
 
-GRID = "reference_points"  # of a grid, which the model does not learn
+GRID = "reference_points"  # `constant` of workloads whose reference points are a grid, which the model does not learn
 
-# From where linear layers end. Each has the sizes of the row whose name it continues.
+# Operators with logits. Each row has the sizes of the row whose name it continues.
 WITH_LOGITS = (
     _from_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder_with_logits(g, DETR), GRID),
     _from_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder_with_logits(g, DETR, 300)),
@@ -348,7 +348,7 @@ WORKLOADS = (
     *EXAMPLES,
 )
 
-# What `mx-driving check` runs: every operator, on sizes that the float64 reference does in seconds.
+# The rows of `mx-driving check`: all operators, with sizes that the float64 reference computes in seconds.
 CHECKED = (
     *EXAMPLES,
     *(w for w in WITH_LOGITS if w.name.startswith(("Deformable-DETR decoder", "MapTR nano"))),

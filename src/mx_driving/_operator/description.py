@@ -1,13 +1,13 @@
-"""What each operator takes and gives: one text, and its rows as `OPERATORS`.
+"""Describe the inputs and outputs of each operator: one text, and its rows as `OPERATORS`.
 
 native/src/call/description.cpp has the same as a table; a test compares them. A bare operator reads its first input, value, at
-the samples that two index tables, locations and weights describe. An operator with logits takes what linear layers give, and is
-built on a bare operator.
+samples, which two index tables, locations and weights describe. An operator with logits takes the outputs of linear layers, and
+is built on a bare operator.
 
-A line that begins an operator is its name. Below it stand its kind (attention, aggregation or pooling) and its tensors in
+The first line of an operator is its name. Below are its kind (attention, aggregation or pooling) and its tensors in
 order: name, elements, axes and marks, with two spaces or more between. `floating` is float32, float64, float16 or
-bfloat16, `index` is int32 or int64, `number` is either. The elements of the output are those of the input that is named there.
-Axes of one name have one size; `a * b` is one axis, which an input may also have as two, `2 or 4` is an axis of either size.
+bfloat16, `index` is int32 or int64, `number` is either. The output has the dtype of the input that is named in its line.
+Axes of one name have one size; `a * b` is one axis, or two axes in an input. `2 or 4` is an axis of either size.
 `R` is the number of reference points, which depends on an option. After the output come `sizes`, axes that no input has: calls
 give them as numbers; `option`, a name and its words; `divides`, an axis that divides another; `sharded`, the axes along which
 processes may share the work; and `built on`, the bare operator.
@@ -115,12 +115,12 @@ bev_pool_v3
     sharded                  c, n
 """
 
-# Axis -> its dimension in each input and in the output. None: the input is needed whole, or the output is a sum over the axis.
+# Axis -> its dimension in each input and in the output. None: the whole input is needed, or the output is a sum over the axis.
 Axes = dict[str, tuple[int | None, ...]]
 
 
 # attention: heads sample the levels of a pyramid. aggregation: groups of channels sample the maps of cameras. pooling: points
-# are added up in cells.
+# are summed in cells.
 Kind = Literal["attention", "aggregation", "pooling"]
 
 
@@ -136,11 +136,11 @@ class SamplingInputs(NamedTuple):
 
 class Input(NamedTuple):
     name: str
-    elements: str  # floating, index or number
+    elements: str  # "floating", "index" or "number"
     axes: tuple[str, ...]
     optional: bool
     gradient: bool
-    factors: tuple[str, ...]  # axes, with `a * b` as two
+    factors: tuple[str, ...]  # axes, where `a * b` is two
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,32 +148,32 @@ class Operator:
     name: str
     kind: Kind
     tensors: tuple[Input, ...]
-    output: tuple[str, ...]  # axes
+    output: tuple[str, ...]  # axes of the output
     rows: int  # rows of value that a sample reads
     sharded: tuple[str, ...]  # axes along which the work can be split
     sizes: tuple[str, ...]  # axes of the output that no input has; given as numbers
     choices: dict[str, tuple[str, ...]]  # option -> its words, the default first
-    divides: tuple[str, ...]  # the first of these axes divides the second; or none
+    divides: tuple[str, ...]  # (axis, axis that it divides), or empty
     bare: str  # the operator that this one is built on, or ""
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Names."""
+        """Return the names of the inputs."""
         return tuple(t.name for t in self.tensors)
 
     @cached_property
     def tables(self) -> tuple[str, str]:
-        """The names of the index tables."""
+        """Return the names of the index tables."""
         return self.inputs[1], self.inputs[2]
 
     @cached_property
     def differentiable(self) -> tuple[int, ...]:
-        """The indices of the inputs that have a gradient, value first."""
+        """Return the indices of the differentiable inputs, value first."""
         return tuple(i for i, t in enumerate(self.tensors) if t.gradient)
 
     @cached_property
     def weights(self) -> int:
-        """The index of weights or logits: an element for each sample, and group."""
+        """Return the index of weights or logits, which have an element for each sample and group."""
         return self.differentiable[-1]
 
     @property
@@ -182,27 +182,27 @@ class Operator:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The arguments behind the tensors, as a schema declares them."""
+        """Return the arguments after the tensors, as a schema declares them."""
         return (*(f"SymInt {size}" for size in self.sizes), *(f"str {option}" for option in self.choices))
 
     @property
     def queries(self) -> str:
-        """The axis of queries, anchors or channels: axis 1 of the output."""
+        """Return the axis of queries, anchors or channels: axis 1 of the output."""
         return self.output[1]
 
     @property
     def blocks(self) -> str:
-        """The axis that cuts channels into blocks: the output's last dimension is this axis times channels."""
+        """Return the axis that cuts channels into blocks. The output's last dimension is this axis times channels."""
         return self.divides[0] if self.divides else self.output[-1].split(" * ")[0]
 
     @cached_property
     def axes(self) -> Axes:
-        """The dimension of each of the axes `sharded` in each input and in the output."""
+        """Return axis -> its dimension in each input and in the output, for the axes `sharded`."""
         tensors = (*(t.axes for t in self.tensors), self.output)
         return {axis: tuple(self._dimension(axis, axes) for axes in tensors) for axis in self.sharded}
 
     def _dimension(self, axis: str, axes: tuple[str, ...]) -> int | None:
-        """Return the dimension of `axis` among `axes`: an axis itself, or an axis of blocks that it counts."""
+        """Return the dimension of `axis` in `axes`: the axis itself, or the axis of blocks that it counts; else None."""
         if axis in axes:
             return axes.index(axis)
         whole = self.divides[1] if self.divides[:1] == (axis,) else None
@@ -210,7 +210,7 @@ class Operator:
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
-        """The indices of the inputs that every process has whole: index tables, and inputs without a batch."""
+        """Return the indices of the inputs that every process needs whole: index tables, and inputs without a batch."""
         if self.kind == "pooling":
             return tuple(i for i, t in enumerate(self.tensors) if t.elements == "index")
         return tuple(i for i, dimension in enumerate(self.axes["bs"][:-1]) if dimension is None)
@@ -249,12 +249,12 @@ def _read(text: str) -> Iterator[Operator]:
 
 OPERATORS = {operator.name: operator for operator in _read(TEXT)}
 MULTI_SCALE, AGGREGATION, GEOMETRIC, POOL = (name for name, operator in OPERATORS.items() if not operator.bare)
-# Operators that read maps at locations
+# The operators that read maps at locations.
 SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.kind != "pooling"}
 
 
 def autocast_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype of an output under autocast: float32 where value has 16 bits."""
+    """Return the dtype of an output under autocast: float32 if value has 16 bits."""
     return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
 
 
