@@ -117,6 +117,10 @@ def test_training(found, kind):
     losses = found[kind]
     assert losses["together"] == pytest.approx(losses["alone"], rel=1e-12)
     assert losses["together"] < 0.99 * losses["before"]
+    patched = found[kind, "patched"]
+    assert patched["together"] == pytest.approx(patched["alone"], rel=1e-12)
+    assert patched["together"] < 0.99 * patched["before"]
+    assert (patched["proven"], patched["kept"]) == (5, {})  # two layers of each model, and the core
 
 
 @pytest.mark.needs("fully_shard on a CPU")

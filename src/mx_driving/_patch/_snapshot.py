@@ -3,6 +3,7 @@ of a trial."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,5 +83,5 @@ def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
         parts = {**vars(thing), **thing._parameters, **thing._buffers, **thing._modules}
         parts = {name: part for name, part in parts.items() if name not in (VERDICTS, "_parameters", "_buffers", "_modules")}
     else:
-        parts = {} if callable(thing) else getattr(thing, "__dict__", {})
+        parts = {} if callable(thing) or isinstance(thing, types.ModuleType) else getattr(thing, "__dict__", {})
     return [(f"{path}.{name}".lstrip("."), part) for name, part in parts.items()]
