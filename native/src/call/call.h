@@ -20,8 +20,10 @@ namespace mxd {
 //   projection           BATCH, MATRIX, ROW, COLUMN
 //   image_size           BATCH, MATRIX, EXTENT
 //
-// In bev_pool_v3 feat is value, with one batch and one head; depth, ranks_*: LISTED; output: BATCH,
-// CELL_CHANNEL, CELL_D, CELL_H, CELL_W
+// In bev_pool_v3 value is feat, with one batch and one head:
+//
+//   depth, ranks         LISTED
+//   output               BATCH, CELL_CHANNEL, CELL_D, CELL_H, CELL_W
 enum Axis {
     // clang-format off
     MAP_CAMERA = 0, MAP_SCALE = 1, HEIGHT_WIDTH = 2,
@@ -48,7 +50,7 @@ struct Tensor : mxd_tensor {
 struct Sizes {
     int64_t batch, keys, heads, channels, queries;
     int64_t levels, points;          // of deformable_aggregation: cameras * scales maps, and key points
-    int64_t cameras, scales;         // of other operators than deformable_aggregation: 1, and levels
+    int64_t cameras, scales;         // 1 and levels, except for deformable_aggregation
     int64_t groups, group_channels;  // of deformable_aggregation
     int64_t references, coordinates; // of reference points: R, or heads with a window; 2 for points, 4 for boxes
     int64_t cells;                   // of bev_pool_v3: bs * d * h * w; here keys is num_feat and points is n

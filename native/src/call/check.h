@@ -26,7 +26,7 @@ struct TensorInfo {
     const char *dtype_name = nullptr; // the name of a dtype that mxd_dtype does not have
 };
 
-// Check shapes and dtypes of a function's first `count` arguments. Every call runs this.
+// Checks shapes and dtypes of a function's first `count` arguments. Every call runs this.
 bool fits(const Function &function, TensorInfo *tensors, int count, int64_t option, AxisSizes &sizes);
 
 // An error: *name* must *rule*; got *fact*. The name is that of an argument.
@@ -46,7 +46,7 @@ std::string text_of(const int64_t *numbers, size_t count);
 // Returns the error for which `fits` returned false.
 Refusal refusal_of(const Function &function, const TensorInfo *tensors, int count, int64_t option);
 
-// Check that every tensor of a function has memory for its elements, and each result memory that no other tensor has.
+// Checks that every tensor of a function has memory for its elements, and that no result shares memory with another tensor.
 Refusal check_memory(const Function &function, const TensorInfo *tensors);
 
 // Returns the shape of a forward function's output.

@@ -57,12 +57,12 @@ enum Name : int { NONE = -1, MXD_SIZES(MXD_NAME) TWO, THREE, FOUR, TWO_OR_FOUR, 
 #undef MXD_NAME
 } // namespace sizes
 
-// "num_levels", "2 or 4"
+// The names of sizes, such as "num_levels" or "2 or 4".
 extern const char *const SIZE_NAMES[sizes::COUNT];
 // An entry is null if Sizes has no member for the size.
 extern int64_t Sizes::*const SIZE_MEMBERS[sizes::TWO];
 
-// A size, or the product of two.
+// A size, or the product of two sizes.
 struct NamedAxis {
     sizes::Name size = sizes::NONE, times = sizes::NONE;
 
@@ -105,7 +105,7 @@ struct Argument {
     }
 };
 
-// One direction of an operator.
+// The forward or the backward of an operator.
 struct Function {
     const char *name = "", *op = ""; // "multi_scale_deformable_attn_backward", "multi_scale_deformable_attn"
     Operator kernel{};

@@ -52,7 +52,7 @@ constexpr int64_t NEAR_BYTES = 256 * 1024;
 
 // A level is packed if its rows are read at least PACK_READS times on average. The smallest levels are packed first, as long as
 // all copies take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
-constexpr double PACK_BYTES = 15.5 * (1 << 20); // 16 MB with all other scratch memory
+constexpr double PACK_BYTES = 15.5 * (1 << 20); // with all other scratch memory about 16 MB
 constexpr double PACK_SHARE = 0.049;            // 5 %
 constexpr int64_t PACK_READS = 8;
 

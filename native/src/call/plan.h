@@ -33,7 +33,7 @@ struct Plan {
     bool near_as_computed;     // packed rows of near levels (backward: of all levels) have the computed type, not value's
     bool sample_gradients;     // the gradients of samples have a separate pass
     ValueGradient value_gradient;
-    PackedLevels packed_gradient; // of the computed type. WITH_SAMPLES: all rows or none; value is packed, too
+    PackedLevels packed_gradient; // has the computed type. WITH_SAMPLES: contains all rows or none; value is packed, too
     bool all_rows_are_packed;     // BY_HEADS, WITH_SAMPLES: grad_value is only written at the end, and needs no memset before
     int64_t heads_together;       // calls with a window: heads that are processed together; 0 if heads are processed one by one
     int64_t parts;                // BY_PARTS: parts of each head

@@ -42,7 +42,7 @@ class Cells {
                 write_run(rows + i * channels, cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels);
         for (int64_t c = 0; side_by_side && c < channels; c += SIDE<T>) {
             const int64_t some = channels - c < SIDE<T> ? channels - c : SIDE<T>;
-            T lines[SIDE<T> * BLOCK]; // of another dtype
+            T lines[SIDE<T> * BLOCK]; // the block as T, if the tensor has another dtype
             const bool own = t.dtype == OWN<T>;
             T *const to = own ? reinterpret_cast<T *>(line(block, c)) : lines;
             transposed<T>(rows + c, channels, n, some, to, own ? t.strides[CELL_CHANNEL] : BLOCK);
@@ -56,7 +56,7 @@ class Cells {
                 read_run(cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels, rows + i * channels);
         for (int64_t c = 0; side_by_side && c < channels; c += SIDE<T>) {
             const int64_t some = channels - c < SIDE<T> ? channels - c : SIDE<T>;
-            T lines[SIDE<T> * BLOCK]; // of another dtype
+            T lines[SIDE<T> * BLOCK]; // the block as T, if the tensor has another dtype
             const bool own = t.dtype == OWN<T>;
             for (int64_t k = 0; !own && k < some; ++k) read_run(line(block, c + k), t.dtype, 1, n, lines + k * BLOCK);
             const T *const from = own ? reinterpret_cast<const T *>(line(block, c)) : lines;

@@ -9,7 +9,7 @@ namespace {
 
 // ---- forward: sums the rows of each anchor with a coefficient for each group
 
-// Items: anchor_blocks.
+// An item is a block of anchor_blocks.
 template <class V, class T> class Forward : AnchorWorker<V, T> {
     typedef AnchorWorker<V, T> Base;
 
@@ -105,7 +105,7 @@ template <class T> class AnchorGradients {
     }
 };
 
-// Items: anchor_blocks.
+// An item is a block of anchor_blocks.
 template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     typedef AnchorWorker<V, T> Base;
 

@@ -1,4 +1,4 @@
-// geometric_kernel_attention on the CPU. Locations are pixels: truncated, clamped to the map, no interpolation.
+// geometric_kernel_attention on the CPU. Locations are pixels, which are truncated and clamped to the map.
 #include "kernels/attention/attention.h"
 #include "kernels/attention/heads_together.h"
 

@@ -5,7 +5,7 @@
 
 namespace mxd {
 
-// One direction of an operator. Returns false if there is no scratch memory.
+// The forward or the backward of an operator. Returns false if there is no scratch memory.
 typedef bool Kernel(const Call &call, const Plan &plan);
 
 struct Kernels {

@@ -7,7 +7,7 @@
 
 namespace mxd {
 
-// On 32-bit Windows these functions have a calling convention of their own.
+// On 32-bit Windows these functions have a different calling convention.
 #if defined(_WIN32)
 static_assert(sizeof(void *) == 8, "onnxruntime's functions are called as C functions");
 #endif
@@ -87,7 +87,7 @@ struct OrtCustomOp {
     uint32_t version;
     void *(*create_kernel)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *); // create_kernel_v2 replaces it
     const char *(*name)(const OrtCustomOp *);
-    const char *(*execution_provider)(const OrtCustomOp *); // null: the CPU's
+    const char *(*execution_provider)(const OrtCustomOp *); // null means the CPU
     OrtType (*input_type)(const OrtCustomOp *, size_t);
     size_t (*number_of_inputs)(const OrtCustomOp *);
     OrtType (*output_type)(const OrtCustomOp *, size_t);
@@ -96,8 +96,8 @@ struct OrtCustomOp {
     void (*destroy)(void *);
     OrtPresence (*input_presence)(const OrtCustomOp *, size_t);
     OrtPresence (*output_presence)(const OrtCustomOp *, size_t);
-    int (*input_memory)(const OrtCustomOp *, size_t); // 0: the execution provider's own
-    int (*variadic[4])(const OrtCustomOp *);          // called for variadic inputs alone
+    int (*input_memory)(const OrtCustomOp *, size_t); // 0 means memory of the execution provider
+    int (*variadic[4])(const OrtCustomOp *);          // called only for variadic inputs
     OrtStatus *(*create_kernel_v2)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *, void **);
     OrtStatus *(*compute_v2)(void *, OrtKernelContext *);
 };

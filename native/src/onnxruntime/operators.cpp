@@ -24,7 +24,7 @@ namespace {
 
 struct Runtime;
 
-struct NodeKernel : OrtCustomOp { // what onnxruntime registers for an operator
+struct NodeKernel : OrtCustomOp { // an operator that is registered with onnxruntime
     const Runtime *runtime;
     const Function *function; // a forward function
     OrtType dtype;
@@ -68,7 +68,7 @@ template <class Fn> OrtStatus *status_of(const OrtApi *api, Fn &&fn) {
 struct Instance {
     const Runtime &runtime;
     const Function &function;
-    int64_t option;               // reference_axis
+    int64_t option;               // the value of reference_axis
     std::vector<int64_t> numbers; // attributes with sizes that no input has; -1 without the attribute
     std::atomic<int> threads{0};  // the most threads that worked in a call so far
 };

@@ -44,7 +44,7 @@ uint64_t libraries_loaded() {
 
 #endif
 
-// ---- which runtime
+// ---- finding the runtime
 
 bool find_functions(Library library, OpenMp &runtime) {
     if (!find(library, "omp_get_thread_num", runtime.get_thread_num) ||

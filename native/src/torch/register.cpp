@@ -7,7 +7,7 @@
 namespace {
 
 #ifndef _MSC_VER
-__attribute__((constructor)) // an object with a constructor crashes Zig 0.17.1, which links the library for macOS
+__attribute__((constructor)) // a static object with a constructor crashes Zig 0.17.1, which links the library for macOS
 #endif
 void register_all() {
     const char *const why = mxd_register_with_torch(MXD_TORCH_ALL);

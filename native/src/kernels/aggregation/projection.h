@@ -104,7 +104,7 @@ template <class T> class Cameras {
     // Finds the seen pairs of one camera and points p..p+LANES-1.
     MXD_INLINE void find_seen(int64_t cam, int64_t p, SeenPoints<T> &to) const {
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam;
-        RealLanes<T> point[3], projected[3]; // u, v, d
+        RealLanes<T> point[3], projected[3]; // projected is (u, v, d)
         MXD_UNROLL
         for (int k = 0; k < 3; ++k) point[k] = raw_load<T, LANES>(to.points + k * to.room + p);
         MXD_UNROLL

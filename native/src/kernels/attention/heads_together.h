@@ -99,7 +99,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     bool references_in_place = false;
     int64_t last_in_place = -1; // the last query whose logits are read in place
     QueryRows reference_rows, logit_rows;
-    int64_t query_of_row[SOFTMAX_ROWS], head_of_row[SOFTMAX_ROWS]; // for each row of softmax()
+    int64_t query_of_row[SOFTMAX_ROWS], head_of_row[SOFTMAX_ROWS]; // the query and the head of each row of softmax()
     PreparedHeads<T> prepared_queries[2 * SOFTMAX_ROWS];
 
     static int64_t computed_together(int64_t heads) { return ALL_HEADS || heads > 2 ? 1 : SOFTMAX_ROWS / heads; }
@@ -346,7 +346,7 @@ template <class V, class T> class WindowGradients {
         for (int64_t i = 0; i < heads; ++i) unpack<T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i);
     }
 
-    // For all rows of a query: computes the dot products with grad_output, and adds to the gradient of value.
+    // Computes the dot products of a query's rows with grad_output, and adds to the same rows of the gradient.
     MXD_INLINE void add_rows(const PreparedHeads<T> &prepared, const char *grad_output) {
         const Tensor &t = call.grad_output;
         const int64_t step = t.strides[HEAD] * element_size(t.dtype), address_step = queries.address_step,

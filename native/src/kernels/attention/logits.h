@@ -101,7 +101,7 @@ template <class T> class Logits {
 
     // The address of a query's locations is always valid; the locations are valid after compute() has reached the query.
     const T *locations(int64_t q) const { return located[q]; }
-    const T *weights(int64_t q) const { return all_weights[q] + first_sample; } // from the first level in use on
+    const T *weights(int64_t q) const { return all_weights[q] + first_sample; } // the weights of the levels in use
     int64_t computed_until() const { return computed; }
     bool has_boxes() const { return boxes; }
 
@@ -161,7 +161,7 @@ template <class T> class Logits {
     Sizes n;
     bool boxes = false;
     bool shared = true; // true if every group of four samples has one reference point
-    // For each sample: the offset of its reference point in a query, and of that point's gradient in the sums.
+    // For each sample: the offset of its reference point in a query, and the offset of that point's gradient in the sums.
     int64_t *begin = nullptr, *sum_begin = nullptr;
     // The divisors of offsets, in pairs. Locations divide by them instead of multiplying by the inverse, to have the same bits
     // as torch: untrained offsets are whole pixels, where the last bit decides between two slopes.
@@ -175,7 +175,7 @@ template <class T> class Logits {
     Rows offsets_in_place, logits_in_place, offset_copies, logit_copies, located, all_weights;
     int64_t until = -1, copied_from = 0; // the last query that can be read in place; the first query that was copied
 
-    struct Places { // pointers to the first sample
+    struct Places { // the arrays of Logits with these names
         const int64_t *begin;
         const T *divisor;
     };

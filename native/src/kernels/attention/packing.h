@@ -31,7 +31,7 @@ inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, H
         else
             rows.set(first, last, head.first, head.step, width);
     }
-    rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.zero_row), 0); // padding
+    rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.zero_row), 0); // padding samples
 }
 
 // Returns the range of a query's list that contains all rows of far levels.

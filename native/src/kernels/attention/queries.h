@@ -79,13 +79,13 @@ template <class T> class Query {
     template <class> friend class QueryReader;
     Maps<T> maps_;
     Window<T> window;
-    const T *reference = nullptr; // a pair
+    const T *reference = nullptr; // a pair (x, y)
     T reference_copy[2];
     const void *xy = nullptr; // T, or int64_t if locations are integers
     const T *weights = nullptr;
     int64_t stored = OWN<T>; // the dtype of weights, and of locations that are not integers
     bool whole = false;
-    void *xy_copy; // T or int64_t
+    void *xy_copy; // memory for elements of T or int64_t
     T *weight_copy;
 };
 
@@ -171,7 +171,7 @@ template <class T> class QueryReader {
     Maps<T> maps_;
     Logits<T> logits;
     Window<T> window_;
-    bool references_in_place = false; // with a window: reference points need no conversion
+    bool references_in_place = false; // with a window: reference points are read without a copy
     int64_t first_level = 0, samples = 0;
     int64_t weight_samples = 0, weights_padded = 0; // weights or logits of a query, without and with padding
     QueryRows location_rows, weight_rows;

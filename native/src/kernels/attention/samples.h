@@ -141,7 +141,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
 
   private:
     const Job job;
-    Blocks blocks; // a range is a head
+    Blocks blocks; // a range is one head of a batch
     SampleOutputs<T, Rule> samples;
 };
 

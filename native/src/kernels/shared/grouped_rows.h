@@ -72,7 +72,7 @@ inline void grouped_sum(const int64_t *address, const T *coefficient, int64_t n,
     });
 }
 
-// n is a multiple of ROWS.
+// n must be a multiple of ROWS.
 template <class V, class T>
 inline void grouped_dots(const int64_t *address, int64_t n, int64_t groups, int64_t channels, const T *g, T *dot) {
     if (channels == 0) memset(dot, 0, size_t(n * groups) * sizeof(T));

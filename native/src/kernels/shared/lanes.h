@@ -12,7 +12,7 @@ template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Addres
     if constexpr (same_type<Mask, Vec<int32_t, 8>>)
         return (Address)_mm512_mask_blend_epi64(_mm256_movepi32_mask((__m256i)mask), (__m512i)no, (__m512i)yes);
 #elif defined(__AVX2__)
-    if constexpr (same_type<Mask, Vec<int32_t, 4>>) // GCC 12 compares the mask with 0 first
+    if constexpr (same_type<Mask, Vec<int32_t, 4>>) // GCC 12 would compare the mask with 0 first
         return (Address)_mm256_blendv_epi8((__m256i)no, (__m256i)yes, (__m256i)convert<int64_t, 4>(mask));
 #endif
     return convert<int64_t, sizeof(Address) / sizeof(int64_t)>(mask) ? yes : no;

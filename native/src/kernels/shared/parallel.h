@@ -61,7 +61,7 @@ template <class Worker, class Args, class Begin> struct Loop {
     const Args &args;
     const Begin &begin;
     char *memory;
-    int64_t scratch; // bytes of a body
+    int64_t scratch; // bytes of scratch memory for each body
     alignas(64) int64_t taken = 0;
     alignas(64) int64_t done = 0;
     int used = 0; // number of bodies that had work

@@ -12,7 +12,7 @@ namespace {
 // the last two axes of the gradient.
 template <class T> struct PartialSums {
     int64_t targets, numbers;
-    T *all; // null: the gradient is not wanted
+    T *all; // null if the gradient is not wanted
 
     PartialSums(const Tensor &gradient, char *memory)
         : targets(gradient.shape[QUERY]), numbers(gradient.shape[REFERENCE] * gradient.shape[COORDINATE]),

@@ -143,7 +143,7 @@ MXD_INLINE void softmax_of_vectors(const T *const (&rows)[4], int64_t count, T *
     MXD_UNROLL
     for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] * coefficient[r]);
 }
-// Not inlined: it is long, and few models need it.
+// This is not inlined, because it is long and few models need it.
 template <class T>
 __attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     softmax_of_vectors<T, 0>(rows, count, weights);
