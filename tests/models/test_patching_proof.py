@@ -255,6 +255,23 @@ def test_in_16_bits_the_layer_is_compared_in_float32(dtype, autocast):
         assert list(done.kept) == ["attention_modules.Paper"]
 
 
+def test_in_16_bits_a_layer_is_compared_that_deepcopy_refuses():
+    """Its weight is a view, as weight_norm and FSDP make it, and its class forbids copies, as that of fully_shard does."""
+
+    def refuse(*_):
+        raise AssertionError("no copies")
+
+    module = build(libraries.Paper).float()
+    module.__class__ = type("Sharded", (libraries.Paper,), {"__deepcopy__": refuse})
+    projection = module.value_proj
+    projection._parameters["weight"] = projection.weight * 1
+    inputs = inputs_of(dtype=torch.float32)
+    with patched(libraries.Paper) as done, torch.autocast("cpu", torch.bfloat16):
+        module(*inputs)
+        assert recorded(module, *inputs)[0].startswith(WITH_LOGITS)
+        assert done.kept == {}
+
+
 def test_a_core_that_returns_float32_for_16_bits_keeps_that():
     module = library(plain_core, source="""
         def core(value, value_spatial_shapes, sampling_locations, attention_weights):

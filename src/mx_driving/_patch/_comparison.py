@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .. import _agreement
-from ._snapshot import list_changes, take_snapshot
+from ._snapshot import copy_layer, list_changes, take_snapshot
 
 PLACES = ("reference", "locations", "trajectories", "sampling_location")  # roles of the tensors that place samples
 _LOW = (torch.float16, torch.bfloat16)
@@ -204,7 +203,7 @@ class Comparison:
 
     def _compare_in_16_bits(self, low: torch.dtype) -> None:
         """Compare with the original in float32, tightly in float32 and loosely in 16 bits, on copies of the layer."""
-        twin = copy.deepcopy(self._layer)
+        twin = copy_layer(self._layer)
         try:
             dtypes, ours = self._run_low(twin)
         except Exception as error:

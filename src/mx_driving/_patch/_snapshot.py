@@ -3,6 +3,7 @@ of a trial."""
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,30 @@ def take_snapshot(layer: Any, arguments: Any) -> dict[str, Any]:
 
 def list_changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     return {path for path in before.keys() | after.keys() if before.get(path, _walk) != after.get(path, _walk)}
+
+
+def copy_layer(layer: Any) -> Any:
+    """Return a copy of a layer, with parameters of its own. deepcopy takes no views, as FSDP has them, and no layer of
+    fully_shard. What cannot be copied, such as FSDP's state, is shared."""
+    modules: list[Any] = [] if layer is None else list(layer.modules())
+    memo: dict[int, Any] = {id(module): module.__new__(type(module)) for module in modules}
+    for module in modules:
+        for name, t in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(t, Tensor) and id(t) not in memo:
+                twin = t.detach().clone()
+                memo[id(t)] = torch.nn.Parameter(twin, t.requires_grad) if name in module._parameters else twin
+    for module in modules:
+        vars(memo[id(module)]).update({name: _copy(name, value, memo) for name, value in vars(module).items()})
+    return memo.get(id(layer))
+
+
+def _copy(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    if name.startswith("__"):  # FSDP's state
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
 
 
 # attributes that say how large a layer is
