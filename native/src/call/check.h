@@ -34,7 +34,7 @@ struct Refusal {
     int status = MXD_OK; // MXD_OK if there is no error
     int argument = 0;
     std::string rule, fact;
-    int other = -1; // the argument whose name ends the rule
+    int other = -1; // the argument whose name ends the rule, or -1
 };
 
 std::string sentence(const std::string &name, const std::string &rule, const std::string &fact);

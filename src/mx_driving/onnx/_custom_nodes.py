@@ -20,7 +20,7 @@ from ._forms import NPU, OURS, TENSORRT
 
 op: Any = opset18
 _TYPE, _SCHEMA = onnx.TensorProto, onnx.defs.OpSchema
-_VERSION = 1  # of the nodes; grows when their inputs or attributes change
+_VERSION = 1  # of the nodes: a new number when inputs or attributes change
 _FLOATING = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
 _INTEGER = ["tensor(int32)", "tensor(int64)"]
 _TYPES = {"floating": _FLOATING, "index": _INTEGER, "number": _FLOATING + _INTEGER}  # key: Tensor.elements in description.py

@@ -60,7 +60,7 @@ def _list_reads(node: onnx.NodeProto) -> Iterator[str]:
 
 def _list_names(graph: Graph) -> set[str]:
     """Return the names of inputs, initializers and outputs of nodes."""
-    inputs: Any = graph.input  # of a function: names
+    inputs: Any = graph.input  # in a function only names
     names = {getattr(value, "name", value) for value in inputs} | {name for node in graph.node for name in node.output}
     if isinstance(graph, onnx.GraphProto):
         names |= {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}

@@ -35,7 +35,8 @@ from ._graph import (
     walk_back,
 )
 
-_GRID_SAMPLE = {"mode": ("linear", "bilinear"), "padding_mode": ("zeros",), "align_corners": (0,)}  # the default first
+# Attribute -> allowed values, the default first.
+_GRID_SAMPLE = {"mode": ("linear", "bilinear"), "padding_mode": ("zeros",), "align_corners": (0,)}
 _GATHERS = {"Gather", "GatherElements", "GatherND"}
 _ARITHMETIC = {"Add", "Sub", "Mul", "Sum", "ReduceSum", "Cast", "CastLike", "Where", "Concat", "Expand"}
 _INDEXING = {"Floor", "Clip", "Min", "Max", "Div", "Neg"}
@@ -50,7 +51,7 @@ class Samples:
     images: list[ir.Value]  # candidates for value: the sampled tensor and its sources, the nearest first
     locations: list[ir.Value]  # candidates for locations, the nearest first
     maps: list[Maps]  # candidates for heights and widths
-    points: int  # of each map
+    points: int  # points of each map
 
 
 def split_levels(value: ir.Value) -> list[ir.Value]:

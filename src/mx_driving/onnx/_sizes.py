@@ -16,7 +16,7 @@ from ._graph import MOVES, Unfit, constant, dims, is_node, sources
 from ._search import Sampling
 
 Size = int | str | None
-Shapes = tuple[tuple[int, ...], ...]  # of value, locations and weights
+Shapes = tuple[tuple[int, ...], ...]  # the shapes of value, locations and weights
 
 FEW = 2, 7  # batch and queries
 _AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)  # (index of the tensor in ends, its axis of batch (0) or queries (1))

@@ -300,7 +300,7 @@ template <class T> class SampleWeights {
     }
 };
 
-// Computes SoftmaxTotals if no SampleGradients does so in passing. An item is a block of anchor_blocks.
+// Computes SoftmaxTotals if SampleGradients, which also computes them, does not run. An item is a block of anchor_blocks.
 template <class T> class Totals {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }

@@ -14,7 +14,7 @@ struct Job {
     // the packed levels of the current head; with heads_together, the widened rows of the current batch; or null
     const char *packed_value = nullptr;
     char *partial_sums = nullptr;   // PartialSums of the gradient of reference points or projections; null if it is not wanted
-    char *softmax_totals = nullptr; // deformable_aggregation_with_logits, backward
+    char *softmax_totals = nullptr; // SoftmaxTotals, in the backward of deformable_aggregation_with_logits
 };
 
 // Blocks of consecutive queries or anchors. An item is (range, block). A range is a batch, or a head of a batch.
