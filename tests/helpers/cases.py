@@ -208,6 +208,11 @@ def wanted_implementations(small: bool = False) -> list[str]:
     return list(found)
 
 
+def on_the_cpu() -> list[str]:
+    """Names of the implementations whose bits do not depend on threads. A GPU adds the gradient of value by atomics."""
+    return [name for name in wanted_implementations() if name != "triton"]
+
+
 def on_gpu(t: Any) -> Any:
     """A copy with the same strides, offset and surroundings; of a tensor with a gradient, one that autograd sees."""
     if not isinstance(t, Tensor):

@@ -12,7 +12,7 @@ from values import run
 # test_plan.py says which way the native kernels go in such calls, and has one for each way.
 # The reference is plain torch, whose scatter is deterministic on a CPU: one dtype and two numbers of threads will do.
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-PAIRS = [(i, dtype) for i in cases.wanted_implementations() for dtype in DTYPES if i != "reference" or dtype == torch.float64]
+PAIRS = [(i, dtype) for i in cases.on_the_cpu() for dtype in DTYPES if i != "reference" or dtype == torch.float64]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -61,6 +61,7 @@ LONG = [
 ]
 
 
+@pytest.mark.parametrize("implementation", cases.on_the_cpu(), indirect=True)
 @pytest.mark.parametrize("case", LONG, ids=cases.case_id)
 def test_a_16_bit_gradient_of_value_is_that_of_float32_rounded(implementation, case):
     """The two gradients may be cut into different numbers of bands."""
@@ -79,7 +80,7 @@ IN_ONE_PASS_OR_SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("implementation", [i for i in cases.wanted_implementations() if i != "reference"], indirect=True)
+@pytest.mark.parametrize("implementation", [i for i in cases.on_the_cpu() if i != "reference"], indirect=True)
 @pytest.mark.parametrize(
     ("case", "dtype"), [pytest.param(c, d, id=f"{cases.case_id(c)}-{d}") for c, d in IN_ONE_PASS_OR_SEVERAL]
 )

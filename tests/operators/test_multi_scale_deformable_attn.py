@@ -55,6 +55,7 @@ def test_bilinear_corners_stay_on_the_map(implementation, axis):
     assert gradients[0].sum() == out.sum()
 
 
+@pytest.mark.parametrize("implementation", cases.on_the_cpu(), indirect=True)
 @pytest.mark.parametrize("points", [3, 4])
 def test_overlapping_levels_bitwise(implementation, every_thread, points):
     """A row that two levels share has one owner at a time, and is summed in one order."""
