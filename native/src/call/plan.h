@@ -30,7 +30,7 @@ struct PackedLevels {
 // Fields that the chosen way does not use are zero.
 struct Plan {
     PackedLevels packed_value; // used by the forward, and by gradients of samples with sample_gradients
-    bool near_as_computed;     // packed rows of near levels (backward: of all levels) have the computed type, not value's
+    bool near_as_computed;     // packed rows have the computed type: near levels in the forward, all in the backward
     bool sample_gradients;     // the gradients of samples have a separate pass
     ValueGradient value_gradient;
     PackedLevels packed_gradient; // has the computed type. WITH_SAMPLES: contains all rows or none; value is packed, too

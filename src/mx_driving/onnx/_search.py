@@ -85,7 +85,7 @@ def _factors(node: ir.Node) -> Pairs:
 
 
 def _add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
-    """Return node -> leaves in order, for each node that has a leaf, and for each Add of such nodes."""
+    """Return a dictionary from each node with a leaf, and each Add of such nodes, to the leaves in order."""
     totals: dict[ir.Node, list[Any]] = {}
     for node in graph:
         if first := leaf(node):
@@ -99,12 +99,12 @@ def _add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, li
 
 
 def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
-    """Return node -> pairs in the order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
+    """Return a dictionary from each ReduceSum over weighted samples, and each Add of such sums, to pairs in order of levels."""
     return _add_up(graph, lambda node: next((pair for pair in _factors(node) if split_levels(pair[0])), None))
 
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
-    """Return last Add -> four ReduceSum nodes, for each sum of four corners."""
+    """Return a dictionary from the last Add of a sum of four corners to the ReduceSum nodes of the corners."""
     corners = _add_up(graph, lambda node: node if find_row(node) else None)
     return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
 

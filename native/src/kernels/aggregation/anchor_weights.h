@@ -230,7 +230,7 @@ template <class T> class AnchorWeights {
                                  grad_weights + (i * n.scales + s) * n.groups);
         }
         for (int64_t g = 0; g < n.groups; ++g)
-            mean[g] *= -from.inverse[g]; // logits of pairs that are not seen have softmax * (0 - mean)
+            mean[g] *= -from.inverse[g]; // the gradient is softmax * (0 - mean) for pairs that are not seen
         softmax.multiply(from.exps, mean, to);
         for (int64_t i = 0; i < count; ++i)
             for (int64_t s = 0; s < n.scales; ++s)
