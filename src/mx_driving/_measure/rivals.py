@@ -1,4 +1,4 @@
-"""Implementations of a workload: ours, the bare operator beside one with logits, and plain torch."""
+"""Implementations of a workload: ours, the bare operator if ours has logits, and plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of `mx-driving bench`: every direction of a workload, timed beside plain torch."""
+"""Make the rows of `mx-driving bench`: times of every direction of a workload, of the operator and of plain torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnxscript import opset18
 
-# The oldest opset for which torch.onnx.export writes nodes. It converts them to other opsets, "bilinear" to "linear", too.
+# The oldest opset that torch.onnx.export writes. torch converts nodes to other opsets, also the mode "bilinear" to "linear".
 op: Any = opset18  # Any: its annotations require one tensor type per call, but our constants have several
 _OUTSIDE = -3.0  # a normalised location whose four corners are off any map
 

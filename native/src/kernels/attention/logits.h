@@ -14,7 +14,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The number of samples whose locations are computed at once, as pairs (x, y) in one vector. The last samples may be four.
+// The number of samples whose locations are computed at once, as pairs (x, y) in one vector. The last vector may have four.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
 
 // Reads the pair at from + begin[i] for each of four samples. With SHARED all four samples have the pair of the first.
