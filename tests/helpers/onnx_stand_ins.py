@@ -61,11 +61,56 @@ class MultiScaleDeformableAttnTRT2(MultiScaleDeformableAttnTRT):
     """The same for pairs of float16."""
 
 
+class _Joined(onnx.reference.op_run.OpRun):
+    """mmdeploy's node for mmcv, and that of DL4AGX and Autoware. Exporters write tables of int64."""
+
+    def _run(self, value, shapes, starts, locations, weights, im2col_step=None):
+        assert value.dtype == locations.dtype == weights.dtype
+        blocks = _output(value, shapes.astype(np.int32), starts.astype(np.int32), locations, weights)
+        return (blocks.reshape(*blocks.shape[:2], -1),)
+
+
+class _Pool(onnx.reference.op_run.OpRun):
+    """BEVDet's kernel: the points of an interval are added to the cell of the first."""
+
+    def _run(self, depth, feat, ranks_depth, ranks_feat, ranks_bev, starts, lengths, out_height=None, out_width=None):
+        output = np.zeros((out_height * out_width, feat.shape[-1]))
+        depth, rows = depth.reshape(-1).astype(np.float64), feat.reshape(-1, feat.shape[-1]).astype(np.float64)
+        for start, length in zip(starts, lengths, strict=True):
+            for point in range(start, start + length):
+                output[ranks_bev[start]] += depth[ranks_depth[point]] * rows[ranks_feat[point]]
+        return (output.reshape(1, out_height, out_width, -1).astype(feat.dtype),)
+
+
+class QuickCumsumCuda(onnx.reference.op_run.OpRun):
+    """Autoware's: cells are (row, column, layer, scene)."""
+
+    op_domain = "autoware"
+
+    def _run(self, rows, cells, lengths, starts, batch_size=None, dimension=None, height=None, width=None):
+        output = np.zeros((batch_size, dimension, height, width, rows.shape[1]))
+        for start, length in zip(starts, lengths, strict=True):
+            row, column, layer, scene = cells[start] if length else (0, 0, 0, 0)
+            output[scene, layer, row, column] += rows[start : start + length].astype(np.float64).sum(0)
+        return (output.astype(rows.dtype),)
+
+
+def _in_domain(base, name, domain):
+    return type(name, (base,), {"op_domain": domain})
+
+
 PLUGINS = [
     MultiscaleDeformableAttnPlugin_TRT,
+    _in_domain(MultiscaleDeformableAttnPlugin_TRT, "MultiscaleDeformableAttnPlugin_TRT", "com.microsoft"),
     MultiScaleDeformableAttn,
     MultiScaleDeformableAttnTRT,
     MultiScaleDeformableAttnTRT2,
+    *(_in_domain(_Joined, "MMCVMultiScaleDeformableAttention", domain) for domain in ("mmdeploy", "")),
+    *(_in_domain(_Joined, "MultiScaleDeformableAttentionPlugin", domain) for domain in ("custom_op", "")),
+    _in_domain(_Pool, "bev_pool_v2", "mmdeploy"),
+    _in_domain(_Pool, "BEVPoolV2TRT", ""),
+    _in_domain(_Pool, "BEVPoolV2TRT2", ""),
+    QuickCumsumCuda,
 ]
 
 

@@ -33,6 +33,7 @@ from ._matches import (
     read_bare_inputs,
     write,
 )
+from ._nodes import name_unknown
 from ._runtimes import Failed, Run
 
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
@@ -102,7 +103,8 @@ def check(
             raise Problem(str(error).replace("path_in", name, 1)) from None
         matches, left = find_matches(model)
     if not matches:
-        why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has no weighted samples"
+        why = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+        why = why or f"it has no weighted samples{name_unknown(model.graph)}"
         rule = "must hold deformable attention that is certain, or a node of it"
         raise Problem(f"{name} {rule}; got {original or path} ({why})")
     if original:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +15,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
 from .._operator.rules import first_line
-from ._forms import NODES, TENSORRT, WITH_LOGITS
-from ._graph import constant, dims, is_node
+from ._forms import JOINED, NODES, TENSORRT, WITH_LOGITS, has_logits
+from ._graph import SAID_DOMAIN, constant, dims, is_node
 from ._order import check, sort_nodes, walk_graphs
 
 _FEW = 8192  # the most numbers of a table that is folded, as in onnxscript
-_DOMAIN = "mx_driving.domain"  # metadata of a node: its domain in the file
 # Plugin -> the index of an input with the axis of queries.
-_SHAPED_PLUGINS = {NODES[TENSORRT]: 3, **dict.fromkeys(WITH_LOGITS, 2)}
+_SHAPED_PLUGINS = {**dict.fromkeys((NODES[TENSORRT], *JOINED), 3), **dict.fromkeys(WITH_LOGITS, 2)}
 _Sizes = dict[str, list[int | str | None]]
 
 
@@ -74,12 +74,18 @@ def _infer_shapes(model: ir.Model) -> ir.Model:
 
 def _give_shape(node: ir.Node) -> bool:
     output, inputs = node.outputs[0], [v for v in node.inputs if v is not None]
-    if node.domain != TENSORRT or output.shape is not None or len(inputs) != 5 or node.op_type not in _SHAPED_PLUGINS:
+    if output.shape is not None or len(inputs) != 5 or node.op_type not in _SHAPED_PLUGINS:
+        return False
+    if node.op_type in WITH_LOGITS and not has_logits(node):
         return False
     value, (batch, queries, *_) = dims(inputs[0]), (*dims(inputs[_SHAPED_PLUGINS[node.op_type]]), None, None)
     if len(value) != 4 or queries is None:
         return False
-    output.shape = ir.Shape([value[0] if isinstance(value[0], int) else batch, queries, *value[2:]])
+    blocks = value[2:]
+    if node.op_type in JOINED:
+        sizes = [size for size in blocks if isinstance(size, int)]
+        blocks = (math.prod(sizes) if len(sizes) == 2 else None,)
+    output.shape = ir.Shape([value[0] if isinstance(value[0], int) else batch, queries, *blocks])
     output.type = inputs[0].type
     return True
 
@@ -126,9 +132,9 @@ def _set_defaults_aside(model: ir.Model) -> None:
 def _name_plugins(proto: onnx.ModelProto) -> bool:
     """Move TensorRT's plugins, which exporters write in onnx's domain, to the domain of onnxruntime's provider."""
     nodes = (node for root in (proto.graph, *proto.functions) for graph in walk_graphs(root) for node in graph.node)
-    plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and "TRT" in node.op_type]
+    plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type)]
     for node in plugins:
-        node.metadata_props.add(key=_DOMAIN, value=node.domain)
+        node.metadata_props.add(key=SAID_DOMAIN, value=node.domain)
         node.domain = TENSORRT
     if plugins:
         for opsets in (proto.opset_import, *(function.opset_import for function in proto.functions)):
@@ -139,9 +145,9 @@ def _name_plugins(proto: onnx.ModelProto) -> bool:
 
 def restore_plugins(model: ir.Model) -> bool:
     """Restore the domain that plugins have in the file. Return whether there are plugins."""
-    plugins = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _DOMAIN in node.metadata_props]
+    plugins = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if SAID_DOMAIN in node.metadata_props]
     for node in plugins:
-        node.domain = node.metadata_props.pop(_DOMAIN)
+        node.domain = node.metadata_props.pop(SAID_DOMAIN)
     if not any(node.domain == TENSORRT for node in ir.traversal.RecursiveGraphIterator(model.graph)):
         model.graph.opset_imports.pop(TENSORRT, None)
     return bool(plugins)

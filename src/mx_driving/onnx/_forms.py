@@ -24,9 +24,24 @@ NODES = {
     NPU: "MultiScaleDeformableAttn",
     TENSORRT: "MultiscaleDeformableAttnPlugin_TRT",
 }
+# Nodes of mmdeploy for mmcv, and of NVIDIA's DL4AGX and Autoware. Their output is [bs, queries, heads * channels].
+JOINED = {"MMCVMultiScaleDeformableAttention", "MultiScaleDeformableAttentionPlugin"}
 # Plugins of BEVFormer_tensorrt and Autoware: value, spatial shapes, reference points, offsets, logits.
 WITH_LOGITS = {"MultiScaleDeformableAttnTRT", "MultiScaleDeformableAttnTRT2"}
 _FLOAT, _HALF, _DOUBLE = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE
+
+
+def is_attention(node: ir.Node) -> bool:
+    """Return whether the node has the operator's five inputs. The domain of a plugin is the exporter's choice."""
+    if node.op_type in WITH_LOGITS:
+        return not has_logits(node)
+    return node.op_type in {NODES[TENSORRT], *JOINED} or node.op_type == NODES.get(node.domain)
+
+
+def has_logits(node: ir.Node) -> bool:
+    """Return whether the node has offsets and logits. In forks of BEVFormer_tensorrt a plugin of that name has locations."""
+    inputs = [v for v in node.inputs if v is not None]
+    return node.op_type in WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import onnx_ir as ir
 
 from ._file import check_path, load
 from ._find import find_samplings
-from ._forms import DOMAIN, WITH_LOGITS, WRITE, Call
-from ._graph import Unfit, dims
-from ._nodes import find_nodes, rewrite
+from ._forms import WRITE, Call
+from ._graph import Unfit, dims, label
+from ._nodes import find_nodes, is_of_form, name_unknown, rewrite
 from ._save import save
 from ._search import Sampling, find_tables
 from ._trial import collect_part, make_tables, pad_points
@@ -140,11 +140,12 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
 
 
 def _what_is_there(model: ir.Model) -> str:
-    there = Counter(f"{node.domain}::{node.op_type}" for node in find_nodes(model.graph))
+    there = Counter(label(node) for node in find_nodes(model.graph))
     words = ", ".join(f"{count} of the node {name}" for name, count in there.items())
     if gathers := len(find_tables(model.graph)):
         words += f"{', ' * bool(words)}{gathers} in the form gather"
-    return f"it has {words} already, and no other weighted samples" if words else "it has no weighted samples"
+    samples = f"it has {words} already, and no other weighted samples" if words else "it has no weighted samples"
+    return samples + name_unknown(model.graph)
 
 
 def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, **options: str | None) -> None:
@@ -152,7 +153,7 @@ def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, *
     for node in others:
         name = str(node.outputs[0].name)
         try:
-            if node.domain != DOMAIN.get(form) or node.op_type in WITH_LOGITS:
+            if not is_of_form(node, form):
                 report.replaced[name], report.nodes[name] = rewrite(model, node, form, **options), (str(node.name),)
         except Unfit as unfit:
             report.left[name] = str(unfit)

@@ -13,6 +13,7 @@ VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} 
 MOVES = VIEWS | {"Slice", "Split", "Gather"}
 INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
 HALVES = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+SAID_DOMAIN = "mx_driving.domain"  # metadata of a node: the domain that the file says
 
 
 class Unfit(Exception):
@@ -24,6 +25,12 @@ def dims(value: ir.Value) -> tuple[int | str | None, ...]:
     if value.shape is None:
         return ()
     return tuple(d if isinstance(d, int) else d.value for d in value.shape)
+
+
+def label(node: ir.Node) -> str:
+    """Return the domain and the kind of a node as the file has them."""
+    domain = node.metadata_props.get(SAID_DOMAIN, node.domain)
+    return f"{domain}::{node.op_type}" if domain else node.op_type
 
 
 def is_node(node: ir.Node | None, *kinds: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 from .._operator import composition
 from .._operator.description import SAMPLING
 from . import _file, _find, _trial
-from ._forms import NODES, OURS, WITH_LOGITS
-from ._graph import Unfit, constant
-from ._nodes import LogitInputs, use_our_nodes
+from ._forms import NODES, OURS, has_logits, is_attention
+from ._graph import Unfit, constant, label
+from ._nodes import LogitInputs, is_other, read_attention, use_our_nodes
+from ._pools import POOLS
 from ._search import Sampling
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +26,6 @@ Arrays = dict[str, Array]
 SCALE = NODES[OURS]
 _LOGITS = "value", "value_spatial_shapes", "reference_points", "sampling_offsets", "attention_logits"
 _PLACES = "locations", "sampling_locations", "reference_points", "sampling_offsets"
-PLUGINS = {*NODES.values()} - {SCALE}  # NVIDIA's node, and the node of the vendor's converter
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Match:
     @property
     def operator(self) -> str:
         kind = self.source.op_type if isinstance(self.source, ir.Node) else SCALE
-        return f"{SCALE}_with_logits" if kind in WITH_LOGITS else kind if kind in SAMPLING else SCALE
+        has_offsets = isinstance(self.source, ir.Node) and has_logits(self.source)
+        return f"{SCALE}_with_logits" if has_offsets else kind if kind in SAMPLING else SCALE
 
     @property
     def bare(self) -> str:
@@ -86,7 +88,7 @@ def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
 
 
 def _is_sampler(node: ir.Node) -> bool:
-    return (node.domain == OURS and node.op_type in SAMPLING) or node.op_type in PLUGINS | WITH_LOGITS
+    return (node.domain == OURS and node.op_type in SAMPLING) or is_other(node)
 
 
 def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
@@ -98,10 +100,14 @@ def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
 
 
 def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
+    if node.op_type in POOLS:
+        raise Unfit(f"it is a pool, {label(node)}; attention is verified")
     row = SAMPLING[node.op_type if node.op_type in SAMPLING else SCALE]
-    if node.op_type in WITH_LOGITS:
+    if has_logits(node):
         LogitInputs(node)  # raises Unfit
-    roles = _LOGITS if node.op_type in WITH_LOGITS else row.inputs
+    elif is_attention(node):
+        read_attention(node)  # the same
+    roles = _LOGITS if has_logits(node) else row.inputs
     tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
     tables = {str(v.name): v for role, v in tensors.items() if role in row.tables}
     inputs = {role: v for role, v in tensors.items() if str(v.name) not in tables}
@@ -152,7 +158,7 @@ def read_bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
     if isinstance(match.source, Sampling):
         return _trial.make_bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
     row = SAMPLING[match.operator]
-    if match.source.op_type in WITH_LOGITS:
+    if has_logits(match.source):
         return composition.bare_inputs(
             row.name, *_read_logits(*(tensors[str(v.name)] for v in match.source.inputs if v)), "point"
         )
@@ -195,9 +201,9 @@ def _as_sampling(match: Match, arrays: Arrays) -> Sampling:
 
 def prepare_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
     """Prepare the model for onnxruntime, with the matches' inputs as further outputs. Return these inputs by name."""
-    for match in matches:
-        if isinstance(match.source, ir.Node) and match.source.op_type in PLUGINS | WITH_LOGITS:
-            use_our_nodes(model, [match.source])
+    for node in [node for node in model.graph if is_other(node) and node.domain != OURS]:
+        with contextlib.suppress(Unfit):  # the report names it as left
+            use_our_nodes(model, [node])
     values = {str(v.name): v for match in matches for v in match.tensors}
     computed = (v for v in values.values() if v.producer() is not None and constant(v) is None)
     model.graph.outputs.extend(v for v in computed if not v.is_graph_output())

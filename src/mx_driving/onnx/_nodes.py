@@ -8,30 +8,70 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from ._forms import NODES, NPU, OURS, TENSORRT, WITH_LOGITS, WRITE, Call
-from ._graph import Unfit, constant, dims
+from ._forms import DOMAIN, NODES, OURS, TENSORRT, WITH_LOGITS, WRITE, Call, has_logits, is_attention
+from ._graph import Unfit, constant, dims, label
+from ._pools import POOLS, rewrite_pool
 from ._writer import Writer
 
-_OF_OTHERS = {NPU: {NODES[NPU]}, TENSORRT: {NODES[TENSORRT], *WITH_LOGITS}}
+_STANDARD = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS}
+_IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes that change no number
 
 
 def find_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """Return our nodes, and nodes of other forms."""
-    return [node for node in graph if node.domain == OURS or node.op_type in _OF_OTHERS.get(node.domain, ())]
+    """Return our nodes, nodes of other forms, and nodes of other libraries that compute our operators."""
+    return [node for node in graph if node.domain == OURS or is_other(node)]
+
+
+def is_other(node: ir.Node) -> bool:
+    return is_attention(node) or node.op_type in WITH_LOGITS | POOLS
+
+
+def name_unknown(graph: ir.Graph) -> str:
+    """Return in words which nodes no library that we know has; "" if there are none."""
+    nodes = [node for node in graph if node.domain not in _STANDARD and not is_other(node)]
+    kinds = list(dict.fromkeys(map(label, nodes)))
+    return f"; not known: its nodes {', '.join(kinds)}" if kinds else ""
+
+
+def is_of_form(node: ir.Node, form: str) -> bool:
+    """Return whether the node is what this form writes."""
+    return (
+        node.domain == OURS
+        if form == "onnxruntime"
+        else node.op_type == NODES.get(node.domain) and node.domain == DOMAIN.get(form)
+    )
 
 
 def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
     """Replace the node by another form. Return the old node in words."""
-    if node.op_type in WITH_LOGITS:
+    if node.op_type in POOLS:
+        return rewrite_pool(model, node, form)
+    if has_logits(node):
         return _rewrite_with_logits(model, node, form, **options)
-    if node.op_type != NODES[node.domain]:
-        raise Unfit(f"it is a node {node.domain}::{node.op_type}, which no other form has")
-    value, shapes, starts, locations, weights = _inputs(node)
+    if not is_attention(node):
+        raise Unfit(f"it is a node {label(node)}, which no other form has")
+    value, shapes, starts, locations, weights = read_attention(node)
     call = Call(value, shapes, starts, locations, weights)
     with Writer(model, node.outputs[0]) as write:
         new = WRITE[form](write, call, **options)
-        write.put_in_place(_split_heads(write, new, call.value) if node.domain == TENSORRT else new)
-    return f"a node {node.domain}::{node.op_type}"
+        write.put_in_place(_split_heads(write, new, call.value) if _has_heads_apart(node) else new)
+    return f"a node {label(node)}"
+
+
+def read_attention(node: ir.Node) -> list[ir.Value]:
+    """Return the five inputs of the operator. Raise for attributes that may change the equation."""
+    if others := {*node.attributes} - _IGNORED:
+        raise Unfit(f"its node {label(node)} has the attribute {min(others)}, whose meaning is not known")
+    return _inputs(node)
+
+
+def _has_heads_apart(node: ir.Node) -> bool:
+    """Return whether the output has an axis for heads and one for channels."""
+    if node.outputs[0].shape is not None:
+        return len(node.outputs[0].shape) == 4
+    if node.op_type in WITH_LOGITS:
+        raise Unfit(f"the file does not say how many axes the output of its node {label(node)} has")
+    return node.op_type == NODES[TENSORRT]
 
 
 def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
@@ -40,7 +80,7 @@ def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: s
     with Writer(model, node.outputs[0]) as write:
         new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.call(write), **options)
         write.put_in_place(write.op("Reshape", new, write.table("shape", [0, 0, inputs.heads, inputs.channels])))
-    return f"a node {node.op_type}"
+    return f"a node {label(node)}"
 
 
 class LogitInputs:
@@ -49,7 +89,7 @@ class LogitInputs:
     def __init__(self, node: ir.Node) -> None:
         if len(node.inputs) != 5:
             rule = "one that is read has value, spatial shapes, reference points, offsets and logits"
-            raise Unfit(f"its node {node.op_type} has {len(node.inputs)} inputs; {rule}")
+            raise Unfit(f"its node {label(node)} has {len(node.inputs)} inputs; {rule}")
         self.value, self.shapes, self.references, self.offsets, self.logits = _inputs(node)
         maps = constant(self.shapes)
         if maps is None:
@@ -106,7 +146,7 @@ def use_our_nodes(model: ir.Model, others: list[ir.Node]) -> None:
 def _inputs(node: ir.Node) -> list[ir.Value]:
     inputs = [value for value in node.inputs if value is not None]
     if len(inputs) != 5:
-        raise Unfit(f"its node {node.op_type} has {len(inputs)} inputs; the operator has 5")
+        raise Unfit(f"its node {label(node)} has {len(inputs)} inputs; the operator has 5")
     return inputs
 
 

@@ -1,0 +1,244 @@
+"""Nodes that other libraries write for the operators: read by `fuse` and `verify` as the equation that they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_nodes
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_stand_ins import run_plugins
+
+import mx_driving.onnx
+from mx_driving.onnx import FUSED_FORMS
+from mx_driving.onnx._check import check
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
+KINDS = {
+    "mmdeploy": ("MMCVMultiScaleDeformableAttention", "mmdeploy", {"im2col_step": 64}),
+    "mmdeploy without a domain": ("MMCVMultiScaleDeformableAttention", "", {"im2col_step": 64}),
+    "DL4AGX": ("MultiScaleDeformableAttentionPlugin", "custom_op", {"im2col_step": 64}),
+    "Autoware": ("MultiScaleDeformableAttentionPlugin", "", {}),
+    "NVIDIA in onnxruntime's domain": ("MultiscaleDeformableAttnPlugin_TRT", "com.microsoft", {"plugin_version": "2"}),
+}
+
+
+def feeds(dtype=np.float32, batch=2):
+    random = np.random.default_rng(0)
+    shapes = {"value": (batch, 42, 4, 8), "l": (batch, 7, 4, 2, 3, 2), "w": (batch, 7, 4, 2, 3)}
+    return {name: (random.random(shape) * 1.4 - 0.2).astype(dtype) for name, shape in shapes.items()}
+
+
+def save(path, kind, domain, attributes, dtype=np.float32, order=(0, 1, 2, 3, 4)):
+    """Two layers, as exporters write them: no tensor between them has a shape."""
+    type_of = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    infos = [helper.make_tensor_value_info(name, type_of, ["b", *a.shape[1:]]) for name, a in feeds().items()]
+    table = np.int32 if "TRT" in kind else np.int64
+    tables = {"shapes": np.array([[6, 5], [3, 4]], table), "level_starts": np.array([0, 30], table)}
+    tables |= {"matrix": (np.random.default_rng(1).random((32, 48)) * 0.03).astype(dtype), "flat": np.array([0, 0, -1])}
+    tables |= {"six": np.array([0, 0, 4, 2, 3, 2])}
+    inputs = [("value", "shapes", "level_starts", "l", "w")[index] for index in order]
+    nodes = [
+        helper.make_node(kind, inputs, ["first"], name="first", domain=domain, **attributes),
+        helper.make_node("Reshape", ["first", "flat"], ["rows"]),
+        helper.make_node("MatMul", ["rows", "matrix"], ["moved"]),
+        helper.make_node("Reshape", ["moved", "six"], ["again"]),
+        helper.make_node(kind, [*inputs[:3], "again", *inputs[4:]], ["second"], name="second", domain=domain, **attributes),
+        helper.make_node("Reshape", ["second", "flat"], ["output"]),
+    ]
+    output = helper.make_tensor_value_info("output", type_of, ["b", 7, 32])
+    opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    initializers = [numpy_helper.from_array(array, name) for name, array in tables.items()]
+    model = helper.make_model(
+        helper.make_graph(nodes, "two", infos, [output], initializers), opset_imports=opsets, ir_version=8
+    )
+    onnx.save(model, path)
+
+
+def run_form(path, form, fed):
+    if form in ("npu", "tensorrt"):
+        return run_plugins(path, fed)["output"]
+    return onnx_nodes.session(path, mx_driving.onnx.library()).run(None, fed)[0]
+
+
+@pytest.mark.parametrize("form", FUSED_FORMS)
+@pytest.mark.parametrize("name", KINDS)
+def test_attention_in_each_form(name, form, tmp_path):
+    kind, domain, attributes = KINDS[name]
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    save(before, kind, domain, attributes)
+    report = mx_driving.onnx.fuse(before, after, form=form)
+    words = f"a node {domain}::{kind}" if domain else f"a node {kind}"
+    assert (report.replaced, report.left) == ({"first": words, "second": words}, {})
+    assert (domain, kind) not in {(node.domain, node.op_type) for node in onnx.load(after).graph.node}
+    true = run_plugins(before, feeds())["output"]
+    np.testing.assert_allclose(run_form(after, form, feeds()), true, rtol=0, atol=2e-5)
+
+
+def test_float16(tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    save(before, *KINDS["mmdeploy"], dtype=np.float16)
+    mx_driving.onnx.fuse(before, after)
+    true = run_plugins(before, feeds(np.float16))["output"]
+    np.testing.assert_allclose(run_form(after, "onnxruntime", feeds(np.float16)), true, rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_verify_judges_a_runtime_of_the_node(name, tmp_path):
+    save(tmp_path / "before.onnx", *KINDS[name])
+    report = check(tmp_path / "before.onnx", run_plugins, feeds())
+    assert report.right
+    assert [(one.match.name, one.inputs) for one in report.comparisons] == [
+        (layer, inputs) for layer in ("first", "second") for inputs in ("in the file", "across borders")
+    ]
+
+    def swapped(path, fed):
+        return run_plugins(path, {n: a[..., ::-1].copy() if a.ndim == 6 else a for n, a in fed.items()})
+
+    report = check(tmp_path / "before.onnx", swapped, feeds())
+    assert all("x and y are swapped in the locations" in one.why for one in report.comparisons)
+
+
+FORK = "MultiScaleDeformableAttnTRT"  # the plugin's name, with the operator's five inputs
+
+
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_a_fork_s_plugin_with_locations(heads_apart, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    save(before, FORK, "", {})
+    with pytest.raises(ValueError, match=f"the file does not say how many axes the output of its node {FORK} has"):
+        mx_driving.onnx.fuse(before, after)
+    model = onnx.load(before)
+    for name in ("first", "second"):
+        shape = ["b", 7, 4, 8] if heads_apart else ["b", 7, 32]
+        model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+    onnx.save(model, before)
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
+    save(before, *KINDS["mmdeploy"])
+    true = run_plugins(before, feeds())["output"]
+    np.testing.assert_allclose(run_form(after, "onnxruntime", feeds()), true, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            {"attributes": {"Mode": 2}},
+            "MultiScaleDeformableAttentionPlugin has the attribute Mode, whose meaning is not known",
+        ),
+        ({"order": (0, 1, 3, 4, 2, 2)}, "has 6 inputs; the operator has 5"),
+        ({"kind": "RotatePlugin"}, r"it has no weighted samples; not known: its nodes custom_op::RotatePlugin\)"),
+        ({"kind": "RotatePlugin", "domain": ""}, r"it has no weighted samples; not known: its nodes RotatePlugin\)"),
+    ],
+)
+def test_others_are_named(change, why, mx, tmp_path):
+    kind, domain, attributes = KINDS["DL4AGX"]
+    save(tmp_path / "before.onnx", **{"kind": kind, "domain": domain, "attributes": attributes, **change})
+    with pytest.raises(ValueError, match=why):
+        mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
+    status, _, problem = mx("verify", tmp_path / "before.onnx", "--runtime", "onnxruntime")
+    assert (status, problem.count("\n")) == (2, 1)
+
+
+POOLS = {"bev_pool_v2": "mmdeploy", "BEVPoolV2TRT": "", "BEVPoolV2TRT2": "", "QuickCumsumCuda": "autoware"}
+SIZES = {"batch_size": 2, "dimension": 3, "height": 4, "width": 5}
+POINTS = 60
+
+
+def draw_intervals(name):
+    """Runs of one cell, as BEVDet makes them; any intervals, which leave points out and share others; none."""
+    random = np.random.default_rng(0)
+    if name == "runs":
+        starts = np.unique(np.sort(random.choice(POINTS, 20, replace=False)) * (np.arange(20) > 0))
+        return starts, np.diff([*starts, POINTS])
+    starts = random.permutation(40)[: 0 if name == "none" else 20]
+    return starts, random.integers(0, 5, len(starts))
+
+
+def draw_pool(kind, intervals, dtype):
+    random = np.random.default_rng(1)
+    starts, lengths = (array.astype(np.int32) for array in draw_intervals(intervals))
+    if kind == "QuickCumsumCuda":
+        rows = random.standard_normal((POINTS, 6)).astype(dtype)
+        cells = np.stack(
+            [random.integers(0, SIZES[name], POINTS) for name in ("height", "width", "dimension", "batch_size")], 1
+        )
+        return {"rows": rows, "cells": cells.astype(np.int32), "lengths": lengths, "starts": starts}
+    depth, feat = random.random((2, 4, 3, 5)).astype(dtype), random.standard_normal((2, 3, 5, 6)).astype(dtype)
+    ranks = {"depth": depth.size, "feat": 30, "bev": 20}
+    ranks = {f"ranks_{name}": random.integers(0, most, POINTS).astype(np.int32) for name, most in ranks.items()}
+    return {"depth": depth, "feat": feat, **ranks, "starts": starts, "lengths": lengths}
+
+
+def save_pool(path, kind, arrays, opset=17, constants=(), **attributes):
+    attributes = attributes or (SIZES if kind == "QuickCumsumCuda" else {"out_height": 4, "out_width": 5})
+    domain, free = POOLS[kind], [name for name in arrays if name not in constants]
+    infos = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(arrays[n].dtype), arrays[n].shape) for n in free]
+    dtype = helper.np_dtype_to_tensor_dtype(next(iter(arrays.values())).dtype)
+    shape = (2, 3, 4, 5, 6) if kind == "QuickCumsumCuda" else (1, 4, 5, 6)
+    output = helper.make_tensor_value_info("output", dtype, shape)
+    nodes = [helper.make_node(kind, list(arrays), ["pool"], domain=domain, **attributes)]
+    nodes += [helper.make_node("Relu", ["pool"], ["output"])]
+    tables = [numpy_helper.from_array(arrays[name], name) for name in constants]
+    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    model = helper.make_model(helper.make_graph(nodes, "pool", infos, [output], tables), opset_imports=opsets, ir_version=8)
+    onnx.save(model, path)
+    return {name: arrays[name] for name in free}
+
+
+@pytest.mark.parametrize("intervals", ["runs", "any", "none"])
+@pytest.mark.parametrize("kind", POOLS)
+def test_pools_follow_intervals(kind, intervals, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    fed = save_pool(before, kind, draw_pool(kind, intervals, np.float32))
+    report = mx_driving.onnx.fuse(before, after)
+    assert (list(report.replaced.values()), report.left) == ([f"a pool {POOLS[kind]}{'::' * bool(POOLS[kind])}{kind}"], {})
+    true = run_plugins(before, fed)["output"]
+    assert true.any() == (intervals != "none")
+    np.testing.assert_allclose(run_form(after, "onnxruntime", fed), true, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("opset", "dtype", "constants"), [(11, np.float32, 1), (13, np.float16, 0), (20, np.float64, 1)])
+@pytest.mark.parametrize("kind", ["bev_pool_v2", "QuickCumsumCuda"])
+def test_opsets_dtypes_and_constants_of_pools(kind, opset, dtype, constants, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    arrays = draw_pool(kind, "runs", dtype)
+    indices = [name for name, array in arrays.items() if array.dtype == np.int32]
+    fed = save_pool(before, kind, arrays, opset, indices * constants)
+    mx_driving.onnx.fuse(before, after)
+    true = run_plugins(before, fed)["output"]
+    np.testing.assert_allclose(run_form(after, "onnxruntime", fed), true, rtol=0, atol=2e-2 if dtype == np.float16 else 1e-5)
+
+
+PROBLEMS = {
+    "form": ({}, "tensorrt", "pool: it is a pool, mmdeploy::bev_pool_v2, which only the form onnxruntime has"),
+    "attributes": ({"output_z": 2, "out_width": 4}, "onnxruntime", "out_width, output_z; the pool has out_height, out_width"),
+    "opset": ({"opset": 9}, "onnxruntime", "pools need opset 11 or later"),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_pools_that_stay_are_named(name, mx, tmp_path):
+    options, form, why = PROBLEMS[name]
+    save_pool(tmp_path / "before.onnx", "bev_pool_v2", draw_pool("bev_pool_v2", "runs", np.float32), **options)
+    with pytest.raises(ValueError, match=why):
+        mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx", form)
+    status, _, problem = mx("verify", tmp_path / "before.onnx", "--runtime", "onnxruntime")
+    assert (status, "it is a pool, mmdeploy::bev_pool_v2; " in problem) == (2, True)
+
+
+def test_verify_runs_attention_beside_a_pool(tmp_path):
+    """onnxruntime computes the pool by our node, so that the whole file has true outputs."""
+    path, pool = tmp_path / "before.onnx", tmp_path / "pool.onnx"
+    save(path, *KINDS["mmdeploy"])
+    fed = save_pool(pool, "bev_pool_v2", draw_pool("bev_pool_v2", "any", np.float32))
+    model, other = onnx.load(path), onnx.load(pool)
+    other.graph.output[0].name = other.graph.node[-1].output[0] = "cells"
+    model.graph.node.extend(other.graph.node)
+    model.graph.input.extend(other.graph.input)
+    model.graph.output.extend(other.graph.output)
+    onnx.save(model, path)
+    report = check(path, run_plugins, fed | feeds())
+    assert report.right
+    assert [output.name for output in report.outputs] == ["output", "cells"]
+    assert report.left == {"pool": "it is a pool, mmdeploy::bev_pool_v2; attention is verified"}
