@@ -264,7 +264,7 @@ def insert_starts(args: Any) -> list[Any]:
     So do mmcv's plain torch, TrackFormer and TransTrack.
     """
     third: Any = args[2] if len(args) > 2 else None
-    has_locations = hasattr(third, "is_floating_point") and third.dim() > 1 and third.is_floating_point()
+    has_locations = hasattr(third, "is_floating_point") and third.dim() > 2 and third.is_floating_point()
     return [*args[:2], None, *args[2:]] if has_locations else list(args)
 
 

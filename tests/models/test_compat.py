@@ -243,7 +243,12 @@ def test_the_older_interface_compiles_and_has_second_derivatives(repository):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({1: torch.ones(3, 2, 2).long()}, r"spatial_shape must have shape \(scale, 2\); got \(3, 2, 2\)"),
+        (
+            {1: torch.ones(3, 2, 2).long()},
+            r"feature_maps must have shape \(bs, num_feat, c\) where spatial_shape is \[cam, scale, 2\]; "
+            r"got \(2, 3, 30, 8\), as the older interface has them, beside spatial_shape \(3, 2, 2\)",
+        ),
+        ({1: torch.ones(2, 3).long()}, r"spatial_shape must have shape \(scale, 2\); got \(2, 3\)"),
         ({2: torch.zeros(3).long()}, r"scale_start_index must have shape \(scale=2,\); got \(3,\)"),
         ({3: torch.rand(2, 6, 1, 3, 2)}, r"sample_locations must have shape \(bs=2, pts, cam=3, 2\); got \(2, 6, 1, 3, 2\)"),
         (
@@ -265,6 +270,13 @@ def test_the_older_interface_refuses(repository, change, sentence):
     for index, other in change.items():
         inputs[index] = other
     with pytest.raises((TypeError, ValueError), match=f"^({sentence})$"):
+        repository.DAF.deformable_aggregation_forward(*inputs)
+
+
+def test_starts_of_cameras_that_are_no_integers_are_not_taken_for_locations(repository):
+    inputs = list(INPUTS[cases.AGGREGATION])
+    inputs[2] = inputs[2].float()
+    with pytest.raises(TypeError, match=r"^scale_start_index must have dtype int32 or int64; got float32$"):
         repository.DAF.deformable_aggregation_forward(*inputs)
 
 

@@ -230,10 +230,14 @@ def test_words_of_flags(name, word, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["MX_DRIVING_CHECK", "MX_DRIVING_TRITON", "MX_DRIVING_CTYPES", "MX_DRIVING_ATLAS_LIMITS"])
-@pytest.mark.parametrize("command", [("-c", "from mx_driving_portable.command import main; main()"), ("-m", "mx_driving")])
+@pytest.mark.parametrize(
+    "command", ["-c from mx_driving_portable.command import main; main()", "-m mx_driving", "-m mx_driving.__main__"]
+)
 def test_a_command_says_in_a_sentence_what_the_environment_must_be(name, command):
     env = {**os.environ, name: "2"}
-    done = subprocess.run([sys.executable, *command, "--help"], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *command.split(" ", 1), "--help"], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(rf"mx-driving: {name} must be 1, true, yes or on.*; got '2'\n", done.stderr)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -271,16 +269,6 @@ def test_a_reader_that_went_away_ends_it_quietly(mx, no_work, monkeypatch, args)
     with os.fdopen(writer, "w") as gone:
         monkeypatch.setattr(sys, "stdout", gone)
         assert mx(*args) == (1, "", "")
-
-
-def test_a_full_temporary_folder_is_not_called_standard_output(capsys, monkeypatch, tmp_path):
-    error = OSError(errno.ENOSPC, "No space left on device")
-    with open(tmp_path / "out", "w") as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        with pytest.raises(SystemExit), problems.in_a_sentence("mx-driving"):
-            raise error
-    rule = f"the temporary folder {tempfile.gettempdir()} must have room; got No space left on device"
-    assert is_a_sentence(2, (tmp_path / "out").read_text(), capsys.readouterr().err, rule)
 
 
 def test_no_command_prints_the_help_alone(mx):

@@ -176,7 +176,9 @@ def test_errors(call, sentence):
 
 def test_arrays_are_drawn_as_tensors_are():
     array = pytest.importorskip("numpy").random.default_rng(0).random((4, 6))
-    for view in (array, torch.from_numpy(array)):
+    read_only = array.copy()
+    read_only.flags.writeable = False
+    for view in (array, array.astype(">f8"), torch.from_numpy(array), read_only):
         (image,) = viz.bev(view).images
         torch.testing.assert_close(torch.from_numpy(image.get_array().data), torch.from_numpy(array).float().flip(0, 1))
     (image,) = viz.bev((array[..., None] * [255, 255, 255]).astype("u1")).images

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import importlib
 import io
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from typing import Any
 
 from .._installing import pip_install
 from .._operator.rules import first_line
@@ -47,9 +44,6 @@ def in_a_sentence(program: str) -> Iterator[None]:
             output.reconfigure(errors="backslashreplace")  # an ASCII terminal cannot show every name
         try:
             yield
-        except OSError as error:
-            _blame_temporary_folder(output, error)
-            raise
         finally:
             output.flush()  # click may have put a file around sys.stdout that hides a reader's leaving
     except BrokenPipeError:
@@ -64,16 +58,6 @@ def in_a_sentence(program: str) -> Iterator[None]:
         _drop_output()
         _say(f"{program}: standard output must take what is printed; got {error.strerror or error}")
         sys.exit(2)
-
-
-def _blame_temporary_folder(output: Any, error: OSError) -> None:
-    """Raise a Problem where a disk is full and standard output still takes what is printed."""
-    keeps = isinstance(output, io.TextIOWrapper) and not output.write_through  # what it could not write
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None and keeps:
-        with suppress(OSError):
-            output.flush()
-            rule = f"the temporary folder {tempfile.gettempdir()} must have room"
-            raise Problem(f"{rule}; got {error.strerror}") from None
 
 
 def _say(sentence: str) -> None:

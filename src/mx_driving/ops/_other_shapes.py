@@ -64,6 +64,9 @@ def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: T
     tensors(("spatial_shape", shapes), ("scale_start_index", starts), ("sample_locations", locations), ("weights", weights))
     need_dtype("scale_start_index", starts, INDEX, INDEX_RULE)
     bs, cameras, rows, _ = maps.shape
+    if shapes.dim() == 3:
+        fact = f"{tuple(maps.shape)}, as the older interface has them, beside spatial_shape {tuple(shapes.shape)}"
+        fail(ValueError, "feature_maps", "have shape (bs, num_feat, c) where spatial_shape is [cam, scale, 2]", fact)
     need_some_sizes("spatial_shape", shapes, "scale, 2", None, 2)
     need_shape("scale_start_index", starts, "scale", shapes.shape[0])
     need_some_sizes("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)

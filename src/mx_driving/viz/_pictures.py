@@ -64,7 +64,7 @@ def from_numpy(name: str, picture: Any) -> Any:
     if picture.dtype.kind not in "biufc":
         rules.fail(TypeError, name, _BYTES, picture.dtype)
     dtype = "f8" if picture.dtype.kind == "f" and picture.dtype.itemsize > 8 else picture.dtype.newbyteorder("=")
-    return torch.from_numpy(numpy.ascontiguousarray(picture, dtype=dtype))
+    return torch.from_numpy(numpy.require(picture, dtype, "CW"))
 
 
 def image(name: str, picture: Any) -> Any:
