@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from ._comparison import PLACES, Comparison, answer_in
 from ._parameters import STAND_IN
-from ._snapshot import VERDICTS
+from ._snapshot import OWN, VERDICTS
 
 Arguments = Mapping[str, Any]  # by role
 _TENSOR = operator.attrgetter("dtype", "requires_grad", "device", "shape")
-_FURTHER = operator.attrgetter("dtype", "requires_grad")
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _MAIN = 3  # tensors that most calls have: query, value and reference, or value, locations and weights
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_STATES = 16  # a layer whose attributes change in each call would be compared in each call
@@ -55,16 +55,24 @@ class State:
     done to offsets and logits."""
 
     def __init__(self, layer: Any) -> None:
-        self._attributes = _read_attributes(layer)
+        own = {} if layer is None else vars(layer)
+        self._count, self._read = len(own), operator.itemgetter("training", *(name for name in own if name not in OWN))
+        self._attributes = None if layer is None else self._list(layer)
         self._zeros = [] if layer is None else [p for p in layer.parameters() if not p.is_inference() and not p.any()]
         self._versions = [p._version for p in self._zeros]
 
+    def _list(self, layer: Any) -> tuple[Any, ...]:
+        own = layer.__dict__
+        return self._read(own), *own["_modules"].values(), *own["_buffers"].values()
+
     def is_of(self, layer: Any) -> bool:
-        if self._zeros and [p._version for p in self._zeros] != self._versions:
+        if layer is None:
+            return True
+        if len(layer.__dict__) != self._count or (self._zeros and [p._version for p in self._zeros] != self._versions):
             return False
         try:
-            return self._attributes == _read_attributes(layer)  # what is identical is equal, without a comparison
-        except (RuntimeError, ValueError, TypeError):  # other tensors or arrays of several numbers
+            return self._attributes == self._list(layer)  # what is identical is equal, without a comparison
+        except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute is gone, or is another tensor or array
             return False
 
 
@@ -120,22 +128,24 @@ class Proof:
         self.verdicts = Verdicts()  # of a function
         self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._looks: dict[tuple[type, ...], _Look] = {}
+        self._looks: dict[tuple[type, ...], Callable[[Arguments], Any]] = {}
         self._is_warned = False
 
     def serve(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the original returns for a call that the form takes."""
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return self._serve_unseen(layer, arguments, args, kwargs)
         verdicts = self.verdicts if layer is None else layer.__dict__.get(VERDICTS) or self._add(layer)
         types = tuple(map(type, arguments.values()))
-        look = self._looks.get(types) or self._looks.setdefault(types, _Look(self.form.described, arguments))
+        look = self._looks.get(types) or self._looks.setdefault(types, _make_look(self.form.described, arguments))
         mode = _any_autocast() and (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
-        call = self.number, torch.is_grad_enabled(), mode, look, look.read(arguments)
+        call = self.number, _is_grad_enabled(), mode, look, look(arguments)
         verdict = verdicts.calls.get(call)
         if verdict is None or not (verdict.reason or verdict.state.is_of(layer)):
             return self._serve_slowly(verdicts, call, layer, arguments, args, kwargs)
-        return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
+        if verdict.reason:
+            return self.original(*args, **kwargs)
+        return self._answer(verdict, layer, arguments) if verdict.dtypes else self.form.answer(layer, arguments)
 
     def _add(self, layer: Any) -> Verdicts:
         layer.__dict__[VERDICTS] = verdicts = Verdicts()
@@ -221,43 +231,25 @@ class Proof:
             vars(layer).pop(VERDICTS, None)
 
 
-class _Look:
-    """What to read of arguments of certain types, so that calls of equal readings have one verdict. Written out, because it is
-    done in each call."""
-
-    def __init__(self, described: Sequence[str], arguments: Arguments) -> None:
-        tensors = [role for role, a in arguments.items() if isinstance(a, Tensor)]
-        main = [role for role in tensors if role in described]
-        self._main = operator.itemgetter(*main) if len(main) == _MAIN else None
-        further = [role for role in tensors if arguments[role].is_floating_point() and (self._main is None or role not in main)]
-        plain = [role for role, a in arguments.items() if isinstance(a, _PLAIN) and a is not None]
-        self._tensors, self._further, self._plain = tensors, further, plain
-        lists = [role for role, a in arguments.items() if isinstance(a, (list, tuple))]
-        self._lists = [role for role in lists if any(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments[role]))]
-
-    def read(self, arguments: Arguments) -> Any:
-        rest = [arguments[role] for role in self._plain]
-        for role in self._further:
-            rest += _FURTHER(arguments[role])
-        if self._lists:
-            rest += [_read_entry(entry) for role in self._lists for entry in arguments[role]]
-        if self._main is None:
-            tensors = [arguments[role] for role in self._tensors]
-            return *rest, *[t.shape for t in tensors], *[t.device for t in tensors[:1]]
-        a, b, c = self._main(arguments)
-        sides, dtypes = (a.shape, b.shape, c.shape), (a.dtype, b.dtype, c.dtype)
-        return sides, dtypes, a.requires_grad, b.requires_grad, c.requires_grad, a.device, *rest
+def _make_look(described: Sequence[str], arguments: Arguments) -> Callable[[Arguments], Any]:
+    """Return what reads arguments of certain types, so that calls of equal readings have one verdict. It is one expression,
+    because it runs in each call."""
+    tensors = [role for role, a in arguments.items() if isinstance(a, Tensor)]
+    main = [role for role in tensors if role in described]
+    sized, parts = main if len(main) == _MAIN else tensors, [f"g[{role!r}].device" for role in tensors[:1]]
+    for role, a in arguments.items():
+        if isinstance(a, Tensor):
+            names = ["shape"] * (role in sized) + ["dtype", "requires_grad"] * a.is_floating_point()
+            parts += [f"g[{role!r}].{name}" for name in names]
+        elif isinstance(a, _PLAIN) and a is not None:
+            parts.append(f"g[{role!r}]")
+        elif isinstance(a, (list, tuple)) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(a)):
+            parts.append(f"tuple(map(read, g[{role!r}]))")
+    return eval(f"lambda g: ({', '.join([*parts, ''])})", {"read": _read_entry})
 
 
 def _read_entry(entry: Any) -> Any:
     return _TENSOR(entry) if isinstance(entry, Tensor) else entry if isinstance(entry, _PLAIN) else type(entry)
-
-
-def _read_attributes(layer: Any) -> tuple[Any, ...]:
-    if layer is None:
-        return ()
-    kept = layer.__dict__
-    return (*kept.values(), *kept["_modules"].values(), *kept["_buffers"].values())
 
 
 def can_compare(arguments: Arguments) -> bool:

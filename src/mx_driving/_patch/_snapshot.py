@@ -13,6 +13,7 @@ from torch import Tensor
 
 VERDICTS = "_mx_driving_verdicts"  # the attribute of a layer that has its verdicts
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+OWN = frozenset(vars(torch.nn.Module()))  # attributes that every layer has
 _MOST = 20_000  # a layer may refer to its whole model
 
 
@@ -65,17 +66,14 @@ def list_plain_state(layer: Any) -> Any:
     holds anything else, or has hooks, and so may be another layer than one that is equal."""
     state = {}
     for path, part in layer.named_modules():
-        own = {name: value for name, value in vars(part).items() if name not in _OWN | _SIZES | {VERDICTS}}
-        hooks = any(value for name, value in vars(part).items() if name in _OWN and "hooks" in name)
+        own = {name: value for name, value in vars(part).items() if name not in OWN | _SIZES | {VERDICTS}}
+        hooks = any(value for name, value in vars(part).items() if name in OWN and "hooks" in name)
         if hooks or part._buffers or not all(map(_is_plain, own.values())):
             return None
         if any(type(p) is not torch.nn.Parameter for p in part._parameters.values() if p is not None):
             return None
         state[path] = type(part), own
     return state
-
-
-_OWN = frozenset(vars(torch.nn.Module()))
 
 
 def _is_plain(value: Any) -> bool:
