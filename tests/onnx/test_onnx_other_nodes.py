@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx_nodes
+import onnx_writings
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_stand_ins import run_plugins
@@ -242,3 +243,39 @@ def test_verify_runs_attention_beside_a_pool(tmp_path):
     assert report.right
     assert [output.name for output in report.outputs] == ["output", "cells"]
     assert report.left == {"pool": "it is a pool, mmdeploy::bev_pool_v2; attention is verified"}
+
+
+@pytest.mark.parametrize("form", FUSED_FORMS)
+def test_grid_sample_of_onnxruntime_s_domain(form, tmp_path):
+    """onnxruntime had it before opset 16."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    onnx_writings.export(onnx_writings.Stacked(), before, "older")
+    model = onnx.load(before)
+    for node in model.graph.node:
+        node.domain = "com.microsoft" * (node.op_type == "GridSample")
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    onnx.save(model, before)
+    assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
+    assert "GridSample" not in onnx_writings.kinds(after)
+    if form in ("onnxruntime", "gather"):
+        arguments = onnx_writings.inputs()
+        true = onnx_writings.Stacked()(*(t.double() for t in arguments)).numpy()
+        np.testing.assert_allclose(onnx_writings.run(after, arguments), true, rtol=0, atol=2e-6)
+
+
+def test_a_function_with_a_node_in_it(tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    kind, domain, attributes = KINDS["mmdeploy"]
+    save(before, kind, domain, attributes)
+    true = run_plugins(before, feeds())["output"]
+    model = onnx.load(before)
+    inner = helper.make_node(kind, list("abcde"), ["o"], domain=domain, **attributes)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(domain, 1)]
+    model.functions.append(helper.make_function("local", "Attention", list("abcde"), ["o"], [inner], opsets))
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    for node in model.graph.node:
+        if node.domain == domain:
+            node.CopyFrom(helper.make_node("Attention", node.input, node.output, domain="local"))
+    onnx.save(model, before)
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
+    np.testing.assert_allclose(run_form(after, "onnxruntime", feeds()), true, rtol=0, atol=2e-5)

@@ -94,6 +94,12 @@ def list_outputs(model: ir.Model) -> Iterator[ir.Value]:
     return (output for node in model.graph for output in node.outputs)
 
 
+def walk_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of the graph, of its subgraphs and of functions."""
+    for graph in (model.graph, *model.functions.values()):
+        yield from ir.traversal.RecursiveGraphIterator(graph)
+
+
 def _find_sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
     """Yield the names of sparse initializers and constants, which onnx_ir does not read."""
     for one in walk_graphs(graph):
@@ -145,11 +151,12 @@ def _name_plugins(proto: onnx.ModelProto) -> bool:
 
 def restore_plugins(model: ir.Model) -> bool:
     """Restore the domain that plugins have in the file. Return whether there are plugins."""
-    plugins = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if SAID_DOMAIN in node.metadata_props]
+    plugins = [node for node in walk_nodes(model) if SAID_DOMAIN in node.metadata_props]
     for node in plugins:
         node.domain = node.metadata_props.pop(SAID_DOMAIN)
-    if not any(node.domain == TENSORRT for node in ir.traversal.RecursiveGraphIterator(model.graph)):
-        model.graph.opset_imports.pop(TENSORRT, None)
+    for graph in (model.graph, *model.functions.values()):
+        if not any(node.domain == TENSORRT for node in ir.traversal.RecursiveGraphIterator(graph)):
+            graph.opset_imports.pop(TENSORRT, None)
     return bool(plugins)
 
 

@@ -34,7 +34,10 @@ def label(node: ir.Node) -> str:
 
 
 def is_node(node: ir.Node | None, *kinds: str) -> bool:
-    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in kinds
+    """Return whether the node is standard and of these kinds. onnxruntime had GridSample before opset 16."""
+    if node is None or node.op_type not in kinds:
+        return False
+    return node.domain in ("", "ai.onnx") or (node.domain, node.op_type) == ("com.microsoft", "GridSample")
 
 
 def is_cast(node: ir.Node | None) -> bool:

@@ -12,7 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .. import config
 from .._operator.rules import first_line
-from ._file import list_external, list_outputs, quote_checker, restore_plugins
+from ._file import list_external, list_outputs, quote_checker, restore_plugins, walk_nodes
 from ._forms import NODES, OURS
 from ._graph import dims
 from ._nodes import use_our_nodes
@@ -54,7 +54,7 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
         check(path, onnx.load(path, format="protobuf", load_external_data=False))
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         return quote_checker(error)
-    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    nodes = list(walk_nodes(model))
     used = {node.domain for node in nodes if node.op_type != NODES.get(node.domain)}
     if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
         return None
