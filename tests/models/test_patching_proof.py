@@ -351,6 +351,27 @@ def test_an_original_that_cannot_run_leaves_the_call_to_a_trusted_operator():
             missing_core(arguments[0][:2], SIZES, *arguments[2:])
 
 
+@pytest.mark.parametrize("like_the_tried_one", [True, False])
+def test_too_little_memory_for_a_comparison(like_the_tried_one, monkeypatch):
+    """The original's run for the caller fits; a second one beside it does not."""
+    module, runs = build(Trusted), []
+    if not like_the_tried_one:
+        module.note = 1
+    with patched(Trusted) as done:
+        samples = Trusted.samples
+
+        def run_once(*args):
+            runs.append(1)
+            if len(runs) > 1:
+                raise torch.OutOfMemoryError
+            return samples(*args)
+
+        monkeypatch.setattr(Trusted, "samples", run_once)
+        results(module, *inputs_of())
+        assert list(done.kept) == ([] if like_the_tried_one else ["test_patching_proof.Trusted"])
+        assert "there is too little memory to compare it" in repr(done) or like_the_tried_one
+
+
 def test_two_threads_call_a_layer_for_the_first_time_together():
     module = build(Varied)
     expected = module(*inputs_of())

@@ -118,6 +118,8 @@ class Comparison:
         written = list_changes(before, take_snapshot(self._layer, self._inputs))
         try:
             self._compare(self._layer, result, written)
+        except torch.OutOfMemoryError:
+            self.reason = "" if can_trust() else "there is too little memory to compare it"
         except Exception as error:
             self.reason = _explain_failure(error)
         return result
@@ -137,6 +139,8 @@ class Comparison:
             theirs = theirs or Results(result, [])
             try:
                 ours, done = self._compute(layer, inputs, leaves, lambda: self._form.answer(layer, arguments))
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # a form may raise anything over an unknown call
                 self.reason = _explain_refusal(error)
                 return
