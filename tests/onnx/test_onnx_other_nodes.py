@@ -128,6 +128,8 @@ def test_a_fork_s_plugin_with_locations(heads_apart, tmp_path):
             "MultiScaleDeformableAttentionPlugin has the attribute Mode, whose meaning is not known",
         ),
         ({"order": (0, 1, 3, 4, 2, 2)}, "has 6 inputs; the operator has 5"),
+        ({"kind": "ms_deform_attn_plugin"}, "first: its node custom_op::ms_deform_attn_plugin is not known; second: its node "),
+        ({"kind": "MMCVDeformConv2d", "domain": ""}, r"it has no weighted samples; not known: its nodes MMCVDeformConv2d\)"),
         ({"kind": "RotatePlugin"}, r"it has no weighted samples; not known: its nodes custom_op::RotatePlugin\)"),
         ({"kind": "RotatePlugin", "domain": ""}, r"it has no weighted samples; not known: its nodes RotatePlugin\)"),
     ],

@@ -125,7 +125,7 @@ def test_other_plugins_keep_their_domain(tmp_path):
             {"inputs": 4},
             "its node MultiScaleDeformableAttnTRT has 4 inputs; one that is read has value, spatial shapes, reference",
         ),
-        ({"kind": "MultiScaleDeformableAttnTRT3"}, "it has no weighted samples"),
+        ({"kind": "MultiScaleDeformableAttnTRT3"}, "first: its node MultiScaleDeformableAttnTRT3 is not known; second: "),
     ],
 )
 def test_others_are_refused_in_a_sentence(change, why, mx, tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._operator import composition
 from .._operator.description import SAMPLING
 from . import _file, _find, _trial
-from ._forms import NODES, OURS, has_logits, is_attention
+from ._forms import NODES, OURS, has_logits
 from ._graph import Unfit, constant, label
 from ._nodes import LogitInputs, is_other, read_attention, use_our_nodes
 from ._pools import POOLS
@@ -105,7 +105,7 @@ def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
     row = SAMPLING[node.op_type if node.op_type in SAMPLING else SCALE]
     if has_logits(node):
         LogitInputs(node)  # raises Unfit
-    elif is_attention(node):
+    elif node.domain != OURS:
         read_attention(node)  # the same
     roles = _LOGITS if has_logits(node) else row.inputs
     tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +14,8 @@ from ._graph import Unfit, constant, dims, label
 from ._pools import POOLS, rewrite_pool
 from ._writer import Writer
 
-_STANDARD = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS}
+_STANDARD = {"", "ai.onnx", "ai.onnx.ml", OURS}
+_LIKE_OURS = re.compile("deform|msda|bev_?pool|voxel_?pool|cumsum", re.IGNORECASE)
 _IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes that change no number
 
 
@@ -23,23 +25,23 @@ def find_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 
 def is_other(node: ir.Node) -> bool:
-    return is_attention(node) or node.op_type in WITH_LOGITS | POOLS
+    """Return whether the node is another library's for our operators, by its name. A node of an unknown name may be."""
+    is_unknown = node.domain not in _STANDARD and "conv" not in node.op_type.lower() and _LIKE_OURS.search(node.op_type)
+    return is_attention(node) or node.op_type in WITH_LOGITS | POOLS or bool(is_unknown)
 
 
 def name_unknown(graph: ir.Graph) -> str:
     """Return in words which nodes no library that we know has; "" if there are none."""
-    nodes = [node for node in graph if node.domain not in _STANDARD and not is_other(node)]
+    nodes = [node for node in graph if node.domain not in {*_STANDARD, "com.microsoft"} and not is_other(node)]
     kinds = list(dict.fromkeys(map(label, nodes)))
     return f"; not known: its nodes {', '.join(kinds)}" if kinds else ""
 
 
 def is_of_form(node: ir.Node, form: str) -> bool:
     """Return whether the node is what this form writes."""
-    return (
-        node.domain == OURS
-        if form == "onnxruntime"
-        else node.op_type == NODES.get(node.domain) and node.domain == DOMAIN.get(form)
-    )
+    if form == "onnxruntime":
+        return node.domain == OURS
+    return node.domain == DOMAIN.get(form) and node.op_type == NODES.get(node.domain)
 
 
 def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
@@ -48,7 +50,7 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
         return rewrite_pool(model, node, form)
     if has_logits(node):
         return _rewrite_with_logits(model, node, form, **options)
-    if not is_attention(node):
+    if node.domain == OURS and not is_attention(node):
         raise Unfit(f"it is a node {label(node)}, which no other form has")
     value, shapes, starts, locations, weights = read_attention(node)
     call = Call(value, shapes, starts, locations, weights)
@@ -59,7 +61,9 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
 
 
 def read_attention(node: ir.Node) -> list[ir.Value]:
-    """Return the five inputs of the operator. Raise for attributes that may change the equation."""
+    """Return the five inputs of the operator. Raise for a node or an attribute whose meaning is not known."""
+    if not is_attention(node):
+        raise Unfit(f"its node {label(node)} is not known")
     if others := {*node.attributes} - _IGNORED:
         raise Unfit(f"its node {label(node)} has the attribute {min(others)}, whose meaning is not known")
     return _inputs(node)
