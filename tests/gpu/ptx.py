@@ -107,7 +107,7 @@ _LAST = {"selp": ["pred"], "shl": ["u32"], "shr": ["u32"], "bfe": ["u32", "u32"]
 _KNOWN = re.compile(
     r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|mul\.f\w+"
     r"|(mul|mad)\.(lo|wide|hi)\.[su]\d+|setp\.(eq|ne|lt|le|gt|ge)u?\.\w+|cvt\.(rn\.|r[nzmp]i\.)?(ftz\.)?([su]\d+|b?f(16|32)(x2)?)\.\w+"
-    r"|prmt\.b32|bfe\.[su]32|ex2\.approx(\.ftz)?\.f32|div\.full\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32"
+    r"|prmt\.b32|bfe\.[su]32|ex2\.approx(\.ftz)?\.f32|div\.(full|approx)\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32"
     r"|(atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+"
     r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x\d(\.trans)?\.shared\.b16"
 )
@@ -247,7 +247,11 @@ class Machine:
     def compute(self, opcode: Opcode, target: str, *sources: str, lanes: Any) -> None:
         kind, kinds, function = operation(opcode, len(sources))
         values = function(*(self.read(s, k, lanes) for s, k in zip(sources, kinds, strict=True)))
-        self.register(target)[lanes] = encode(values, kind)
+        if "|" not in target:
+            self.register(target)[lanes] = encode(values, kind)
+            return
+        for name, half in zip(target.split("|"), values.T, strict=True):  # setp of pairs
+            self.register(name)[lanes] = half
 
     def run_mov(self, opcode: Opcode, target: str, source: str, lanes: Any) -> None:
         """Also between a register and its two halves."""

@@ -229,7 +229,9 @@ def test_words_of_flags(name, word, monkeypatch):
         assert str(caught.value) == f"{name} must be 1, true, yes or on, or 0, false, no, off or empty; got {word!r}"
 
 
-@pytest.mark.parametrize("name", ["MX_DRIVING_CHECK", "MX_DRIVING_TRITON", "MX_DRIVING_CTYPES", "MX_DRIVING_ATLAS_LIMITS"])
+@pytest.mark.parametrize(
+    "name", ["MX_DRIVING_CHECK", "MX_DRIVING_TRITON", "MX_DRIVING_GPU_LAUNCH", "MX_DRIVING_CTYPES", "MX_DRIVING_ATLAS_LIMITS"]
+)
 @pytest.mark.parametrize(
     "command", ["-c from mx_driving_portable.command import main; main()", "-m mx_driving", "-m mx_driving.__main__"]
 )

@@ -261,3 +261,38 @@ def test_only_the_c_interface_is_exported():
     exported = [line.split(maxsplit=2)[2] for line in names.stdout.splitlines()]
     assert all(re.match(r"(mxd|acl|RegisterCustomOps$)", name) for name in exported), exported
     assert "mxd_multi_scale_deformable_attn" in exported
+
+
+LAUNCHED = """
+import ctypes, json, torch
+real = ctypes.CDLL
+class Functions:
+    def __getattr__(self, name): return real(None).abs
+ctypes.CDLL = lambda name, *args: Functions() if "cuda" in str(name) else real(name, *args)
+torch.version.cuda = "13.0"
+import mx_driving
+from mx_driving._backends.triton import from_cpp
+from mx_driving._dispatch.registered import REGISTERED
+say = lambda *facts: print(json.dumps(facts))
+say(from_cpp.why_not(), mx_driving.backends()["cuda"]["multi_scale_deformable_attn"])
+for name in from_cpp.OPERATORS:
+    kernels = torch._C._dispatch_dump("mx_driving::" + name).splitlines()
+    by_key = {line.split(":")[0]: line for line in kernels}
+    by_python = hasattr(torch.ops.mx_driving_triton, name), torch._C.DispatchKey.CUDA in REGISTERED[name].gpu_kernels
+    say("registered at mx_driving:0" in by_key["CUDA"], *by_python)
+say(from_cpp.keep_kernel is not None)
+with mx_driving.data_checks():
+    say(from_cpp.keep_kernel is not None)
+"""
+
+
+@pytest.mark.skipif(_backends.native.why_by_ctypes() is not None, reason=str(_backends.native.why_by_ctypes()))
+@pytest.mark.skipif(sys.platform != "linux", reason="launches from C++ are for Linux")
+def test_the_switch_of_launches_from_cpp():
+    """C++ has the kernels of CUDA, and Python the same operators beside them, until the data is looked at."""
+    done = python("-c", LAUNCHED, env={**os.environ, "MX_DRIVING_GPU_LAUNCH": "1"})
+    (reason, sentence), *kernels, before, after = map(json.loads, done.stdout.splitlines())
+    assert reason is None
+    assert "multi_scale_deformable_attn launched from C++, never run on a GPU" in sentence
+    assert kernels == [[True, True, False]] * 3
+    assert (before, after) == ([True], [False])

@@ -33,6 +33,7 @@ const char *first_missing(Library torch, Api &api) {
     if (!find(torch, "torch_tag_pt2_compliant_tag", api.torch_tag_pt2_compliant_tag) ||
         !find(torch, "torch_library_def_with_tags", api.torch_library_def_with_tags))
         api.torch_library_def_with_tags = nullptr;
+    find(torch, "torch_exception_get_what_without_backtrace", api.torch_exception_get_what);
     api.free_optional = free_optional;
     return nullptr;
 }

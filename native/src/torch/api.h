@@ -58,7 +58,8 @@ struct Api {
 #undef MXD_MEMBER
     Status (*torch_library_def_with_tags)(LibraryHandle, const char *, const int32_t *, int32_t); // torch >= 2.12, or null
     int32_t (*torch_tag_pt2_compliant_tag)();                                                     // torch >= 2.12
-    void (*free_optional)(Value *); // frees the memory of an optional argument's value
+    const char *(*torch_exception_get_what)(); // torch >= 2.13, without a backtrace, or null
+    void (*free_optional)(Value *);            // frees the memory of an optional argument's value
 };
 
 // Returns null if the process has no suitable torch, and writes the reason to `why`. A result that is not null never changes.

@@ -4,8 +4,6 @@
 // results.
 #include <algorithm>
 #include <array>
-#include <exception>
-#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -13,95 +11,30 @@
 #include "call/prepare.h"
 #include "mx_driving_torch.h"
 #include "run.h"
-#include "torch/api.h"
+#include "torch/gpu.h"
+#include "torch/tensors.h"
 
 namespace mxd::torch {
+
+const Api *api;
+
 namespace {
 
-const Api *api; // set before a kernel is registered
-
-template <class Handle> Handle handle_of(Value value) { return reinterpret_cast<Handle>(uintptr_t(value)); }
-Value value_of(void *handle) { return Value(reinterpret_cast<uintptr_t>(handle)); }
-
-// An error, which becomes an exception of torch.
-struct Refused {
-    std::string why;
-};
-
-void need(Status status, const char *what) {
-    if (status) throw Refused{std::string("torch could not ") + what};
-}
-
-// ---- dtypes, by c10::ScalarType, on whose order torch's files rely
-
-constexpr const char *DTYPE_NAMES[] = {"uint8",           "int8",
-                                       "int16",           "int32",
-                                       "int64",           "float16",
-                                       "float32",         "float64",
-                                       "complex32",       "complex64",
-                                       "complex128",      "bool",
-                                       "qint8",           "quint8",
-                                       "qint32",          "bfloat16",
-                                       "quint4x2",        "quint2x4",
-                                       "bits1x8",         "bits2x4",
-                                       "bits4x2",         "bits8",
-                                       "bits16",          "float8_e5m2",
-                                       "float8_e4m3fn",   "float8_e5m2fnuz",
-                                       "float8_e4m3fnuz", "uint16",
-                                       "uint32",          "uint64"};
-constexpr int64_t NARROW = -2; // an integer that is converted to int64
-constexpr int64_t DTYPES[] = {NARROW, NARROW, NARROW, MXD_INT32, MXD_INT64, MXD_FLOAT16, MXD_FLOAT32, MXD_FLOAT64,
-                              -1,     -1,     -1,     -1,        -1,        -1,          -1,          MXD_BFLOAT16};
-
-// ---- tensors
-
-struct DeleteTensor {
-    void operator()(TensorHandle tensor) const { api->aoti_torch_delete_tensor_object(tensor); }
-};
-typedef std::unique_ptr<TensorObject, DeleteTensor> Tensor;
-
-template <class Answer> Answer ask(Status (*question)(TensorHandle, Answer *), const Tensor &tensor) {
-    Answer answer;
-    need(question(tensor.get(), &answer), "read a tensor's sizes, dtype, device or address");
-    return answer;
-}
-
-// Describes a tensor. Shape and strides point into the tensor.
-TensorInfo info_of(const Tensor &tensor) {
-    static const int64_t no_axes = 0;
-    const int axes = int(ask(api->aoti_torch_get_dim, tensor));
-    const int64_t *shape = ask(api->aoti_torch_get_sizes, tensor), *strides = ask(api->aoti_torch_get_strides, tensor);
-    const size_t type = size_t(ask(api->aoti_torch_get_dtype, tensor));
-    const int64_t dtype = type < std::size(DTYPES) ? DTYPES[type] : -1; // -1: no operator takes it
-    const char *name = type < std::size(DTYPE_NAMES) ? DTYPE_NAMES[type] : "another dtype";
-    return {axes ? shape : &no_axes, axes, dtype, nullptr, axes ? strides : &no_axes, -1, name};
-}
-
-// Makes a contiguous tensor on the device of `like`.
-Tensor made(const std::string &name, const Tensor &like, int32_t dtype, const int64_t *shape, int axes) {
-    int64_t strides[MOST_AXES];
-    for (int64_t a = axes, stride = 1; a-- > 0; stride *= std::max<int64_t>(shape[a], 1)) strides[a] = stride;
-    TensorHandle handle;
-    const int32_t device = ask(api->aoti_torch_get_device_type, like), index = ask(api->aoti_torch_get_device_index, like);
-    if (api->aoti_torch_empty_strided(axes, shape, strides, dtype, device, index, &handle))
-        throw Refused{sentence(name, "fit in memory", "shape " + text_of(shape, size_t(axes)))};
-    return Tensor(handle);
-}
-
-// Converts int8, int16 and uint8, which kernels cannot read, to int64.
-Tensor as_int64(Tensor &&narrow) {
-    Value stack[] = {value_of(narrow.release()), Value(uint32_t(api->aoti_torch_dtype_int64())), false, false, 0};
-    need(api->torch_call_dispatcher("aten::to", "dtype", stack, VERSION), "convert a tensor to int64");
+Tensor converted(Tensor &&tensor, int32_t dtype) {
+    Value stack[] = {value_of(tensor.release()), Value(uint32_t(dtype)), false, false, 0};
+    need(api->torch_call_dispatcher("aten::to", "dtype", stack, VERSION), "convert a tensor to another dtype");
     return Tensor(handle_of<TensorHandle>(stack[0]));
 }
 
 // ---- a call
 
-enum class Device { CPU, META };
+enum class Device { CPU, META, GPU };
 
 // The dtype of the output: value's dtype. AUTOCAST is for `<operator>_autocast`: float32 if value has 16 bits.
 enum class OutputDtype { OF_VALUE, AUTOCAST };
 constexpr const char *AUTOCAST_SUFFIX = "_autocast";
+
+constexpr int64_t NOTHING = 0; // the shape of a gradient that is not wanted
 
 class BoxedCall {
   public:
@@ -112,13 +45,13 @@ class BoxedCall {
         if (!function.option.empty()) take_option(handle_of<StringHandle>(*arguments++));
         if (function.backward) take_mask(handle_of<ListHandle>(*arguments));
     }
+    ~BoxedCall() {
+        if (list) api->torch_delete_list(list);
+    }
 
     void run(Device device, Value *results) {
-        for (int i = 0; i < function.first_written; ++i)
-            if (tensors[i]) describe(i, device);
-        check_option();
-        if (!fits(function, infos, function.first_written, option, sizes))
-            refuse(refusal_of(function, infos, function.first_written, option));
+        check(device);
+        if (device == Device::GPU) return run_on_gpu(results);
         // This checks only the inputs. Results do not exist yet and will have new memory.
         const Refusal memory = device == Device::CPU ? check_memory(function, infos) : Refusal{};
         if (memory.status != MXD_OK) refuse(memory);
@@ -128,7 +61,7 @@ class BoxedCall {
         else
             make_output();
         if (device == Device::CPU) compute();
-        for (int i = function.first_written; i < count(); ++i) *results++ = value_of(tensors[i].release());
+        leave(results);
     }
 
   private:
@@ -140,6 +73,7 @@ class BoxedCall {
     std::vector<int64_t> numbers; // the values of function.numbers
     std::string word;             // the value of the option
     int64_t option = 0;
+    ListHandle list = nullptr; // the mask, as torch gives it
     size_t mask_size = 0;
     bool mask[MOST_ARGUMENTS] = {};
 
@@ -172,30 +106,54 @@ class BoxedCall {
         if (!api->torch_string_length(text, &length) && !api->torch_string_c_str(text, &letters)) word.assign(letters, length);
         api->torch_delete_string(text);
     }
-    void take_mask(ListHandle list) {
+    void take_mask(ListHandle mask_list) {
         Value entry;
+        list = mask_list;
         api->torch_list_size(list, &mask_size);
         for (size_t i = 0; i < mask_size && i < MOST_ARGUMENTS; ++i)
             mask[i] = !api->torch_list_get_item(list, i, &entry) && (entry & 0xff);
-        api->torch_delete_list(list);
     }
 
     [[noreturn]] void refuse(const Refusal &why) const { throw Refused{sentence(function, why)}; }
+
+    void check(Device device) {
+        for (int i = 0; i < function.first_written; ++i)
+            if (tensors[i]) describe(i, device);
+        check_option();
+        if (!fits(function, infos, function.first_written, option, sizes))
+            refuse(refusal_of(function, infos, function.first_written, option));
+    }
+
+    // Finds the memory of the results that are wanted.
+    void take_memory() {
+        for (int i = function.first_written; i < count(); ++i)
+            if (infos[i].shape) infos[i].data = ask(api->torch_get_mutable_data_ptr, tensors[i]);
+    }
+
+    void leave(Value *results) {
+        for (int i = function.first_written; i < count(); ++i) *results++ = value_of(tensors[i].release());
+    }
 
     void describe(int i, Device device) {
         const bool cpu = device == Device::CPU;
         bool defined = false;
         if (api->aoti_torch_is_defined(tensors[i].get(), &defined) || !defined)
             throw Refused{sentence(argument(i).name, "be a tensor", "an undefined tensor")};
-        if (ask(api->aoti_torch_get_device_type, tensors[i]) !=
-            (cpu ? api->aoti_torch_device_type_cpu() : api->aoti_torch_device_type_meta()))
+        if (device == Device::GPU) {
+            for (auto question : {api->aoti_torch_get_device_type, api->aoti_torch_get_device_index})
+                if (ask(question, tensors[i]) != ask(question, tensors[0]))
+                    throw Refused{
+                        sentence(argument(i).name, "be on the device of " + std::string(argument(0).name), "another")};
+        } else if (ask(api->aoti_torch_get_device_type, tensors[i]) !=
+                   (cpu ? api->aoti_torch_device_type_cpu() : api->aoti_torch_device_type_meta()))
             throw Refused{sentence(argument(i).name, cpu ? "be on the CPU" : "be a meta tensor", "another device")};
         infos[i] = info_of(tensors[i]);
         if (cpu && argument(i).elements == Elements::NUMBER && infos[i].dtype == NARROW) {
-            tensors[i] = as_int64(std::move(tensors[i]));
+            // Kernels cannot read int8, int16 and uint8.
+            tensors[i] = converted(std::move(tensors[i]), api->aoti_torch_dtype_int64());
             infos[i] = info_of(tensors[i]);
         }
-        if (cpu) infos[i].data = ask(api->torch_get_const_data_ptr, tensors[i]);
+        if (device != Device::META) infos[i].data = ask(api->torch_get_const_data_ptr, tensors[i]);
     }
 
     void check_option() {
@@ -225,28 +183,58 @@ class BoxedCall {
         return widens ? api->aoti_torch_dtype_float32() : ask(api->aoti_torch_get_dtype, tensors[function.first_input]);
     }
 
-    // Makes a tensor for the gradient of each differentiable input. A gradient that is not wanted is an empty tensor.
-    void make_gradients() {
+    // Makes a tensor for the gradient of each differentiable input. A gradient that is not wanted is an empty tensor. The
+    // gradient of value has the dtype `of_value`, or value's dtype if `of_value` is -1.
+    void make_gradients(int32_t of_value = -1) {
         const size_t gradients = size_t(count() - function.first_written);
         if (mask_size != gradients)
             throw Refused{sentence("output_mask", "have " + std::to_string(gradients) + " entries, one for each gradient",
                                    std::to_string(mask_size))};
         int input = function.first_input;
-        const int64_t nothing = 0;
         for (size_t i = 0; i < gradients; ++i, ++input) {
             const int result = function.first_written + int(i);
             while (std::string_view(argument(result).name).substr(5) != argument(input).name) ++input; // skip "grad_"
             const std::string name = argument(result).name;
-            const int32_t dtype = ask(api->aoti_torch_get_dtype, tensors[input]);
+            const int32_t dtype = !i && mask[0] && of_value >= 0 ? of_value : ask(api->aoti_torch_get_dtype, tensors[input]);
             tensors[result] = mask[i] ? made(name, tensors[input], dtype, infos[input].shape, infos[input].axes)
-                                      : made(name, tensors[input], dtype, &nothing, 1);
+                                      : made(name, tensors[input], dtype, &NOTHING, 1);
             if (mask[i]) infos[result] = info_of(tensors[result]);
         }
     }
 
+    // Serves multi_scale_deformable_attn on a GPU.
+    void run_on_gpu(Value *stack) {
+        int64_t variant = int64_t(kind);
+        for (size_t i = 0; i < mask_size; ++i) variant = 2 * variant + mask[i];
+        GpuCall call(function, infos, sizes, ask(api->aoti_torch_get_device_index, tensors[0]), variant);
+        if (!call.find_kernel()) return call_python(stack);
+        const int32_t float32 = api->aoti_torch_dtype_float32();
+        if (function.backward)
+            make_gradients(float32); // Sums are in float32.
+        else
+            make_output();
+        take_memory();
+        call.launch();
+        const int32_t dtype = ask(api->aoti_torch_get_dtype, tensors[function.first_input]);
+        Tensor &first = tensors[function.first_written];
+        if (function.backward && mask[0] && dtype != float32) first = converted(std::move(first), dtype);
+        leave(stack);
+    }
+
+    // Calls the operator of this name in torch.ops.mx_driving_triton. Python serves it, and hands over the kernel that it
+    // compiles.
+    void call_python(Value *stack) {
+        for (int i = 0; i < function.first_written; ++i) stack[i] = value_of(tensors[i].release());
+        if (list) stack[function.first_written] = value_of(std::exchange(list, nullptr));
+        std::string name = std::string("mx_driving_triton::") + function.name;
+        if (kind == OutputDtype::AUTOCAST) name += AUTOCAST_SUFFIX;
+        const Status status = api->torch_call_dispatcher(name.c_str(), "", stack, VERSION);
+        stop_waiting();
+        if (status) throw Refused{api->torch_exception_get_what ? api->torch_exception_get_what() : name + " failed"};
+    }
+
     void compute() {
-        for (int i = function.first_written; i < count(); ++i)
-            if (infos[i].shape) infos[i].data = ask(api->torch_get_mutable_data_ptr, tensors[i]);
+        take_memory();
         Call call = make_call(function, infos, sizes, option, 1);
         uint32_t threads = 1;
         need(api->torch_get_num_threads(&threads), "count its threads");
@@ -260,20 +248,6 @@ class BoxedCall {
 
 uint64_t arguments_of(const Function &f) {
     return uint64_t(f.first_written + f.numbers.count + !f.option.empty() + f.backward);
-}
-
-// Runs fn. Returns null, or an error sentence, which is valid until this thread's next error.
-template <class Fn> const char *why_not(Fn &&fn) {
-    thread_local std::string why;
-    try {
-        fn();
-        return nullptr;
-    } catch (const Refused &refused) {
-        why = refused.why;
-    } catch (const std::exception &error) {
-        why = std::string("mx_driving could not go on: ") + error.what();
-    }
-    return why.c_str();
 }
 
 const char *why_refused(const Function &function, OutputDtype output, Device device, Value *stack, uint64_t arguments) {
@@ -365,6 +339,26 @@ void set(Registered &registered, int what) {
 }
 
 } // namespace
+
+void register_gpu_kernels() {
+    static LibraryHandle library = nullptr;
+    if (library) return;
+    std::string missing;
+    if (!api) api = find_api(missing);
+    if (!api) throw Refused{missing};
+    need(api->aoti_torch_library_init_impl("mx_driving", "CUDA", "mx_driving", 0, &library), "open the library mx_driving");
+    const Kernels &kernels = KERNELS<Device::GPU, OutputDtype::OF_VALUE>,
+                  &autocast = KERNELS<Device::GPU, OutputDtype::AUTOCAST>;
+    for (size_t i = 0; i < kernels.size(); ++i) {
+        const Function &each = functions()[i];
+        const std::string name = each.name;
+        if (each.op != std::string_view("multi_scale_deformable_attn")) continue;
+        need(api->torch_library_impl(library, name.c_str(), kernels[i], VERSION), "register a kernel");
+        if (!each.backward)
+            need(api->torch_library_impl(library, (name + AUTOCAST_SUFFIX).c_str(), autocast[i], VERSION), "register a kernel");
+    }
+}
+
 } // namespace mxd::torch
 
 extern "C" const char *mxd_register_with_torch(int what) {

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import _backends
+from .._backends.triton import from_cpp
 from .._operator.description import OPERATORS, Operator
 
 
@@ -56,4 +57,5 @@ def _describe(device: str, backend: str, reason: str) -> str:
         isa, threads = _backends.native.isa(), _backends.native.threads()
         return f"native C++, {isa}, {threads}{way}; float32, float64, float16, bfloat16"
     label = ", compiled but never run on AMD" if torch.version.hip else ", never run on Intel's GPUs" if device == "xpu" else ""
+    label += from_cpp.describe() if device == "cuda" else ""
     return f"Triton{label}; float32, float16, bfloat16; float64: reference"

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from .. import _backends, _data_checks, reference
+from .._backends.triton import from_cpp
 from .._operator import checks, decompositions, rules
 from .._operator.description import OPERATORS, Operator, autocast_dtype, empty_gradients
 from . import distributed, flops, vmap
@@ -63,9 +64,11 @@ class Registered:
         _library.impl(name, self.autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"mx_driving::{name}", self.fake, lib=_library)
         kernels = {key: self.kernel_of(device) for key, device in _DEVICES.items() if key != "CPU" or _CPU_IN_PYTHON}
+        if name in from_cpp.OPERATORS and from_cpp.why_not() is None:  # C++ has registered the kernel of CUDA
+            from_cpp.define(name, self.schema(), kernels.pop("CUDA"))
         for key, kernel in kernels.items():
             _library.impl(name, kernel, key)
-        self.gpu_kernels = {getattr(torch._C.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU")}
+        self.gpu_kernels = {getattr(torch._C.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU") if key in kernels}
         self.register_decomposition()
 
     def register_decomposition(self) -> None:
@@ -321,4 +324,6 @@ for _operator in OPERATORS.values():
         REGISTERED[_operator.name + _kind.suffix] = _kind(_operator)
 if not _CPU_IN_PYTHON:
     _data_checks.when_enabled(_follow_data)
+if from_cpp.why_not() is None:
+    _data_checks.when_enabled(from_cpp.stop)
 flops.register()

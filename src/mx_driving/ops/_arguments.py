@@ -12,12 +12,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from .._backends.triton import from_cpp
 from .._dispatch import distributed
 from .._operator import checks, limits
 from .._operator.description import OPERATORS, SAMPLING, Input
 from .._operator.rules import fail
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+_GPU_IN_PYTHON = from_cpp.why_not() is not None  # C++ can raise RuntimeError alone
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -43,7 +45,7 @@ def _kernel_in_python(inputs: Sequence[Any]) -> bool:
     """Return whether the operator's own check, of a kernel in Python, says the same of plain tensors off the CPU: a GPU's call
     is checked once. torch.vmap would change their shapes first."""
     value = inputs[0]
-    plain = type(value) in _PLAIN and not value.is_cpu and _PLAIN.issuperset(map(type, inputs))
+    plain = _GPU_IN_PYTHON and type(value) in _PLAIN and not value.is_cpu and _PLAIN.issuperset(map(type, inputs))
     return plain and not torch._C._are_functorch_transforms_active()
 
 

@@ -17,6 +17,7 @@ from triton.runtime.driver import driver
 
 from ... import _data_checks
 from ..._operator import checks
+from . import from_cpp
 
 # A thread of a backward kernel holds at most this many channels. Eight would be 16 bytes of a 16-bit dtype, but the rows of the
 # four corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
@@ -149,6 +150,8 @@ def run(
     usual = not (addresses & 15 or sum(numbers) >> 31 or _launches_are_watched())
     if usual and (entry := _compiled.get(key)):
         compiled, constants = entry
+        if from_cpp.keep_kernel:
+            from_cpp.keep_kernel(compiled, options)
         stream, handles = driver.active.get_current_stream(device), (compiled.function, compiled.packed_metadata)
         return compiled.run(programs, 1, 1, stream, *handles, None, None, None, *tensors, *numbers, *constants)
     # Triton 3.10 fuses no multiplication and addition by default, which would be 27 % more float instructions.
@@ -156,6 +159,8 @@ def run(
     if usual and triton.__version__.startswith(_LAUNCHES_ALIKE) and gpu() is _NVIDIA and isinstance(compiled, CompiledKernel):
         names = kernel.arg_names[len(tensors) + len(numbers) :]
         _compiled[key] = compiled, [(options | flags)[name] for name in names]
+        if from_cpp.keep_kernel:
+            from_cpp.keep_kernel(compiled, options)
 
 
 def _launches_are_watched() -> bool:

@@ -1,0 +1,48 @@
+// Launches kernels that Triton has compiled, without Python. _backends/triton/from_cpp.py hands the kernels over.
+#pragma once
+
+#include <array>
+
+#include "call/check.h"
+
+namespace mxd::torch {
+
+// A program has `rows` rows. A thread reads `lane` neighbouring channels at once, and strides count in lanes.
+struct GpuKernel {
+    void *function = nullptr;
+    unsigned threads = 0, shared = 0;
+    int64_t rows = 1, lane = 1;
+};
+
+// A call of multi_scale_deformable_attn or its backward. Shapes and dtypes are checked before.
+class GpuCall {
+  public:
+    // `device` is torch's number; `variant` says which dtype the output has and which gradients are needed.
+    GpuCall(const Function &, TensorInfo *, const AxisSizes &, int device, int64_t variant);
+
+    // Returns false if Python must serve the call. Until stop_waiting, a kernel that this thread hands over belongs to the
+    // call.
+    bool find_kernel();
+    // Needs memory for the results. The gradient of value must be float32.
+    void launch();
+
+  private:
+    const Function &function;
+    TensorInfo *const infos;
+    const AxisSizes &sizes;
+    const int device;
+    const int64_t variant;
+    GpuKernel kernel;
+    int64_t programs = 0;
+
+    int64_t size(sizes::Name name) const { return sizes.of[name]; }
+    std::array<int64_t, 3> strides_of_value() const;
+    bool is_usual() const;
+};
+
+void stop_waiting();
+
+// Registers the kernels of CUDA with torch. operators.cpp has it.
+void register_gpu_kernels();
+
+} // namespace mxd::torch

@@ -1,0 +1,107 @@
+"""Launches from C++: multi_scale_deformable_attn with MX_DRIVING_GPU_LAUNCH=1. They have not run on a GPU yet.
+
+Triton stays the compiler. native/src/torch/gpu.cpp keeps its kernels by dtypes, sizes, device and mask, and launches them. A
+call whose kernel it does not have, or whose tensors are not contiguous, goes to the same operator in
+torch.ops.mx_driving_triton, which is Python's; `launch.run` then hands the kernel over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..._operator.rules import flag
+from .. import _loading
+
+_ON = flag("MX_DRIVING_GPU_LAUNCH")
+_OPERATOR = "multi_scale_deformable_attn"
+OPERATORS = (_OPERATOR, _OPERATOR + "_autocast", _OPERATOR + "_backward")
+# The arguments of a compiled kernel: tensors, queries, keys, three strides.
+_NUMBERS = ["i32", "i32", "i64", "i64", "i64"]
+_TENSORS = {"_forward": 7, "_backward": 12}
+_FUNCTIONS = {
+    "libcuda.so.1": ("cuLaunchKernel", "cuCtxGetDevice", "cuMemsetD32Async"),
+    "libtorch_cuda.so": ("aoti_torch_get_current_cuda_stream",),
+    "libtorch_cpu.so": ("_ZN2at13globalContextEv", "_ZNK2at7Context23deterministicAlgorithmsEv"),
+}
+keep_kernel: Callable[..., None] | None = None  # what `launch.run` calls with a compiled kernel and its options
+_library: Any = None
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Turn launches from C++ on. Return why they are off, or None."""
+    if not _ON:
+        return "MX_DRIVING_GPU_LAUNCH is not set"
+    if sys.platform != "linux" or torch.version.hip or not torch.version.cuda:
+        return "torch is not built for CUDA on Linux"
+    if reason := _loading.why_by_ctypes():
+        return reason
+    try:
+        return start(find_functions())
+    except (OSError, AttributeError) as error:
+        return str(error)
+
+
+def describe() -> str:
+    """Return what `backends()` says of the switch."""
+    if not _ON:
+        return ""
+    reason = why_not()
+    return f", not launched from C++: {reason}" if reason else f", {_OPERATOR} launched from C++, never run on a GPU"
+
+
+def find_functions() -> list[int]:
+    """Return the addresses of the functions that C++ calls."""
+    folder = pathlib.Path(torch.__file__).parent / "lib"
+    libraries = {name: ctypes.CDLL(name if name.startswith("libcuda") else str(folder / name)) for name in _FUNCTIONS}
+    return [address_of(getattr(libraries[library], name)) for library, names in _FUNCTIONS.items() for name in names]
+
+
+def address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def start(addresses: Sequence[int]) -> str | None:
+    """Let C++ serve CUDA's calls from now on. Return why it cannot."""
+    global keep_kernel
+    library = _loading.loaded()
+    library.mxd_launch_on_gpu.restype = ctypes.c_char_p
+    problem = library.mxd_launch_on_gpu((ctypes.c_void_p * len(addresses))(*addresses))
+    keep_kernel = None if problem else _keep
+    return problem and problem.decode()
+
+
+def stop() -> None:
+    """Let Python serve all calls, which looks at data and at a profiler's hooks."""
+    global keep_kernel
+    _loading.loaded().mxd_launch_on_gpu(None)
+    keep_kernel = None
+
+
+def _keep(compiled: Any, options: dict[str, int]) -> None:
+    """Hand over the kernel of the call that C++ waits for, if its arguments are what C++ gives it."""
+    kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    tensors, metadata = kinds[: -len(_NUMBERS)], compiled.metadata
+    scratch = getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
+    if kinds[-len(_NUMBERS) :] != _NUMBERS or len(tensors) != _TENSORS.get(metadata.name) or scratch:
+        return
+    if not all(kind.startswith("*") for kind in tensors) or metadata.num_ctas != 1:
+        return
+    numbers = (ctypes.c_void_p(compiled.function), metadata.num_warps * 32, metadata.shared)
+    _loading.loaded().mxd_keep_gpu_kernel(*numbers, ctypes.c_int64(options["ROWS"]), ctypes.c_int64(options["LANE"]))
+
+
+def define(name: str, schema: str, kernel: Callable[..., Any]) -> None:
+    """Define an operator as Python serves it, which C++ calls."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("mx_driving_triton", "DEF")
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
