@@ -178,6 +178,7 @@ SIZES = {
     GEOMETRIC: lambda: cases.geometric(2, 40, 32, 8, [(4, 4)], 8),
     MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 40, 32, 8, [(5, 5)] * 4, 4),
     GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 40, 32, 8, [(5, 5)], (2, 4)),
+    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(1, 3, 13, 256, 8, [[(4, 4)] * 4] * 6),
 }
 _POINTS = {MULTI_SCALE: 16, MULTI_SCALE_LOGITS: 16, GEOMETRIC: 8, GEOMETRIC_LOGITS: 8}  # of a row
 _PER_ROW, _PER_POINT = "instructions per row", "instructions per row and point"
@@ -185,11 +186,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def compile_one(operator: str, make: Callable[[], tuple], dtype: torch.dtype, target: Target, backward: bool) -> Any:
-    """Return the operator's first kernel. Linear layers give offsets and logits in the dtype of value."""
+    """Return the kernel that reads value. Linear layers give offsets and logits in the dtype of value."""
     args = cases.cast(make(), dtype if operator in WITH_LOGITS else torch.float32)
     with compiling(target) as kernels:
         call(operator, (args[0].to(dtype), *args[1:]), backward)
-    return kernels[0]
+    return kernels[operator == AGGREGATION_LOGITS]
 
 
 def figures(code: Code) -> dict[str, Any]:
@@ -287,13 +288,13 @@ def odd_rows() -> Iterator[dict[str, Any]]:
 
 
 def sample_rows() -> Iterator[dict[str, Any]]:
-    """The kernels that make the samples of deformable_aggregation_with_logits, and their gradients."""
+    """The kernels that deformable_aggregation_with_logits runs before and after the operator's own."""
     for target in (*TARGETS, *AMD):
         for dtype in (torch.float32, torch.bfloat16):
-            args = cases.cast(logits_cases.aggregation(1, 3, 13, 256, 8, [[(4, 4)] * 4] * 6), dtype)
+            args = cases.cast(SIZES[AGGREGATION_LOGITS](), dtype)
             with compiling(target) as kernels:
                 call(AGGREGATION_LOGITS, args, True)
-            for kernel, direction in ((kernels[0], "forward"), (kernels[2], "backward")):
+            for kernel, direction in ((kernels[0], "before"), (kernels[2], "after")):
                 row = {"operator": AGGREGATION_LOGITS, "target": target, "dtype": str(dtype).removeprefix("torch.")}
                 code = amd_figures(kernel) if target in AMD else figures(read_code(kernel))
                 yield row | {"direction": direction} | code
@@ -377,12 +378,15 @@ def _model_gates(row: dict[str, Any]) -> Iterator[Gate]:
 def _logits_gates(rows: list[dict[str, Any]]) -> Iterator[Gate]:
     """Compare with the bare operator's instructions. Backwards wait for reductions and may take more, and a geometric sample
     has one corner, so that its weight counts for more; on sm_120 the bare operator takes fewest."""
-    bare = {tuple(r[key] for key in ("operator", "target", "dtype", "direction")): r for r in rows}
-    for row in (row for row in rows if row["operator"] in _POINTS and row["operator"] in WITH_LOGITS):
-        operator, target, dtype, direction = (row[key] for key in ("operator", "target", "dtype", "direction"))
+    keys = "operator", "target", "dtype", "direction"
+    bare = {tuple(r[key] for key in keys): r for r in rows}
+    for row in (row for row in rows if row["operator"] in WITH_LOGITS):
+        operator, target, dtype, direction = (row[key] for key in keys)
         count = _PER_POINT if direction == "backward" else _PER_ROW
         if operator == MULTI_SCALE_LOGITS:
             most = 1.2 if direction == "backward" else 1.1 if (target, dtype) == (90, "float32") else 1.15
+        elif operator == AGGREGATION_LOGITS:
+            count, most = "instructions", 1.15
         else:
             most = 1.55 if target == 120 else 1.2 if direction == "backward" or dtype == "float32" else 1.3
         least = bare[operator.removesuffix("_with_logits"), target, dtype, direction][count]

@@ -55,7 +55,7 @@ def test_sizes_of_models(operator, dtype):
         compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
     kernels = compiled()[before:]
     # with logits further kernels of the backward make the gradients of the softmax, and of offsets beside reference points;
-    # a kernel makes the samples of an aggregation, for both directions
+    # a kernel makes locations and the sums of the softmax of an aggregation, for both directions
     assert len(kernels) == {MULTI_SCALE_LOGITS: 4, GEOMETRIC_LOGITS: 3, AGGREGATION_LOGITS: 4}.get(operator, 2)
     for kernel in kernels:
         usage = subprocess.run([str(CUOBJDUMP), "-res-usage", str(kernel)], capture_output=True, text=True, check=True).stdout

@@ -6,6 +6,8 @@ A program reads up to 32 locations at once and then visits those that lie inside
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +17,7 @@ from torch import Tensor
 from ..._operator.description import OPERATORS, empty_gradients
 from . import deterministic, launch
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
+from .softmax import power
 
 _OPERATOR = OPERATORS["deformable_aggregation"]
 # A kernel is not compiled anew for other values of these.
@@ -56,12 +59,49 @@ def _sample(x, y, shapes, starts, map, num_keys):
     return height, width, valid, pixel, right, below, in00, in01, in10, in11
 
 
+@triton.jit
+def _row(pair, anchor, point, cam, s, POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, LOGITS: tl.constexpr):
+    """Return the row of a sample among weights [bs * anchor * pts * cam, scale], or among logits [anchor, cam, scale, pts]."""
+    return ((anchor * CAMS + cam) * SCALES + s) * POINTS + point if LOGITS else pair * SCALES + s
+
+
+@triton.jit
+def _read_groups(pointers, group, GROUPS: tl.constexpr):
+    return tl.load(pointers + group, mask=group < GROUPS, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _start(sums, anchor, group, GROUPS: tl.constexpr, LOGITS: tl.constexpr):
+    """Return the greatest logit of each group of an anchor, and the inverse of the group's sum; zeros for ready weights."""
+    if LOGITS:
+        top = _read_groups(sums + 2 * anchor * GROUPS, group, GROUPS)
+        inverse = _read_groups(sums + (2 * anchor + 1) * GROUPS, group, GROUPS)
+    else:
+        top = tl.zeros((1, 1), tl.float32)
+        inverse = top
+    return top, inverse
+
+
+@triton.jit
+def _weigh(
+    weights, row, group, top, inverse, pair_scale, at, GROUPS: tl.constexpr, LOGITS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of a sample. With LOGITS, `weights` are logits, and a number may scale the softmax."""
+    weight = _read_groups(weights + row * GROUPS, group, GROUPS)
+    if LOGITS:
+        weight = power(weight, top) * inverse
+        if SCALED:
+            weight *= tl.load(pair_scale + at).to(tl.float32)
+    return weight
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _forward(
-    features, shapes, starts, locations, weights, output,
+    features, shapes, starts, locations, weights, sums, pair_scale, output,
     anchors, num_keys, batch_stride: tl.int64, key_stride: tl.int64,
     POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
+    LOGITS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     anchor = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, ROWS)[:, None]
@@ -70,19 +110,23 @@ def _forward(
     inside = (group < GROUPS) & (column < WIDTH)
     base = features + (anchor // anchors * batch_stride) * LANE + c
     key = KEY if KEY > 0 else key_stride * LANE
+    top, inverse = _start(sums, anchor, group, GROUPS, LOGITS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, POINTS * CAMS, 32):
         bits = _seen_bits(locations, anchor * (POINTS * CAMS) + first, POINTS * CAMS - first)
         part = tl.zeros((ROWS, COLUMNS), tl.float32)  # of 32 locations: one long sum would lose digits
         while bits != 0:
             k, bits = _lowest(bits)
-            at = anchor * (POINTS * CAMS) + first + k
-            x, y = _location(locations, at)
+            point, cam = (first + k) // CAMS, (first + k) % CAMS
+            pair = anchor * (POINTS * CAMS) + first + k
+            x, y = _location(locations, pair)
             for s in tl.range(SCALES, loop_unroll_factor=UNROLL):
                 _, width, valid, pixel, right, below, in00, in01, in10, in11 = _sample(
-                    x, y, shapes, starts, (first + k) % CAMS * SCALES + s, num_keys
+                    x, y, shapes, starts, cam * SCALES + s, num_keys
                 )
-                weight = tl.load(weights + (at * SCALES + s) * GROUPS + group, mask=group < GROUPS, other=0.0).to(tl.float32)
+                row = _row(pair, anchor, point, cam, s, POINTS, CAMS, SCALES, LOGITS)
+                scale = (anchor * CAMS + cam) * POINTS + point
+                weight = _weigh(weights, row, group, top, inverse, pair_scale, scale, GROUPS, LOGITS, SCALED)
                 v00, v01, v10, v11 = corners(
                     base, pixel, width, key, in00 & inside, in01 & inside, in10 & inside, in11 & inside
                 )
@@ -97,11 +141,11 @@ def _forward(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _backward(
-    grad, features, shapes, starts, locations, weights, grad_features, grad_locations, grad_weights, targets, parts,
-    anchors, num_keys, batch_stride: tl.int64, key_stride: tl.int64,
+    grad, features, shapes, starts, locations, weights, sums, pair_scale, grad_features, grad_locations, grad_weights,
+    targets, parts, anchors, num_keys, batch_stride: tl.int64, key_stride: tl.int64,
     POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr,
-    VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
+    LOGITS: tl.constexpr, SCALED: tl.constexpr, VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Write nothing for a camera that does not see the point: the caller has set all gradients to zero."""
     point = tl.program_id(0).to(tl.int64)
@@ -115,6 +159,7 @@ def _backward(
     key = KEY if KEY > 0 else key_stride * LANE
     grad_base = grad_features + batch * num_keys * (GROUPS * WIDTH) + c
     g = tl.load(grad + anchor * (GROUPS * WIDTH) + c, mask=inside, other=0.0).to(tl.float32)
+    top, inverse = _start(sums, anchor, group, GROUPS, LOGITS)
     for first in range(0, CAMS, 32):
         bits = _seen_bits(locations, point * CAMS + first, CAMS - first)
         while bits != 0:
@@ -127,10 +172,12 @@ def _backward(
                 height, width, valid, pixel, right, below, in00, in01, in10, in11 = _sample(
                     x, y, shapes, starts, cam * SCALES + s, num_keys
                 )
-                at = (point * CAMS + cam) * SCALES + s + tl.zeros((1, 1), tl.int64)
+                at = _row(point * CAMS + cam, anchor, point % POINTS, cam, s, POINTS, CAMS, SCALES, LOGITS)
+                at += tl.zeros((1, 1), tl.int64)
                 if VALUE == RECORDED:
                     record(targets, parts, at, batch * num_keys, 1, pixel, width, right, below, in00, in01, in10, in11)
-                weight = tl.load(weights + at * GROUPS + group, mask=group < GROUPS, other=0.0).to(tl.float32)
+                scale = (anchor * CAMS + cam) * POINTS + point % POINTS
+                weight = _weigh(weights, at, group, top, inverse, pair_scale, scale, GROUPS, LOGITS, SCALED)
                 weight = tl.where(valid, weight, 0.0)
                 in00, in01, in10, in11 = in00 & inside, in01 & inside, in10 & inside, in11 & inside
                 if LOCATIONS or WEIGHTS:
@@ -152,7 +199,7 @@ def _backward(
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, ...], gpu: launch.Gpu, backward: bool
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: Sequence[int], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
     """Return the plan for feature maps of this layout, sampled at `samples` = (points, cameras, scales, groups)."""
     points, cams, scales, groups = samples
@@ -166,6 +213,26 @@ def _plan(
     return launch.plan(layout, tile, 64 if gpu.capped and not backward else None, **sizes)
 
 
+class Samples(NamedTuple):
+    """What a kernel reads of samples."""
+
+    locations: Tensor
+    weights: Tensor  # or logits
+    sums: Tensor  # of the softmax, and what scales it: a bare kernel reads neither
+    pair_scale: Tensor
+    sizes: Sequence[int]  # points, cameras, scales, groups
+    flags: Mapping[str, int]  # of the kernel
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t.contiguous() for t in self[:4])
+
+
+def _bare(locations: Tensor, weight: Tensor) -> Samples:
+    flags = {"LOGITS": False, "SCALED": False}
+    return Samples(locations, weight, locations, locations, weight.shape[2:], flags)
+
+
 def forward(
     feature_maps: Tensor,
     shapes: Tensor,
@@ -174,34 +241,52 @@ def forward(
     weight: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    return sum_samples(feature_maps, shapes, starts, _bare(locations, weight), dtype)
+
+
+def sum_samples(feature_maps: Tensor, shapes: Tensor, starts: Tensor, samples: Samples, dtype: torch.dtype | None) -> Tensor:
+    """Return the output."""
     bs, num_keys, channels = feature_maps.shape
-    anchors = locations.shape[1]
+    anchors = samples.locations.shape[1]
     launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
     output = feature_maps.new_empty((bs, anchors, channels), dtype=dtype)
-    if not output.numel() or not weight.numel() or not num_keys:
+    if not output.numel() or not samples.weights.numel() or not num_keys:
         return output.zero_()
     value = launch.packed(feature_maps)
-    plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], launch.gpu(), False)
-    tensors = (value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output)
-    launch.run(_forward, bs * anchors, tensors, (anchors, num_keys, *plan.strides), plan.options)
+    plan = _plan(value.shape, value.stride(), value.element_size(), samples.sizes, launch.gpu(), False)
+    tensors = (value, shapes.contiguous(), starts.contiguous(), *samples.tensors, output)
+    launch.run(_forward, bs * anchors, tensors, (anchors, num_keys, *plan.strides), plan.options, **samples.flags)
     return output
 
 
 def backward(
     grad: Tensor, feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor, ...]:
+    others = empty_gradients((locations, weight), mask[1:])
+    return differentiate(grad, feature_maps, shapes, starts, _bare(locations, weight), others, mask)
+
+
+def differentiate(
+    grad: Tensor,
+    feature_maps: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    samples: Samples,
+    others: Sequence[Tensor],
+    mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Return the gradient of feature maps, and `others`, set to those of locations and weights. `mask` has a bool for each."""
     bs, num_keys, _ = feature_maps.shape
-    anchors, points, cams, groups = *locations.shape[1:4], weight.shape[5]
+    points, cams, scales, groups = samples.sizes
     launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
-    others = [g.zero_() for g in empty_gradients((locations, weight), mask[1:])]
-    if not grad.numel() or not weight.numel() or not num_keys:
+    others = [g.zero_() for g in others]
+    if not grad.numel() or not samples.weights.numel() or not num_keys:
         return (empty_gradients((feature_maps,), mask[:1])[0].zero_(), *others)
     value = launch.packed(feature_maps)
-    plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], launch.gpu(), True)
-    grad, weight = grad.contiguous(), weight.contiguous()
-    sums = deterministic.Sums(feature_maps, mask[0], _OPERATOR.rows * weight.numel() // groups)
-    tensors = (grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight)
-    tensors += (sums.buffer, *others, sums.targets, sums.parts)
-    flags = {"VALUE": sums.how, "LOCATIONS": mask[1], "WEIGHTS": mask[2]}
+    plan = _plan(value.shape, value.stride(), value.element_size(), samples.sizes, launch.gpu(), True)
+    grad, anchors, tensors = grad.contiguous(), samples.locations.shape[1], samples.tensors
+    sums = deterministic.Sums(feature_maps, mask[0], _OPERATOR.rows * samples.weights.numel() // groups)
+    tensors = (grad, value, shapes.contiguous(), starts.contiguous(), *tensors, sums.buffer, *others, sums.targets, sums.parts)
+    flags = {**samples.flags, "VALUE": sums.how, "LOCATIONS": mask[1], "WEIGHTS": mask[2]}
     launch.run(_backward, bs * anchors * points, tensors, (anchors, num_keys, *plan.strides), plan.options, **flags)
-    return (sums.finish(grad, weight, points * cams * starts.shape[1], groups), *others)
+    return (sums.finish(grad, tensors[5], points * cams * scales, groups), *others)

@@ -1,7 +1,9 @@
-"""deformable_aggregation_with_logits on a GPU: a kernel makes locations and weights, and the bare operator's kernel sums.
+"""deformable_aggregation_with_logits on a GPU: a kernel makes locations and the sums of the softmax, and the bare operator's
+kernel makes weights from logits, of those samples that a camera sees.
 
-In the backward another kernel makes the gradients of key points and logits from those of locations and weights. A
-program owns an anchor and up to 64 of its groups. The gradient of projection, which few models need, is plain torch.
+In the backward a third kernel makes the gradients of key points and logits from those of locations and weights. A program owns
+an anchor and up to 64 of its groups. The gradient of projection, which few models need, and the deterministic mode, which sorts
+by ready weights, are plain torch.
 """
 
 from __future__ import annotations
@@ -16,13 +18,12 @@ from torch import Tensor
 
 from ..._operator import composition
 from . import deformable_aggregation, launch
-from .softmax import read_pair, store_pair
+from .softmax import power, read_pair, store_pair
 
 _NAME = "deformable_aggregation_with_logits"
 _NEAREST = tl.constexpr(composition.NEAREST)
 _ELEMENTS = 1024  # of a tile of logits
 _PAIRS = 128  # of a tile of points and cameras
-_MOST_CAMERAS = 1024  # are plain torch beyond
 _MOST_GROUPS = 64  # of a program
 _THREADS = 256
 
@@ -38,106 +39,72 @@ def _anchor(GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _read_logits(logits, anchor, row, group, SAMPLES: tl.constexpr, GROUPS: tl.constexpr):
-    """Return logits in float32, and whether they exist: -inf where not."""
+    """Return logits in float32, -inf where they do not exist; their numbers; and whether they exist."""
     here = (row < SAMPLES) & (group < GROUPS)
     at = (anchor * SAMPLES + row) * GROUPS + group
-    return tl.load(logits + at, mask=here, other=-float("inf")).to(tl.float32), here
+    return tl.load(logits + at, mask=here, other=-float("inf")).to(tl.float32), at, here
 
 
 @triton.jit
-def _greatest(
-    logits, anchor, rows, group, SAMPLES: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Return the greatest logit of each group."""
-    greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
-    for first in range(0, SAMPLES, ROWS):
-        logit, _here = _read_logits(logits, anchor, first + rows, group, SAMPLES, GROUPS)
-        greatest = tl.maximum(greatest, logit)
-    return tl.max(greatest, 0, keep_dims=True)
+def _pairs(anchor, first, POINTS: tl.constexpr, CAMS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the points and cameras of a tile, and whether they exist. Those that do not repeat the last."""
+    p, cam = first + tl.arange(0, PAIRS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    here = (p < POINTS) & (cam < CAMS)
+    return anchor * POINTS + tl.minimum(p, POINTS - 1), tl.minimum(cam, CAMS - 1), here
 
 
 @triton.jit
-def _of_weights(
-    pair_scale, anchor, row, group, here,
-    POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Return which weights belong to rows of logits, and what a softmax is multiplied with.
-
-    Rows of logits are [cam, scale, pts], those of weights [pts, cam, scale].
-    """
-    point, map = row % POINTS, row // POINTS
-    at = ((anchor * POINTS + point) * (CAMS * SCALES) + map) * GROUPS + group
-    if SCALED:
-        pair = (anchor * CAMS + map // SCALES) * POINTS + point
-        scale = tl.load(pair_scale + pair + 0 * group, mask=here, other=0.0).to(tl.float32)
-    else:
-        scale = tl.full((1, 1), 1.0, tl.float32)
-    return at, scale
+def _multiply(projection, at, x, y, z):
+    """Return a row of a matrix times (x, y, z, 1)."""
+    a, b = tl.load(projection + at).to(tl.float32), tl.load(projection + at + 1).to(tl.float32)
+    c, d = tl.load(projection + at + 2).to(tl.float32), tl.load(projection + at + 3).to(tl.float32)
+    return a * x + b * y + c * z + d
 
 
 @triton.jit
-def _read_row(projection, at, here):
-    """Return four numbers of a matrix."""
-    return (
-        tl.load(projection + at, mask=here, other=0.0).to(tl.float32),
-        tl.load(projection + at + 1, mask=here, other=0.0).to(tl.float32),
-        tl.load(projection + at + 2, mask=here, other=0.0).to(tl.float32),
-        tl.load(projection + at + 3, mask=here, other=0.0).to(tl.float32),
-    )
-
-
-@triton.jit
-def _project(points, projection, image_size, point, camera, here, SIZED: tl.constexpr):
-    """Return where a camera sees a point, (u, v) / depth; the depth, at least that of the nearest; whether the point is
-    farther; and the size of the image."""
-    x = tl.load(points + 3 * point, mask=here, other=0.0).to(tl.float32)
-    y = tl.load(points + 3 * point + 1, mask=here, other=0.0).to(tl.float32)
-    z = tl.load(points + 3 * point + 2, mask=here, other=0.0).to(tl.float32)
-    a, b, c, d = _read_row(projection, 16 * camera, here)
-    u = a * x + b * y + c * z + d
-    a, b, c, d = _read_row(projection, 16 * camera + 4, here)
-    v = a * x + b * y + c * z + d
-    a, b, c, d = _read_row(projection, 16 * camera + 8, here)
-    depth = a * x + b * y + c * z + d
+def _project(points, projection, image_size, point, camera, SIZED: tl.constexpr):
+    """Return (u, v) / depth of points in cameras; the depth, at least that of the nearest; whether a point is farther than
+    that; and the size of the image."""
+    x, y = tl.load(points + 3 * point).to(tl.float32), tl.load(points + 3 * point + 1).to(tl.float32)
+    z = tl.load(points + 3 * point + 2).to(tl.float32)
+    depth = _multiply(projection, 16 * camera + 8, x, y, z)
     farther = depth >= _NEAREST
     depth = tl.where(depth < _NEAREST, _NEAREST, depth)  # a NaN stays
+    u = tl.div_rn(_multiply(projection, 16 * camera, x, y, z), depth)
+    v = tl.div_rn(_multiply(projection, 16 * camera + 4, x, y, z), depth)
+    width = tl.zeros_like(u) + 1.0
+    height = width
     if SIZED:
-        width = tl.load(image_size + 2 * camera, mask=here, other=1.0).to(tl.float32)
-        height = tl.load(image_size + 2 * camera + 1, mask=here, other=1.0).to(tl.float32)
-    else:
-        width = tl.full((1, 1), 1.0, tl.float32)
-        height = width
-    return tl.div_rn(u, depth), tl.div_rn(v, depth), depth, farther, width + 0 * u, height + 0 * u
+        width *= tl.load(image_size + 2 * camera).to(tl.float32)
+        height *= tl.load(image_size + 2 * camera + 1).to(tl.float32)
+    return u, v, depth, farther, width, height
 
 
 @triton.jit(do_not_specialize=["anchors"])
-def _forward(
-    points, projection, logits, image_size, pair_scale, locations, weights, anchors,
+def _normalise(
+    points, projection, logits, image_size, locations, sums, anchors,
     POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, SIZED: tl.constexpr,
-    SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS_OF_PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS_OF_PAIRS: tl.constexpr,
 ):  # fmt: skip
     samples: tl.constexpr = POINTS * CAMS * SCALES
     anchor, is_first, rows, group = _anchor(GROUPS, ROWS, COLUMNS)
     if is_first:
-        cam = tl.arange(0, COLUMNS_OF_PAIRS)[None, :]
         for first in range(0, POINTS, PAIRS):
-            p = first + tl.arange(0, PAIRS)[:, None]
-            here = (p < POINTS) & (cam < CAMS)
+            point, cam, here = _pairs(anchor, first, POINTS, CAMS, PAIRS, COLUMNS_OF_PAIRS)
             camera = anchor // anchors * CAMS + cam
-            x, y, _depth, _farther, width, height = _project(
-                points, projection, image_size, anchor * POINTS + p, camera, here, SIZED
-            )
-            store_pair(locations, (anchor * POINTS + p) * CAMS + cam, tl.div_rn(x, width), tl.div_rn(y, height), here)
-    top = _greatest(logits, anchor, rows, group, samples, GROUPS, ROWS, COLUMNS)
+            u, v, _depth, _farther, width, height = _project(points, projection, image_size, point, camera, SIZED)
+            store_pair(locations, point * CAMS + cam, tl.div_rn(u, width), tl.div_rn(v, height), here)
+    greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
+    for first in range(0, samples, ROWS):
+        logit, _at, _here = _read_logits(logits, anchor, first + rows, group, samples, GROUPS)
+        greatest = tl.maximum(greatest, logit)
+    top = tl.max(greatest, 0, keep_dims=True)
     powers = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, samples, ROWS):
-        logit, _here = _read_logits(logits, anchor, first + rows, group, samples, GROUPS)
-        powers += tl.exp(logit - top)
-    inverse = 1.0 / tl.sum(powers, 0, keep_dims=True)
-    for first in range(0, samples, ROWS):
-        logit, here = _read_logits(logits, anchor, first + rows, group, samples, GROUPS)
-        at, scale = _of_weights(pair_scale, anchor, first + rows, group, here, POINTS, CAMS, SCALES, GROUPS, SCALED)
-        tl.store(weights + at, tl.exp(logit - top) * inverse * scale, mask=here)
+        logit, _at, _here = _read_logits(logits, anchor, first + rows, group, samples, GROUPS)
+        powers += power(logit, top)
+    tl.store(sums + 2 * anchor * GROUPS + group, top, mask=group < GROUPS)
+    tl.store(sums + (2 * anchor + 1) * GROUPS + group, 1.0 / tl.sum(powers, 0, keep_dims=True), mask=group < GROUPS)
 
 
 @triton.jit
@@ -150,125 +117,130 @@ def _differentiate_points(
     points, projection, image_size, grad_locations, grad_points, anchor, batch,
     POINTS: tl.constexpr, CAMS: tl.constexpr, SIZED: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    cam = tl.arange(0, COLUMNS)[None, :]
     for first in range(0, POINTS, PAIRS):
-        p = first + tl.arange(0, PAIRS)[:, None]
-        here = (p < POINTS) & (cam < CAMS)
-        point, camera = anchor * POINTS + p, batch * CAMS + cam
-        x, y, depth, farther, width, height = _project(points, projection, image_size, point, camera, here, SIZED)
-        x_of_image, y_of_image = tl.div_rn(x, width), tl.div_rn(y, height)
-        seen = here & (x_of_image > 0) & (x_of_image < 1) & (y_of_image > 0) & (y_of_image < 1)
-        grad_u, grad_v = read_pair(grad_locations, point * CAMS + cam, here=here)
+        point, cam, here = _pairs(anchor, first, POINTS, CAMS, PAIRS, COLUMNS)
+        camera = batch * CAMS + cam
+        u, v, depth, farther, width, height = _project(points, projection, image_size, point, camera, SIZED)
+        x, y = tl.div_rn(u, width), tl.div_rn(v, height)
+        seen = here & (x > 0) & (x < 1) & (y > 0) & (y < 1)
+        grad_u, grad_v = read_pair(grad_locations, point * CAMS + cam)
         # infinity and NaN are replaced first, because 0 times them is NaN
         depth = tl.where(seen, depth, 1.0)
         grad_u = tl.where(seen, grad_u / (width * depth), 0.0)
         grad_v = tl.where(seen, grad_v / (height * depth), 0.0)
-        grad_depth = tl.where(seen & farther, -(grad_u * tl.where(seen, x, 0.0) + grad_v * tl.where(seen, y, 0.0)), 0.0)
+        grad_depth = tl.where(seen & farther, -(grad_u * tl.where(seen, u, 0.0) + grad_v * tl.where(seen, v, 0.0)), 0.0)
         for axis in tl.static_range(3):
             at = projection + 16 * camera + axis
-            total = grad_u * _finite(tl.load(at, mask=here, other=0.0).to(tl.float32))
-            total += grad_v * _finite(tl.load(at + 4, mask=here, other=0.0).to(tl.float32))
-            total += grad_depth * _finite(tl.load(at + 8, mask=here, other=0.0).to(tl.float32))
+            total = grad_u * _finite(tl.load(at).to(tl.float32)) + grad_v * _finite(tl.load(at + 4).to(tl.float32))
+            total += grad_depth * _finite(tl.load(at + 8).to(tl.float32))
             total = tl.sum(total, 1, keep_dims=True).to(grad_points.dtype.element_ty)
-            tl.store(grad_points + 3 * point + axis, total, mask=p < POINTS)
+            tl.store(grad_points + 3 * point + axis, total, mask=first + tl.arange(0, PAIRS)[:, None] < POINTS)
+
+
+@triton.jit
+def _read_weights(
+    logits, grad_weights, pair_scale, top, inverse, anchor, first, group,
+    POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return softmax weights of rows from `first`, their gradients, their numbers, and whether they exist: zeros where not."""
+    row = first + tl.arange(0, ROWS)
+    logit, at, here = _read_logits(logits, anchor, row[:, None], group, POINTS * CAMS * SCALES, GROUPS)
+    grad = tl.load(grad_weights + at, mask=here, other=0.0)
+    if SCALED:
+        # one axis: a load of [ROWS, 1] would give the tile another layout
+        pair = (anchor * CAMS + row // (SCALES * POINTS)) * POINTS + row % POINTS
+        grad *= tl.load(pair_scale + pair, mask=row < POINTS * CAMS * SCALES, other=0.0).to(tl.float32)[:, None]
+    return tl.where(here, power(logit, top) * inverse, 0.0), grad, at, here
 
 
 @triton.jit(do_not_specialize=["anchors"])
 def _backward(
-    points, projection, logits, image_size, pair_scale, grad_locations, grad_weights, grad_points, grad_logits, anchors,
+    points, projection, logits, image_size, sums, pair_scale, grad_locations, grad_weights, grad_points, grad_logits, anchors,
     POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, SIZED: tl.constexpr,
     SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS_OF_PAIRS: tl.constexpr,
     OF_POINTS: tl.constexpr, OF_LOGITS: tl.constexpr,
 ):  # fmt: skip
     samples: tl.constexpr = POINTS * CAMS * SCALES
-    anchor, is_first, rows, group = _anchor(GROUPS, ROWS, COLUMNS)
-    if OF_POINTS and is_first:
-        _differentiate_points(
-            points, projection, image_size, grad_locations, grad_points, anchor, anchor // anchors,
-            POINTS, CAMS, SIZED, PAIRS, COLUMNS_OF_PAIRS,
-        )  # fmt: skip
+    anchor, is_first, _rows, group = _anchor(GROUPS, ROWS, COLUMNS)
+    if OF_POINTS:  # noqa: SIM102 -- a constant, and a number of the program
+        if is_first:
+            _differentiate_points(
+                points, projection, image_size, grad_locations, grad_points, anchor, anchor // anchors,
+                POINTS, CAMS, SIZED, PAIRS, COLUMNS_OF_PAIRS,
+            )  # fmt: skip
     if OF_LOGITS:
-        top = _greatest(logits, anchor, rows, group, samples, GROUPS, ROWS, COLUMNS)
-        powers = tl.zeros((ROWS, COLUMNS), tl.float32)
+        top = tl.load(sums + 2 * anchor * GROUPS + group, mask=group < GROUPS, other=0.0)
+        inverse = tl.load(sums + (2 * anchor + 1) * GROUPS + group, mask=group < GROUPS, other=0.0)
         products = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, samples, ROWS):
-            logit, here = _read_logits(logits, anchor, first + rows, group, samples, GROUPS)
-            at, scale = _of_weights(pair_scale, anchor, first + rows, group, here, POINTS, CAMS, SCALES, GROUPS, SCALED)
-            power = tl.exp(logit - top)
-            powers += power
-            products += power * (tl.load(grad_weights + at, mask=here, other=0.0) * scale)
-        inverse = 1.0 / tl.sum(powers, 0, keep_dims=True)
-        mean = tl.sum(products, 0, keep_dims=True) * inverse
+            weight, grad, _at, _here = _read_weights(
+                logits, grad_weights, pair_scale, top, inverse, anchor, first, group,
+                POINTS, CAMS, SCALES, GROUPS, SCALED, ROWS,
+            )  # fmt: skip
+            products += weight * grad
+        mean = tl.sum(products, 0, keep_dims=True)
         for first in range(0, samples, ROWS):
-            logit, here = _read_logits(logits, anchor, first + rows, group, samples, GROUPS)
-            at, scale = _of_weights(pair_scale, anchor, first + rows, group, here, POINTS, CAMS, SCALES, GROUPS, SCALED)
-            grad = tl.load(grad_weights + at, mask=here, other=0.0) * scale
-            grad = tl.exp(logit - top) * inverse * (grad - mean)
-            at = (anchor * samples + first + rows) * GROUPS + group
-            tl.store(grad_logits + at, grad.to(grad_logits.dtype.element_ty), mask=here)
+            weight, grad, at, here = _read_weights(
+                logits, grad_weights, pair_scale, top, inverse, anchor, first, group,
+                POINTS, CAMS, SCALES, GROUPS, SCALED, ROWS,
+            )  # fmt: skip
+            tl.store(grad_logits + at, (weight * (grad - mean)).to(grad_logits.dtype.element_ty), mask=here)
 
 
-class _Samples:
-    """What `composition.Aggregation` computes, of inputs in the dtypes that they have."""
-
-    def __init__(
-        self, points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor | None, pair_scale: Tensor | None
-    ) -> None:
-        self.inputs = points, projection, logits, image_size, pair_scale
-        bs, anchors, cams, scales, pts, groups = logits.shape
-        self.locations = logits.new_empty((bs, anchors, pts, cams, 2), dtype=torch.float32)
-        self.weights = logits.new_empty((bs, anchors, pts, cams, scales, groups), dtype=torch.float32)
-        self._run(_forward, self.locations, self.weights)
-
-    def gradients(self, mask: Sequence[bool], grad_locations: Tensor, grad_weights: Tensor) -> composition.Gradients:
-        grad_points, grad_logits = (
-            torch.empty_like(t if needed else t[:0], memory_format=torch.contiguous_format)
-            for t, needed in ((self.inputs[0], mask[1]), (self.inputs[2], mask[3]))
-        )
-        if mask[1] or mask[3]:
-            gradients = grad_locations, grad_weights, grad_points, grad_logits
-            self._run(_backward, *gradients, OF_POINTS=mask[1], OF_LOGITS=mask[3])
-        only, grad_projection = [False, False, True, False], None
-        if mask[2]:
-            _, grad_projection, _ = _in_torch(*self.inputs).gradients(only, grad_locations, grad_weights)
-        return grad_points if mask[1] else None, grad_projection, grad_logits if mask[3] else None
-
-    def _run(self, kernel: Any, *tensors: Tensor, **flags: int) -> None:
-        points, projection, logits, image_size, pair_scale = self.inputs
-        bs, anchors, cams, scales, pts, groups = logits.shape
-        columns, cameras = min(_MOST_GROUPS, triton.next_power_of_2(groups)), triton.next_power_of_2(cams)
-        options = {"POINTS": pts, "CAMS": cams, "SCALES": scales, "GROUPS": groups}
-        options |= {"SIZED": image_size is not None, "SCALED": pair_scale is not None}
-        options |= {"ROWS": _ELEMENTS // columns, "COLUMNS": columns}
-        options |= {
-            "PAIRS": max(1, _PAIRS // cameras),
-            "COLUMNS_OF_PAIRS": cameras,
-            "num_warps": _THREADS // launch.gpu().lanes,
-        }
-        inputs = (points, projection, logits, *(logits if t is None else t for t in (image_size, pair_scale)))
-        inputs = [t.contiguous() for t in inputs]
-        launch.run(kernel, bs * anchors * -(-groups // columns), (*inputs, *tensors), (anchors,), options, **flags)
+def _run(kernel: Any, logits: Tensor, tensors: Sequence[Tensor], **flags: int) -> None:
+    """Launch a kernel for each anchor of logits and each block of groups."""
+    if not logits.numel():
+        return
+    bs, anchors, cams, scales, pts, groups = logits.shape
+    columns, cameras = min(_MOST_GROUPS, triton.next_power_of_2(groups)), triton.next_power_of_2(cams)
+    options = {"POINTS": pts, "CAMS": cams, "SCALES": scales, "GROUPS": groups}
+    options |= {"ROWS": _ELEMENTS // columns, "COLUMNS": columns, "num_warps": _THREADS // launch.gpu().lanes}
+    options |= {"PAIRS": max(1, _PAIRS // cameras), "COLUMNS_OF_PAIRS": cameras}
+    programs = bs * anchors * -(-groups // columns)
+    launch.run(kernel, programs, [t.contiguous() for t in tensors], (anchors,), options, **flags)
 
 
-def _in_torch(*inputs: Tensor | None) -> composition.Aggregation:
-    return composition.Aggregation(None, *(t if t is None else t.float() for t in inputs))  # pyright: ignore[reportArgumentType]
+def _normalised(
+    points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor | None = None, pair_scale: Tensor | None = None
+) -> deformable_aggregation.Samples:
+    bs, anchors, cams, scales, pts, groups = logits.shape
+    locations, sums = (logits.new_empty((bs, anchors, *shape), dtype=torch.float32) for shape in ((pts, cams, 2), (2, groups)))
+    size = projection if image_size is None else image_size
+    _run(_normalise, logits, (points, projection, logits, size, locations, sums), SIZED=image_size is not None)
+    flags = {"LOGITS": True, "SCALED": pair_scale is not None}
+    scale = logits if pair_scale is None else pair_scale
+    return deformable_aggregation.Samples(locations, logits, sums, scale, (pts, cams, scales, groups), flags)
 
 
-def _make_samples(
-    shapes: Tensor,
-    points: Tensor,
-    projection: Tensor,
-    logits: Tensor,
-    image_size: Tensor | None = None,
-    pair_scale: Tensor | None = None,
-) -> Any:
-    usual = logits.numel() and projection.shape[1] <= _MOST_CAMERAS
-    return (_Samples if usual else _in_torch)(points, projection, logits, image_size, pair_scale)
+def forward(value: Tensor, shapes: Tensor, starts: Tensor, *inputs: Any, dtype: torch.dtype | None = None) -> Tensor:
+    return deformable_aggregation.sum_samples(value, shapes, starts, _normalised(*inputs), dtype)
 
 
-def forward(value: Tensor, shapes: Tensor, starts: Tensor, *inputs: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    samples = _make_samples(shapes, *inputs)  # pyright: ignore[reportArgumentType]
-    return deformable_aggregation.forward(value, shapes, starts, samples.locations, samples.weights, dtype)
+def backward(grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients. `args` are the other inputs, and which gradients are needed."""
+    *inputs, mask = args
+    points, projection, logits, image_size, _ = inputs
+    if mask[0] and torch.are_deterministic_algorithms_enabled():
+        return composition.backward(_NAME, deformable_aggregation.backward)(grad, value, shapes, starts, *args)
+    samples, of_locations = _normalised(*inputs), mask[1] or mask[2]
+    others = [
+        logits.new_empty(shape if needed else 0, dtype=torch.float32)
+        for shape, needed in ((samples.locations.shape, of_locations), (logits.shape, mask[3]))
+    ]
+    needed = (mask[0], of_locations, mask[3])
+    grad_value, *others = deformable_aggregation.differentiate(grad, value, shapes, starts, samples, others, needed)
+    grad_points = points.new_zeros(points.shape if mask[1] else 0)
+    grad_logits = logits.new_empty(logits.shape if mask[3] else 0)
+    if mask[1] or mask[3]:
+        size = projection if image_size is None else image_size
+        tensors = (points, projection, logits, size, samples.sums, samples.pair_scale, *others, grad_points, grad_logits)
+        flags = {"SIZED": image_size is not None, "SCALED": samples.flags["SCALED"], "OF_POINTS": mask[1], "OF_LOGITS": mask[3]}
+        _run(_backward, logits, tensors, **flags)
+    return grad_value, grad_points, _grad_projection(inputs, others) if mask[2] else projection.new_empty(0), grad_logits
 
 
-backward = composition.backward(_NAME, deformable_aggregation.backward, _make_samples)
+def _grad_projection(inputs: Sequence[Any], grad_samples: Sequence[Tensor]) -> Tensor:
+    samples = composition.Aggregation(*(None, *(t if t is None else t.float() for t in inputs)))  # pyright: ignore
+    (gradient,) = composition.like_inputs(samples.gradients([False, False, True, False], *grad_samples)[1:2], inputs[1:2])
+    return gradient

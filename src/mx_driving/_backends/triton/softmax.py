@@ -20,6 +20,11 @@ def _add_pairwise(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def power(logit, top):
+    return tl.exp2((logit - top) * _LOG2_E)
+
+
+@triton.jit
 def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the greatest logit of each row, the inverse of the row's sum, and an integer that is zero.
 
@@ -36,7 +41,7 @@ def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS
     for first in range(0, SAMPLES, COLUMNS):
         s = first + c
         logit = tl.load(logits + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
-        powers += tl.exp2((logit - top) * _LOG2_E)
+        powers += power(logit, top)
     return top, 1.0 / _add_pairwise(powers, ROWS, COLUMNS), (top.to(tl.int32, bitcast=True) & 1) >> 1
 
 
@@ -57,7 +62,7 @@ def weigh(weights, at, top, scale, LOGITS: tl.constexpr):
     """Return the weight of a sample. In a row that softmax turns to NaN the inverse of the sum is NaN."""
     weight = tl.load(weights + at).to(tl.float32)
     if LOGITS:
-        weight = tl.exp2((weight - top) * _LOG2_E) * scale
+        weight = power(weight, top) * scale
     return weight
 
 
