@@ -128,6 +128,7 @@ def test_a_fork_s_plugin_with_locations(heads_apart, tmp_path):
             "MultiScaleDeformableAttentionPlugin has the attribute Mode, whose meaning is not known",
         ),
         ({"order": (0, 1, 3, 4, 2, 2)}, "has 6 inputs; the operator has 5"),
+        ({"order": (0, 1, 2, 4, 3)}, "Plugin must have one output, and inputs of 4, 2, 1, 6, 5 axes"),
         ({"kind": "ms_deform_attn_plugin"}, "first: its node custom_op::ms_deform_attn_plugin is not known; second: its node "),
         ({"kind": "MMCVDeformConv2d", "domain": ""}, r"it has no weighted samples; not known: its nodes MMCVDeformConv2d\)"),
         ({"kind": "RotatePlugin"}, r"it has no weighted samples; not known: its nodes custom_op::RotatePlugin\)"),

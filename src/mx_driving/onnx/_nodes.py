@@ -16,6 +16,7 @@ from ._writer import Writer
 
 _STANDARD = {"", "ai.onnx", "ai.onnx.ml", OURS}
 _LIKE_OURS = re.compile("deform|msda|bev_?pool|voxel_?pool|cumsum", re.IGNORECASE)
+_AXES = 4, 2, 1, 6, 5  # of the operator's inputs
 _IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes that change no number
 
 
@@ -66,7 +67,13 @@ def read_attention(node: ir.Node) -> list[ir.Value]:
         raise Unfit(f"its node {label(node)} is not known")
     if others := {*node.attributes} - _IGNORED:
         raise Unfit(f"its node {label(node)} has the attribute {min(others)}, whose meaning is not known")
-    return _inputs(node)
+    inputs = _inputs(node)
+    if (
+        any(v.shape is not None and len(v.shape) != axes for v, axes in zip(inputs, _AXES, strict=True))
+        or len(node.outputs) > 1
+    ):
+        raise Unfit(f"its node {label(node)} must have one output, and inputs of {', '.join(map(str, _AXES))} axes")
+    return inputs
 
 
 def _has_heads_apart(node: ir.Node) -> bool:
