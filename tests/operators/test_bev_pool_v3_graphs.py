@@ -287,3 +287,13 @@ def test_a_traced_graph_called_with_other_dtypes_of_places(call, trace, base):
         for dtype in (torch.float32, torch.bfloat16, torch.complex64):
             with pytest.raises((RuntimeError, ValueError, TypeError, IndexError)):
                 graph(*args[:i], args[i].to(dtype), *args[i + 1 :])
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (1, None)])
+def test_voxels_are_vmapped(dims):
+    """Entries have other numbers of points in the grid. A point outside adds nothing, not even NaN."""
+    geometry, features = torch.randint(-1, 6, (2, 2, 9, 3)), torch.randn(2, 2, 9, C, dtype=torch.float64)
+    features = features.masked_fill((geometry.select(-1, 2) != 0)[..., None], torch.nan) if dims == (0, 0) else features[0]
+    entries = [(geometry.select(dims[0], i), features[i] if dims[1] == 0 else features) for i in range(2)]
+    for call in (voxel_pooling, torch.func.grad(lambda g, f: voxel_pooling(g, f).square().sum(), argnums=1)):
+        assert torch.equal(torch.func.vmap(call, dims)(geometry, features), torch.stack([call(*entry) for entry in entries]))

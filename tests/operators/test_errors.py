@@ -31,6 +31,8 @@ SENTENCES = [
     (AGGREGATION, 4, lambda a: None, "weight must be a torch.Tensor; got NoneType"),
     (GEOMETRIC_LOGITS, 4, lambda a: a.tolist(), "window must be a torch.Tensor, as torch.tensor(window) makes it; got list"),
     (MULTI_SCALE, 0, lambda a: a.to_sparse(), "value must have the layout torch.strided; got torch.sparse_coo"),
+    (MULTI_SCALE, 1, lambda a: a.to_sparse(), "value_spatial_shapes must have the layout torch.strided; got torch.sparse_coo"),
+    (GEOMETRIC, 2, lambda a: a.to_sparse(), "level_start_index must have the layout torch.strided; got torch.sparse_coo"),
     (AGGREGATION_LOGITS, 7, lambda a: a.to_mkldnn(), "pair_scale must have the layout torch.strided; got torch._mkldnn"),
     (GEOMETRIC, 4, lambda a: torch.nested.nested_tensor([*a], layout=torch.jagged),
      "attention_weights must have the layout torch.strided; got torch.jagged"),

@@ -102,6 +102,16 @@ def test_vmap_is_one_call(operator, kernel_calls):
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
+def test_forward_mode_has_the_derivatives_of_reverse_mode(operator):
+    """An input without a gradient, such as image_size, has no tangent either."""
+    args, function = SMALL[operator](), getattr(mx_driving, operator)
+    for i, a in enumerate(args):
+        if cases.is_floating(a) and i not in cases.DIFFERENTIABLE[operator]:
+            output, tangent = torch.func.jvp(lambda a, i=i: function(*args[:i], a, *args[i + 1 :]), (a,), (torch.ones_like(a),))
+            assert torch.equal(tangent, torch.zeros_like(output))
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_vmap_over_nothing(operator):
     """So torch.func.jacrev of no queries, too, which maps over the elements of the output."""
     args = GROWING[operator](2, 0)

@@ -102,7 +102,7 @@ class Registered:
         # a compiled torch.func.jvp enters its level, and forward_ad does not notice
         if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
             self.check(*args)
-            return self.reference(*args)
+            return self.reference(*(a if i in self.differentiable else _detach(a) for i, a in enumerate(args)))
         if torch.is_grad_enabled():
             for i in self.differentiable:
                 if args[i] is not None and args[i].requires_grad:  # None: the kernel names the argument
@@ -302,6 +302,11 @@ def is_recorded(value: Tensor) -> bool:
 
 def _any_tangent(args: tuple[Any, ...]) -> bool:
     return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a, level=0).tangent is not None for a in args)
+
+
+def _detach(a: Any) -> Any:
+    """Return a tensor without its tangent: an input without a gradient has no derivative in forward mode, either."""
+    return a.detach() if isinstance(a, Tensor) else a
 
 
 def _widen(args: tuple[Any, ...]) -> Iterator[Any]:

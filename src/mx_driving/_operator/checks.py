@@ -264,8 +264,8 @@ def _refuse_backward(row: Operator, grad: Tensor, inputs: Sequence[Any], gradien
 
 
 def is_readable(t: Tensor) -> bool:
-    """Return whether the numbers of t are here now: on a CPU, outside of all tracing and transforms."""
-    if type(t) is not Tensor or not t.is_cpu or torch.compiler.is_compiling():
+    """Return whether the numbers of t are here now: on a CPU, side by side, outside of all tracing and transforms."""
+    if type(t) is not Tensor or not t.is_cpu or torch.compiler.is_compiling() or t.layout != torch.strided:
         return False
     return not (torch.jit.is_tracing() or torch._C._are_functorch_transforms_active())  # pyright: ignore[reportPrivateImportUsage]
 
@@ -287,7 +287,7 @@ def check_tables(operator: Operator, inputs: Sequence[Any]) -> None:
         same = legal_shapes() is shapes and legal_starts() is starts
         if same and (shapes._version, starts._version) == versions and num_keys >= enough:
             return
-    if not is_readable(starts):
+    if not is_readable(starts) or shapes.layout != torch.strided:
         return
     contents(operator, inputs)
     if type(shapes) is Tensor and not (shapes.is_inference() or starts.is_inference()):  # these have no versions

@@ -81,6 +81,27 @@ def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
     return batch * voxels.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
 
 
+def is_batched(t: Tensor) -> bool:
+    """Return whether vmap has an axis of t, maybe inside of what other transforms see."""
+    functorch: Any = torch._C._functorch  # pyright: ignore
+    while not torch.compiler.is_compiling() and (functorch.is_batchedtensor(t) or functorch.is_gradtrackingtensor(t)):
+        if functorch.is_batchedtensor(t):
+            return True
+        t = functorch.get_unwrapped(t)
+    return False
+
+
+def all_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return what `points_inside` does, with the points outside of the grid in the first cell of one scene more: entries of a
+    vmapped axis have different numbers of points inside."""
+    voxels = geom_xyz.flatten(1, -2)
+    X, Y, _ = voxel_num
+    (x, y, _), outside = _clamp_voxels(voxels, *voxel_num)
+    batch = torch.arange(voxels.shape[0], device=voxels.device)[:, None]
+    cells = torch.where(outside == 0, (batch * Y + y) * X + x, voxels.shape[0] * Y * X)
+    return torch.arange(voxels.shape[0] * voxels.shape[1], device=voxels.device), cells.flatten()
+
+
 def lifted_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return ranks_depth, ranks_feat and ranks_bev of the points inside the grid, as BEVDepth lifts them in inference.
 

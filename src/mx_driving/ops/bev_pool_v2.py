@@ -13,6 +13,7 @@ from torch import Tensor
 from .._operator import geometry
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
 from ._arguments import explain_arguments
+from ._pooling import is_batched
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["bev_pool_v2"]
@@ -58,7 +59,7 @@ def bev_pool_v2(
     for name, t in intervals.items():
         need_dtype(name, t, INDEX, INDEX_RULE)
     shape, (starts, lengths) = bev_feat_shape, map(geometry.as_int64, intervals.values())
-    if any(map(_is_batched, (starts, lengths))):
+    if any(map(is_batched, (starts, lengths))):
         cells, sizes = math.prod(shape[:4]), shape[1:]
         points, first, padding = _IntervalPoints.apply(starts, lengths, ranks_bev.shape[0])
         scene = math.prod(sizes[:3])  # a scene more, into whose first cell all padding goes
@@ -67,16 +68,6 @@ def bev_pool_v2(
         return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], ranks, (shape[0] + 1, *sizes))[:-1]
     points, first = _points_of_intervals(starts, lengths, ranks_bev.shape[0])
     return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], ranks_bev[first], shape)
-
-
-def _is_batched(t: Tensor) -> bool:
-    """Return whether vmap has an axis of t, maybe inside of what other transforms see."""
-    functorch: Any = torch._C._functorch  # pyright: ignore
-    while not torch.compiler.is_compiling() and (functorch.is_batchedtensor(t) or functorch.is_gradtrackingtensor(t)):
-        if functorch.is_batchedtensor(t):
-            return True
-        t = functorch.get_unwrapped(t)
-    return False
 
 
 def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:

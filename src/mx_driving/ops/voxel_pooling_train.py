@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
+from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
 from ._arguments import explain_arguments
-from ._pooling import points_inside, sizes_of
+from ._pooling import all_points, is_batched, points_inside, sizes_of
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["npu_voxel_pooling_train"]
@@ -40,6 +40,7 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
     """
     tensors(("geom_xyz", geom_xyz), ("input_features", input_features))
     need_dtype("geom_xyz", geom_xyz, INDEX, INDEX_RULE)
+    need_dtype("input_features", input_features, FLOATING, FLOATING_RULE)
     if geom_xyz.dim() < 3 or geom_xyz.shape[-1] != 3:
         fail(ValueError, "geom_xyz", "have shape (B, ..., 3)", tuple(geom_xyz.shape))
     points, rows = geom_xyz.shape[:-1], input_features.shape[:-1]
@@ -49,6 +50,11 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
     need_one_device(("input_features", input_features), ("geom_xyz", geom_xyz))
     listed = voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num
     X, Y, _ = sizes = sizes_of("voxel_num", listed, "three", "X, Y, Z")
-    points, cells = points_inside(geom_xyz, sizes)
-    one, shape = input_features.new_ones(1), (geom_xyz.shape[0], 1, Y, X, input_features.shape[-1])
-    return bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, shape).squeeze(2)
+    one, scenes, rest = input_features.new_ones(1), geom_xyz.shape[0], (1, Y, X, input_features.shape[-1])
+    if is_batched(geom_xyz):
+        points, cells = all_points(geom_xyz, sizes)
+        pooled = bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, (scenes + 1, *rest))[:-1]
+    else:
+        points, cells = points_inside(geom_xyz, sizes)
+        pooled = bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, (scenes, *rest))
+    return pooled.squeeze(2)
