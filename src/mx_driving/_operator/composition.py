@@ -180,10 +180,10 @@ def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], dtype: torch.
     return _RULES[operator](shapes, *(t.to(dtype) if isinstance(t, Tensor) else t for t in inputs))
 
 
-def _samples_by(rule: Any, operator: str, inputs: Sequence[Any]) -> Any:
-    """Return the samples that inputs, value among them, describe. A `rule` of a device reads all dtypes that it serves."""
+def _samples_of(operator: str, inputs: Sequence[Any]) -> Any:
+    """Return the samples that inputs, value among them, describe."""
     value, shapes, _, *others = inputs
-    return _samples(operator, shapes, others, _compute_dtype((value, *others))) if rule is None else rule(shapes, *others)
+    return _samples(operator, shapes, others, _compute_dtype((value, *others)))
 
 
 def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tenso
 
 def bare_inputs(operator: str, *inputs: Any) -> tuple[Tensor, ...]:
     """Return the inputs of the bare operator."""
-    samples = _samples_by(None, operator, inputs)
+    samples = _samples_of(operator, inputs)
     return *inputs[:3], samples.locations, samples.weights
 
 
@@ -203,12 +203,12 @@ def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]
     return lambda *args: bare(*bare_inputs(operator, *args))
 
 
-def backward(operator: str, bare: Callable[..., Any], rule: Any = None) -> Callable[..., tuple[Tensor, ...]]:
+def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
     """Return the operator's backward, over the bare operator's, as a function of grad_output, the inputs and output_mask."""
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, mask = args
-        samples = _samples_by(rule, operator, inputs)
+        samples = _samples_of(operator, inputs)
         tensors = (*inputs[:3], samples.locations, samples.weights)
         bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)  # two inputs make the locations
         grad_value, *grad_samples = bare(grad, *tensors, bare_mask)
