@@ -29,7 +29,8 @@ def fuse(
     """Replace deformable attention made of GridSample or gathers in an ONNX file by one node.
 
     Each match is tested in onnxruntime before it is replaced. The report lists replaced matches, and skipped matches with the
-    reason; `--json` has the nodes, too. `--form` selects the target. Nodes of one form can be converted to another.
+    reason; `--json` has the nodes, too. `--form` selects the target. Nodes of one form can be converted to another,
+    and so can nodes of mmdeploy, TensorRT's plugins and Autoware.
 
     Example: `mx-driving fuse detector.onnx fused.onnx --time`
     """

@@ -95,7 +95,7 @@ def _outputs(report: Any) -> Any:
     table = grid(None, {"output": 0}, {"largest difference": 0, "numbers off": 0, "may be off": 0})
     table.add_column("verdict")
     for one in report.outputs:
-        parts = [f"{100 * part:.2g} %" for part in (one.off, one.may)]
+        parts = [f"{100 * part:.3g} %" for part in (one.off, one.may)]
         table.add_row(escape(one.name), f"{one.difference:.1e}", *parts, _word(one.right, "right"))
     return table
 

@@ -123,7 +123,8 @@ def fuse(
 
     The attention may be made of GridSample, or of gathers that interpolate. Before a match is replaced, its nodes run in
     onnxruntime on random inputs, and the result must equal the operator's within rounding. Other nodes stay, and the
-    report has the reason. Nodes of another form are converted. Unused nodes are removed.
+    report has the reason. Nodes of another form, and nodes of other libraries for the operators, are converted. Unused nodes
+    are removed.
 
     Args:
         path_in: an ONNX file whose levels have fixed sizes; batch and queries may be free.
