@@ -108,7 +108,7 @@ _LAST = {"selp": ["pred"], "shl": ["u32"], "shr": ["u32"], "bfe": ["u32", "u32"]
 _KNOWN = re.compile(
     r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|(add|sub|fma)\.rn\.f32\.b?f16|mul\.f\w+"
     r"|(mul|mad)\.(lo|wide|hi)\.[su]\d+|setp\.(eq|ne|lt|le|gt|ge)u?\.\w+|cvt\.(rn\.|r[nzmp]i\.)?(ftz\.)?([su]\d+|b?f(16|32)(x2)?)\.\w+"
-    r"|prmt\.b32|bfe\.[su]32|ex2\.approx(\.ftz)?\.f32|div\.(full|approx)\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32"
+    r"|prmt\.b32|bfe\.[su]32|ex2\.approx(\.ftz)?\.f32|div\.(full|approx)\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.(add\.s32|max\.f32)"
     r"|(atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+"
     r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x\d(\.trans)?\.shared\.b16"
 )
@@ -320,8 +320,11 @@ class Machine:
         self.write_bits(target, np.take_along_axis(bits, from_lane % WARP, 1).ravel(), lanes)
 
     def run_redux(self, opcode: Opcode, target: str, source: str, mask: str, lanes: Any) -> None:
-        values = self.by_warp(self.read_bits(source, 4, lanes)[:, 0], lanes)
-        self.write_bits(target, np.repeat(values.sum(1, dtype=np.uint32), WARP), lanes)
+        if (self.read(mask, "s32", lanes) != -1).any():
+            raise Fault("a reduction of a part of a warp is not known")
+        values, add = self.by_warp(self.read_bits(source, 4, lanes)[:, 0], lanes), opcode[2] == "add"
+        result = values.sum(1, dtype=np.uint32) if add else np.fmax.reduce(values.view(np.float32), 1).view(np.uint32)
+        self.write_bits(target, np.repeat(result, WARP), lanes)
 
     def run_ldmatrix(self, opcode: Opcode, target: str, source: str, lanes: Any) -> None:
         """Also a store: of 8 x 8 halves. Lane 8 * m + r has the address of row r of matrix m, and lane l its pair l."""
