@@ -214,6 +214,25 @@ def test_opsets_dtypes_and_constants_of_pools(kind, opset, dtype, constants, tmp
     np.testing.assert_allclose(run_form(after, "onnxruntime", fed), true, rtol=0, atol=2e-2 if dtype == np.float16 else 1e-5)
 
 
+@pytest.mark.parametrize("form", ["onnxruntime", "gather"])
+def test_attention_behind_a_pool(form, tmp_path):
+    """The file does not say the shape of the pool's output, which attention samples."""
+    before, after, attention = (tmp_path / f"{name}.onnx" for name in ("before", "after", "attention"))
+    onnx_writings.export(onnx_writings.Stacked(), attention, "older, fixed sizes")
+    save_pool(before, "bev_pool_v2", draw_pool("bev_pool_v2", "runs", np.float32), out_height=4, out_width=112)
+    model, other = onnx.load(before), onnx.load(attention)
+    model.graph.node[-1].output[0] = "cells"
+    model.graph.node.append(helper.make_node("Reshape", ["cells", "sizes"], ["v"]))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2, -1, 4, 8]), "sizes"))
+    model.graph.node.extend(other.graph.node)
+    model.graph.initializer.extend(other.graph.initializer)
+    model.graph.input.extend(value for value in other.graph.input if value.name != "v")
+    model.graph.output[0].CopyFrom(other.graph.output[0])
+    onnx.save(model, before)
+    report = mx_driving.onnx.fuse(before, after, form)
+    assert (len(report.replaced), len(report.left)) == ((2, 0) if form == "onnxruntime" else (1, 1))
+
+
 PROBLEMS = {
     "form": ({}, "tensorrt", "pool: it is a pool, mmdeploy::bev_pool_v2, which only the form onnxruntime has"),
     "attributes": ({"output_z": 2, "out_width": 4}, "onnxruntime", "out_width, output_z; the pool has out_height, out_width"),

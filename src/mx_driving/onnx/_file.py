@@ -18,6 +18,7 @@ from .._operator.rules import first_line
 from ._forms import JOINED, NODES, TENSORRT, WITH_LOGITS, has_logits
 from ._graph import SAID_DOMAIN, constant, dims, is_node
 from ._order import check, sort_nodes, walk_graphs
+from ._pools import POOLS, give_shape
 
 _FEW = 8192  # the most numbers of a table that is folded, as in onnxscript
 # Plugin -> the index of an input with the axis of queries.
@@ -67,7 +68,7 @@ def load(path: Path) -> ir.Model:
 def _infer_shapes(model: ir.Model) -> ir.Model:
     """Infer shapes with onnx. It stops at each plugin, so set the shape of the plugin's output and repeat."""
     model = ShapeInferencePass()(model).model
-    while [node for node in model.graph if _give_shape(node)]:
+    while [node for node in model.graph if (give_shape if node.op_type in POOLS else _give_shape)(node)]:
         model = ShapeInferencePass()(model).model
     return model
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ._forms import OURS
-from ._graph import HALVES, Unfit, label
+from ._graph import HALVES, Unfit, dims, label
 from ._writer import Writer
 
 _INTERVALS = {"bev_pool_v2", "BEVPoolV2TRT", "BEVPoolV2TRT2"}
@@ -33,6 +33,20 @@ def rewrite_pool(model: ir.Model, node: ir.Node, form: str) -> str:
     return f"a pool {label(node)}"
 
 
+def give_shape(node: ir.Node) -> bool:
+    """Set shape and type of a pool's output if the file does not have them. Return whether they were set."""
+    try:
+        inputs, sizes = _read(node)
+    except Unfit:
+        return False
+    output, rows = node.outputs[0], inputs[0 if node.op_type == _CUMSUM else 1]
+    if output.shape is not None or rows.shape is None:
+        return False
+    output.shape = ir.Shape([*sizes, dims(rows)[-1]] if node.op_type == _CUMSUM else [1, *sizes, dims(rows)[-1]])
+    output.type = rows.type
+    return True
+
+
 def _read(node: ir.Node) -> tuple[list[ir.Value], list[int]]:
     """Return the inputs and the sizes of a pool."""
     inputs, names = [v for v in node.inputs if v is not None], _SIZES[node.op_type]
@@ -45,7 +59,7 @@ def _read(node: ir.Node) -> tuple[list[ir.Value], list[int]]:
     rank, shape = (5 if node.op_type == _CUMSUM else 4), node.outputs[0].shape
     if shape is not None and len(shape) != rank:
         raise Unfit(f"its output has {len(shape)} axes; that of the pool has {rank}")
-    return inputs, [node.attributes[name].as_int() for name in names]
+    return inputs, [int(node.attributes[name].value) for name in names]
 
 
 def _list_points(write: Writer, starts: ir.Value, lengths: ir.Value) -> tuple[ir.Value, ir.Value]:
