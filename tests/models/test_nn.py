@@ -8,6 +8,8 @@ import published
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mx_driving
@@ -157,6 +159,20 @@ def test_spatial_in_a_graph(graph_of):
         inputs = spatial(*sizes)[1]
         expected = published.spatial(dict(module.named_parameters()), (3, 3, 4), *inputs, None)
         torch.testing.assert_close(graph(*inputs), expected)
+
+
+def test_spatial_where_nobody_can_count_what_a_camera_sees():
+    """A graph of make_fx called with another mask, masks that vmap maps over, fake tensors."""
+    module, inputs = spatial()
+    *others, mask = inputs
+    masks = torch.stack([mask, mask.roll(1, 1), mask.roll(3, 2)])
+    expected = torch.stack([module(*others, mask) for mask in masks])
+    for mode in ("real", "fake"):
+        graph = make_fx(lambda mask: module(*others, mask), tracing_mode=mode, _allow_non_fake_inputs=True)(mask)
+        torch.testing.assert_close(graph(masks[2]), expected[2])
+    torch.testing.assert_close(torch.vmap(lambda mask: module(*others, mask))(masks), expected)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert module(*others, mode.from_tensor(mask)).shape == expected[0].shape
 
 
 def test_pictures_with_their_own_numbers_of_queries():
@@ -492,6 +508,7 @@ CHANGES = {
     "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _layer, inputs: (inputs[0].clamp(-0.1, 0.1),)),
     "global hook": clamp_all,
     "weight of a subclass": scale_weight,
+    "compiled call": lambda layer: setattr(layer, "_compiled_call_impl", lambda x: layer.forward(x).clamp(-0.1, 0.1)),
     "no bias": lambda layer: setattr(layer, "bias", None),
 }
 

@@ -15,6 +15,7 @@ from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, ten
 
 # As torch has them: libraries may set others later.
 _FORWARDS: dict[type, Any] = {nn.Linear: nn.Linear.forward, nn.Dropout: nn.Dropout.forward}
+_CALL = nn.Module.__call__
 _HOOKS = (module._global_forward_pre_hooks, module._global_forward_hooks)  # of all modules
 _HOOKS += (module._global_backward_pre_hooks, module._global_backward_hooks)
 
@@ -120,6 +121,8 @@ def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Return whether a call of the layer does what its class does, unseen: it has no forward of its own, which accelerate sets,
     no hook, which may change or observe the call, and no weight of a subclass, which a quantiser sets."""
     if type(layer) is not kind or getattr(layer.forward, "__func__", None) is not _FORWARDS.get(kind, kind.forward):
+        return False
+    if layer._compiled_call_impl is not None or kind.__call__ is not _CALL:  # of layer.compile(); libraries may set the other
         return False
     hooked = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
     weights = (getattr(layer, name, None) for name in ("weight", "bias"))

@@ -55,9 +55,11 @@ class DeformableLayers(nn.Module):
 
 
 def is_exported() -> bool:
-    """Return whether torch.export or torch.jit.trace is tracing."""
+    """Return whether torch.export, torch.jit.trace or make_fx is tracing."""
     exporting = getattr(torch.compiler, "is_exporting", bool)  # torch 2.7 has it
-    return torch.jit.is_tracing() or exporting()  # pyright: ignore[reportPrivateImportUsage]
+    if torch.jit.is_tracing() or exporting():  # pyright: ignore[reportPrivateImportUsage]
+        return True
+    return not torch.compiler.is_compiling() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from ..ops._pooling import is_batched
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
 from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
@@ -114,8 +115,9 @@ class SpatialCrossAttention(nn.Module):
     Gradients: of query, query_pos, value, reference_points and all parameters.
 
     How many cells a camera sees is known only when they are counted. `torch.compile` therefore runs the loop over cameras as
-    it is, between two graphs, and refuses the module with `fullgraph=True`. A graph that is exported or traced, and the device
-    meta, sample every camera by all cells and leave out what is not seen: the same result, and more work.
+    it is, between two graphs, and refuses the module with `fullgraph=True`. A graph that is exported or traced, the device
+    meta, fake tensors and other subclasses, and a mask that torch.vmap maps over sample every camera by all cells and leave
+    out what is not seen: the same result, and more work.
 
     Source: Li et al., "BEVFormer", ECCV 2022; defaults of its configurations.
 
@@ -188,7 +190,8 @@ class SpatialCrossAttention(nn.Module):
         _check.layer_dtype(inner.sampling_offsets, query=query)
         _check.layer_dtype(inner.value_proj, value=value)
         positioned = query if query_pos is None else query + query_pos
-        mean_over_cameras = self._mean_of_all if is_exported() or query.is_meta else self._mean_over_cameras
+        countable = type(bev_mask) is Tensor and not (is_exported() or query.is_meta or is_batched(bev_mask))
+        mean_over_cameras = self._mean_over_cameras if countable else self._mean_of_all
         mean = mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
         return project_and_add(mean, self.output_proj, self.dropout, query)
 
