@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 
 import ceilings
 import torch
-from gpu_workloads import GPU_WORKLOADS
+from gpu_workloads import GPU_WORKLOADS, WITH_LOGITS
 from torch import Tensor
 
 import mx_driving
 from mx_driving import _backends, reference
-from mx_driving._measure import plain
+from mx_driving._measure.rivals import plain_form
 from mx_driving._measure.workloads import AGGREGATION, MULTI_SCALE, POOL, WORKLOADS, Workload
+from mx_driving._operator import composition
 from mx_driving._operator.description import OPERATORS
 
 DRY = "--dry-run" in sys.argv
@@ -40,7 +41,7 @@ DEVICE = "cpu" if DRY else "cuda"
 ROUNDS = 1 if DRY else 30
 DTYPES = (torch.float32,) if DRY else (torch.float32, torch.bfloat16, torch.float16)
 RESULTS = pathlib.Path(__file__).parent / "results"
-CALLS = (*GPU_WORKLOADS, next(w for w in WORKLOADS if w.name == "BEVDet-R50, 80 channels"))
+CALLS = (*GPU_WORKLOADS, next(w for w in WORKLOADS if w.name == "BEVDet-R50, 80 channels"), *WITH_LOGITS)
 RIVALS = ("plain", "compiled", "deformops-triton", "deformops-cuda", "classic")
 
 Args = tuple[Any, ...]  # tensors, and the sizes of bev_pool_v3
@@ -135,7 +136,7 @@ def _import_rival(name: str) -> Function | None:
 
 
 def rivals(workload: Workload, names: list[str]) -> Iterator[tuple[str, Function]]:
-    usual = getattr(plain, workload.operator)
+    usual = plain_form(workload.operator)
     for name in names:
         if name == "plain":
             yield name, usual
@@ -167,7 +168,7 @@ def autograd_backward(function: Function, workload: Workload, args: Args, grad: 
 def for_rival(name: str, args: Args) -> Args:
     """One floating dtype throughout; plain torch reads the sizes of maps, which on a GPU would wait for it."""
     args = tuple(a.to(args[0].dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-    reads = name in ("plain", "compiled") and args[3].is_floating_point()
+    reads = name in ("plain", "compiled") and args[3].is_floating_point() and len(args) == 5  # a bare operator
     return (args[0], args[1].cpu(), args[2].cpu(), *args[3:]) if reads else args
 
 
@@ -175,7 +176,14 @@ def first_queries(workload: Workload, args: Args, batch: int, count: int) -> Arg
     """The same call with fewer queries; of bev_pool_v3, with fewer points."""
     if workload.operator == POOL:
         return (*args[:2], *(ranks[:count] for ranks in args[2:5]), *args[5:])
-    return (*args[:3], args[3][:batch, :count], args[4][:batch, :count])
+    axes = [t.axes for t in OPERATORS[workload.operator].tensors]
+
+    def cut(t: Tensor | None, axes: tuple[str, ...]) -> Tensor | None:
+        if t is None or axes[0] != "bs":
+            return t
+        return t[:batch, :count] if axes[1] in ("num_queries", "anchor") else t[:batch]
+
+    return (*args[:3], *map(cut, args[3:], axes[3:]), *args[len(axes) :])
 
 
 def check(workload: Workload, args: Args) -> None:
@@ -195,7 +203,9 @@ def moved(workload: Workload, args: Args, backward: bool) -> tuple[int, int]:
     """Bytes of value rows read, and of value gradients added, if every sample were on the map."""
     if workload.operator == POOL:
         return len(args[2]) * args[0].shape[1] * args[0].element_size(), 0
-    if workload.operator == AGGREGATION:
+    if OPERATORS[workload.operator].bare:
+        args = composition.bare_inputs(workload.operator, *args)
+    if workload.operator.startswith(AGGREGATION):
         seen = ((args[3] > 0) & (args[3] < 1)).all(-1).sum().item()
         samples, channels = seen * args[4].shape[4], args[0].shape[2]
     else:
@@ -206,8 +216,10 @@ def moved(workload: Workload, args: Args, backward: bool) -> tuple[int, int]:
 
 
 def make_inputs(workload: Workload, dtype: torch.dtype) -> Args:
-    made = workload.make(torch.Generator().manual_seed(0))
-    args = tuple(a.to(DEVICE, dtype if i == 0 else a.dtype) if isinstance(a, Tensor) else a for i, a in enumerate(made))
+    """Return inputs of which value, and what linear layers give, have a dtype."""
+    made, names = workload.make(torch.Generator().manual_seed(0)), OPERATORS[workload.operator].inputs
+    narrow = {0, *(i for i, name in enumerate(names) if name in ("sampling_offsets", "attention_logits", "logits"))}
+    args = tuple(a.to(DEVICE, dtype if i in narrow else a.dtype) if isinstance(a, Tensor) else a for i, a in enumerate(made))
     if DRY and workload.operator == POOL:
         return (*args[:2], *(ranks[:50] % 16 for ranks in args[2:5]), 1, 1, 4, 4)
     return (args[0][:1], *first_queries(workload, args, 1, 2)[1:]) if DRY else args

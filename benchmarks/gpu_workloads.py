@@ -8,22 +8,44 @@ import torch
 
 from mx_driving._measure import workloads
 from mx_driving._measure.workloads import AGGREGATION, GEOMETRIC, MULTI_SCALE, Args, Workload
+from mx_driving._operator.description import OPERATORS
 
 LARGE_DETR = [(100, 167), (50, 84), (25, 42), (13, 21)]  # a 800 x 1333 image at strides 8 to 64
 
 
-def _join(make: Callable[[torch.Generator], Args], g: torch.Generator, bs: int) -> Args:
+def _join(operator: str, make: Callable[[torch.Generator], Args], g: torch.Generator, bs: int) -> Args:
     """Return `bs` different calls of batch 1 as one."""
-    value, shapes, starts, locations, weights = zip(*(make(g) for _ in range(bs)), strict=True)
-    return torch.cat(value), shapes[0], starts[0], torch.cat(locations), torch.cat(weights)
+    shared, inputs = OPERATORS[operator].shared, zip(*(make(g) for _ in range(bs)), strict=True)
+    return tuple(t[0] if i in shared or not isinstance(t[0], torch.Tensor) else torch.cat(t) for i, t in enumerate(inputs))
 
 
 GPU_WORKLOADS = (
     Workload("Encoder, batch 2, 22,223 queries", MULTI_SCALE, lambda g: workloads.encoder(g, LARGE_DETR, 2)),
     Workload("BEVFormer spatial cross-attention, 6 x 9680", MULTI_SCALE, lambda g: workloads.bevformer_spatial(g, 9680)),
     Workload(
-        "Decoder, batch 2, 900 queries", MULTI_SCALE, lambda g: _join(lambda g: workloads.decoder(g, LARGE_DETR, 900), g, 2)
+        "Decoder, batch 2, 900 queries",
+        MULTI_SCALE,
+        lambda g: _join(MULTI_SCALE, lambda g: workloads.decoder(g, LARGE_DETR, 900), g, 2),
     ),
-    Workload("Sparse4D, batch 6, 900 x 13", AGGREGATION, lambda g: _join(lambda g: workloads.sparse4d(g, 900, 13), g, 6)),
+    Workload(
+        "Sparse4D, batch 6, 900 x 13", AGGREGATION, lambda g: _join(AGGREGATION, lambda g: workloads.sparse4d(g, 900, 13), g, 6)
+    ),
     Workload("MapTR tiny", GEOMETRIC, lambda g: workloads.maptr(g, [(15, 25)], (200, 100), 8)),
+)
+
+
+def _sparse4d_with_logits(g: torch.Generator, bs: int) -> Args:
+    make = next(w.make for w in workloads.WITH_LOGITS if w.name.startswith("Sparse4D"))
+    return _join(f"{AGGREGATION}_with_logits", make, g, bs)
+
+
+# The sizes of the rows whose names they continue.
+WITH_LOGITS = (
+    Workload(
+        "Encoder, batch 2, 22,223 queries, with logits",
+        f"{MULTI_SCALE}_with_logits",
+        lambda g: workloads._encoder_with_logits(g, LARGE_DETR, 2),
+    ),
+    Workload("Sparse4D, batch 6, 900 x 13, with logits", f"{AGGREGATION}_with_logits", lambda g: _sparse4d_with_logits(g, 6)),
+    next(w for w in workloads.WITH_LOGITS if w.name.startswith("MapTR tiny")),
 )
