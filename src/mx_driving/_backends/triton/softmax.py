@@ -67,13 +67,13 @@ def weigh(weights, at, top, scale, LOGITS: tl.constexpr):
 
 
 @triton.jit
-def read_pair(base, at, zero=0, here=None):
-    """Return the numbers 2 * at and 2 * at + 1 in float32, undefined where `here` is false. One access reads both."""
+def read_pair(base, at, zero=0):
+    """Return the numbers 2 * at and 2 * at + 1 in float32. One access reads both."""
     if base.dtype.element_ty == tl.float32:
-        both = tl.load(base.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=here) | zero
+        both = tl.load(base.to(tl.pointer_type(tl.int64), bitcast=True) + at) | zero
         x, y = both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        both = tl.load(base.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=here) | zero
+        both = tl.load(base.to(tl.pointer_type(tl.int32), bitcast=True) + at) | zero
         if base.dtype.element_ty == tl.bfloat16:
             x, y = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
         else:
