@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mx_driving import _C
+from mx_driving.ops import _extension
 from mx_driving.ops._stand_ins import stand_in
 from mx_driving_portable import record
 
@@ -94,3 +95,39 @@ def test_an_output_of_another_shape_is_refused_and_none_is_written(name, index, 
     with pytest.raises((TypeError, ValueError), match=r"^[a-z_]\w+ must (be a torch.Tensor|have (a )?shape|hold)\b.*; got "):
         function(*arguments)
     assert all(before[i] is None or torch.equal(before[i], arguments[i]) for i in written)
+
+
+@pytest.mark.parametrize(("name", "index"), WRITTEN)
+def test_an_output_on_the_device_meta_is_refused(name, index):
+    """To copy a result there does nothing."""
+    function, arguments, _ = CALLS[name]
+    arguments = copies(arguments)
+    arguments[index] = arguments[index].to("meta")
+    with pytest.raises(ValueError, match=r"^[a-z_]\w+ must be on [a-z_ ]+'s? device \(cpu\); got meta$"):
+        function(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "wrong", "sentence"),
+    [
+        ("voxel_pooling_train_forward_wrapper", 2, C + 1, rf"input_features must have shape \(B, n, C={C + 1}\); got .*"),
+        ("voxel_pooling_train_forward_wrapper", 3, "3", r"sizes must be six ints, \(B, n, C, X, Y, Z\); got .*"),
+        ("voxel_pooling_train_forward_wrapper", 9, torch.zeros(B, 4, 3), "memo must have dtype int32 or int64; got float32"),
+        ("voxel_pooling_inference_forward_wrapper", 5, None, r"sizes must be nine ints, .*; got .*"),
+        ("bev_pool_backward", 0, torch.zeros(()), r"grad_out must have shape \(B, D, H, W, C\); got \(\)"),
+        ("bev_pool_backward", 1, torch.zeros(()).int(), r"geom_feat must have shape \(n, 4\); got \(\)"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(name, index, wrong, sentence):
+    calls = CALLS | {"bev_pool_backward": (_extension.bev_pool_backward, [MAP, PLACES, LENGTHS, STARTS, B, D, H, W], ())}
+    function, arguments, _ = calls[name]
+    with pytest.raises((TypeError, ValueError), match=f"^{sentence}$"):
+        function(*arguments[:index], wrong, *arguments[index + 1 :])
+
+
+def test_functions_of_the_compiled_module_take_names():
+    with torch.autocast("cpu"):
+        named = _C.npu_deformable_aggregation(*AGGREGATION[:4], weight=AGGREGATION[4])
+    assert torch.equal(named, _C.npu_deformable_aggregation(*AGGREGATION))
+    with pytest.raises(TypeError, match=r"^weight must be given by this name; got the name weigth$"):
+        _C.npu_deformable_aggregation(*AGGREGATION[:4], weigth=AGGREGATION[4])

@@ -65,13 +65,13 @@ def autocasts(device: str) -> bool:
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the operator of an extension: autocast does not reach compiled functions, so the output has value's dtype."""
 
-    def function(*inputs: Any) -> Tensor:
+    def function(*inputs: Any, **named: Any) -> Tensor:
         # Torch 2.6 cannot compile next with a default.
-        device = [*(i.device.type for i in inputs if isinstance(i, Tensor)), "cpu"][0]
+        device = [*(i.device.type for i in (*inputs, *named.values()) if isinstance(i, Tensor)), "cpu"][0]
         if not autocasts(device):
-            return public(*inputs)
+            return public(*inputs, **named)
         with torch.autocast(device, enabled=False):
-            return public(*inputs)
+            return public(*inputs, **named)
 
     return function
 

@@ -198,8 +198,8 @@ class Registered:
 
     def run_reference(self, *args: Any) -> Any:
         """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
-        tensors = args[self.value : self.count]
-        rules.tensors(*((n, a) for n, a in zip(self.operator.inputs, tensors, strict=True) if a is not None))
+        names = ("grad_output", *self.operator.inputs)[1 - self.value :]
+        rules.tensors(*((n, a) for n, a in zip(names, args[: self.count], strict=True) if a is not None))
         if args[self.value].device.type == "cpu" or _data_checks.enabled():
             checks.contents(self.operator, args[self.value : len(args) - self.value])
         return self.reference(*args)

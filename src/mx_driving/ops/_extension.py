@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from .._dispatch.functions import as_compiled
-from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, tensors
+from .._operator.rules import (
+    FLOATING,
+    FLOATING_RULE,
+    INDEX,
+    INDEX_RULE,
+    fail,
+    need_axes,
+    need_dtype,
+    need_one_device,
+    need_some_sizes,
+    tensors,
+)
 from ._arguments import explain_arguments
 from ._pooling import gradients
 from .bev_pool import bev_pool
@@ -24,12 +35,14 @@ _v1, _v2, _v3 = as_compiled(bev_pool), as_compiled(bev_pool_v2), as_compiled(bev
 
 
 def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> None:
-    """Check a caller's outputs: each has its result's shape."""
+    """Check a caller's outputs: each has its result's shape and device. What is copied to the device meta is lost."""
     for (name, out), result in zip(outputs.items(), results, strict=True):
         tensors((name, out))
         need_dtype(name, out, FLOATING, FLOATING_RULE)
         if result is not None and out.shape != result.shape:
             fail(ValueError, name, f"have shape {tuple(result.shape)}", tuple(out.shape))
+        if result is not None:
+            need_one_device(("the input", result), (name, out))
 
 
 def write_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any], add: bool = False) -> None:
@@ -59,6 +72,9 @@ def bev_pool_forward(
 def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes: Any) -> Tensor:
     """The gradient of feat, [n, c]."""
     tensors(("grad_out", grad_out), ("geom_feat", geom_feat))
+    need_axes("grad_out", grad_out, "B, D, H, W, C")
+    need_dtype("grad_out", grad_out, FLOATING, FLOATING_RULE)
+    need_some_sizes("geom_feat", geom_feat, "n, 4", None, 4)
     _check_intervals(*intervals_and_sizes)
     rows = grad_out.new_zeros(()).expand(geom_feat.shape[0], grad_out.shape[-1])
     return gradients(grad_out, None, rows, None, None, geom_feat)[1]

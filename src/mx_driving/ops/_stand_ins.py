@@ -16,7 +16,17 @@ from mx_driving_portable.record import DIFFERENTIABLE, KEYWORDS, AutogradFunctio
 
 from .._dispatch.functions import as_compiled, backward_as_compiled
 from .._operator.description import POOL
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, need_some_sizes, tensors
+from .._operator.rules import (
+    INDEX,
+    INDEX_RULE,
+    fail,
+    need_axes,
+    need_dtype,
+    need_one_device,
+    need_shape,
+    need_some_sizes,
+    tensors,
+)
 from . import _extension, _pooling
 from ._arguments import explain_arguments
 from ._other_shapes import sampling_inputs
@@ -81,11 +91,16 @@ def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
 
 def _pool_points(row: Function, facts: Facts) -> Tensor:
     """Return [B, Y, X, C], and write (batch, y, x) of each point inside the grid to the memo [B, n, 3]."""
-    B, n, X, Y, Z = (int(facts[name]) for name in ("B", "n", "X", "Y", "Z"))
+    B, n, C, X, Y, Z = _pooling.sizes_of("sizes", list(facts.values())[:6], "six", "B, n, C, X, Y, Z")
     coords, memo = _view_points(facts["geom_xyz"], B, n), facts["memo"]
+    tensors(("input_features", facts["feat"]))
+    if facts["feat"].shape[-1:] != (C,):
+        fail(ValueError, "input_features", f"have shape (B, n, C={C})", tuple(facts["feat"].shape))
     pooled = npu_voxel_pooling_train(coords, facts["feat"], (X, Y, Z)).permute(0, 2, 3, 1)
     tensors(("memo", memo))
     need_shape("memo", memo, "B, n, 3", B, n, 3)
+    need_dtype("memo", memo, INDEX, INDEX_RULE)
+    need_one_device(("geom_xyz", coords), ("memo", memo))
     _extension.check_outputs([pooled], {"output": facts["output"]})
     inside, cells = _pooling.points_inside(coords, (X, Y, Z))
     memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
@@ -94,7 +109,8 @@ def _pool_points(row: Function, facts: Facts) -> Tensor:
 
 def _pool_frustum(row: Function, facts: Facts) -> Tensor:
     """Return [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W]."""
-    B, *pixels, C, X, Y, Z = (int(size) for size in list(facts.values())[:9])
+    axes = "B, cams, D, H, W, C, X, Y, Z"
+    B, *pixels, C, X, Y, Z = _pooling.sizes_of("sizes", list(facts.values())[:9], "nine", axes)
     coords, depth, feat = _view_points(facts["geom_xyz"], B, *pixels), facts["depth"], facts["feat"]
     tensors(("depth", depth), ("context", feat))
     need_some_sizes("context", feat, "B * cams, C, H, W", None, C, None, None)
