@@ -219,7 +219,7 @@ def test_products_of_references_are_rounded_before_the_window_is_added():
     assert output.flatten().tolist() == (xs * 41 + 1).round().clamp(max=40).tolist()
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", [*OPERATORS, AGGREGATION_LOGITS])
 def test_autocast_reads_16_bits_as_they_are(operator):
     """The output is float32, as of inputs that were converted first."""
     move = cases.on_gpu if cases.ON_GPU else lambda a: a
