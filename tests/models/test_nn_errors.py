@@ -260,6 +260,22 @@ def test_spatial_compiles_around_its_cameras():
             whole(**GOOD[SPATIAL])
 
 
+@pytest.mark.parametrize(("module", "name"), [(TEMPORAL, "query_pos"), (SPATIAL, "query_pos"), (AGGREGATION, "anchor_embed")])
+def test_what_is_added_to_a_query_keeps_its_dtype(module, name):
+    good = GOOD[module]
+    torch.testing.assert_close(module.eval()(**{**good, name: good[name].half()}), module(**good), rtol=1e-2, atol=1e-2)
+    with pytest.raises(TypeError, match=f"^{name} must have the dtype of the module's parameters, float32; got float64$"):
+        module(**{**good, name: good[name].double()})
+
+
+@pytest.mark.parametrize("module", [m for m in GOOD if "query" in GOOD[m] or m is AGGREGATION], ids=lambda m: type(m).__name__)
+def test_inputs_are_on_one_device(module):
+    for name, t in GOOD[module].items():
+        if t is not None and isinstance(t, torch.Tensor):
+            with pytest.raises(ValueError, match=r"^\w+ must be on \w+'s device \((cpu|meta)\); got (meta|cpu)$"):
+                module(**{**GOOD[module], name: t.to("meta")})
+
+
 def test_pyramids_compile():
     torch._dynamo.reset()
     for function, maps in ((nn.flatten_levels, MAPS), (nn.flatten_cameras, CAMERAS)):

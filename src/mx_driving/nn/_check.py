@@ -95,6 +95,7 @@ def shapes(sizes: dict[str, int], **inputs: tuple[Any, str]) -> dict[str, int]:
     """
     inputs = {name: (t, text) for name, (t, text) in inputs.items() if t is not None or not text.endswith(" or None")}
     tensors(*((name, t) for name, (t, _) in inputs.items()))
+    need_one_device(*((name, t) for name, (t, _) in inputs.items()))
     sizes = dict(sizes)
     for name, (t, text) in inputs.items():
         axes = text.removesuffix(" or None").split(", ")

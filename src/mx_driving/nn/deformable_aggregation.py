@@ -158,7 +158,9 @@ class DeformableFeatureAggregation(nn.Module):
         )
         _check.layer_dtype(self.weights_fc, instance_feature=instance_feature)
         points = self.kps_generator(anchor, instance_feature)
-        logits = self._logits(instance_feature + anchor_embed, projection_mat)
+        feature = instance_feature + anchor_embed
+        _check.layer_dtype(self.weights_fc, anchor_embed=feature)
+        logits = self._logits(feature, projection_mat)
         features = deformable_aggregation_with_logits(
             feature_maps,
             spatial_shape,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from .._operator.rules import need_one_device
 from ..ops._pooling import is_batched
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
@@ -189,7 +190,9 @@ class SpatialCrossAttention(nn.Module):
         _check.mask("bev_mask", bev_mask)
         _check.layer_dtype(inner.sampling_offsets, query=query)
         _check.layer_dtype(inner.value_proj, value=value)
+        need_one_device(("query", query), ("bev_mask", bev_mask))
         positioned = query if query_pos is None else query + query_pos
+        _check.layer_dtype(inner.sampling_offsets, query_pos=positioned)
         countable = type(bev_mask) is Tensor and not (is_exported() or query.is_meta or is_batched(bev_mask))
         mean_over_cameras = self._mean_over_cameras if countable else self._mean_of_all
         mean = mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))

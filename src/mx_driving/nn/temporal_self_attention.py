@@ -110,6 +110,7 @@ class TemporalSelfAttention(DeformableLayers):
         maps = query[:, None] if value is None else value
         maps = cast_once(maps, self.value_proj, self.sampling_offsets, self.attention_weights)
         positioned = query if query_pos is None else query + query_pos
+        _check.layer_dtype(self.sampling_offsets, query_pos=positioned)
         offsets, logits = self._offsets_and_logits(maps[:, 0], positioned)
         rows = self.value_proj(maps).unflatten(3, (self.num_heads, -1)).expand(-1, _QUEUE, -1, -1, -1)
         samples = multi_scale_deformable_attn_with_logits(
