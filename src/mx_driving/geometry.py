@@ -15,12 +15,7 @@ __all__ = ["augmentation_matrix", "bev_ranks", "frustum", "image_locations", "pr
 
 
 def projection_matrix(
-    intrinsics: Tensor,
-    rotation: Tensor,
-    translation: Tensor,
-    augmentation: Tensor | None = None,
-    *,
-    first_pixel: float = 0.0,
+    intrinsics: Tensor, rotation: Tensor, translation: Tensor, augmentation: Tensor | None = None, *, first_pixel: float = 0.0
 ) -> Tensor:
     """Return the matrix that takes points (x, y, z, 1) to pixels: depth * (u, v, 1).
 

@@ -48,10 +48,6 @@ class Corners(NamedTuple):
         return (self.right if k & 1 else 1 - self.right) * (self.below if k & 2 else 1 - self.below)
 
 
-def _compute_dtype(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
 def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> Corners:
     height, width = shape[0].long(), shape[1].long()
     valid = (x > -1) & (y > -1) & (x < width) & (y < height)
@@ -95,14 +91,13 @@ def _sampled(corners: Corners, value: Tensor) -> Tensor:
     return sum(corners.coefficient(k)[..., None] * _rows(value, corners.row[k], corners.inside[k]) for k in range(4))  # pyright: ignore
 
 
-def _dots(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
-    """The product of g with each corner's row, summed over the last axis."""
-    products = [(_rows(value, corners.row[k], corners.inside[k]) * g).sum(-1) for k in range(4)]
-    return [torch.where(corners.inside[k], products[k], 0) for k in range(4)]
+def _products(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
+    """The product of g with each corner's row, [..., c]."""
+    return [torch.where(corners.inside[k][..., None], _rows(value, corners.row[k], corners.inside[k]) * g, 0) for k in range(4)]
 
 
 def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Each corner's product with g -> the product with the sample, and those with its slopes in x and in y."""
+    """Each corner's sum of products with g -> the product with the sample, and those with its slopes in x and in y."""
     sample = sum(corners.coefficient(k) * dots[k] for k in range(4))
     dx = (1 - corners.below) * (dots[1] - dots[0]) + corners.below * (dots[3] - dots[2])
     dy = (1 - corners.right) * (dots[2] - dots[0]) + corners.right * (dots[3] - dots[1])
@@ -115,11 +110,10 @@ def _pixels(location: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    dtype = _compute_dtype(value, locations, weights)
+    dtype = composition.compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
-    queries = locations.shape[1]
     v, locations, weights = (_by_head(t.to(dtype)) for t in (value, locations, weights))
-    out = v.new_zeros(bs * heads, queries, channels)
+    out = v.new_zeros(bs * heads, locations.shape[1], channels)
     for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
         corners = _corners(*_pixels(locations[:, :, l], shape), shape, start, num_keys)
         weight = torch.where(corners.valid, weights[:, :, l], 0)
@@ -136,7 +130,7 @@ def multi_scale_deformable_attn_backward(
     weights: Tensor,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(value, locations, weights)
+    dtype = composition.compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
     v, location, weight = (_by_head(t.to(dtype)) for t in (value, locations, weights))
     g = _by_head(grad_output.to(dtype).unflatten(2, (heads, channels)))[:, :, None]
@@ -147,7 +141,7 @@ def multi_scale_deformable_attn_backward(
         w = torch.where(corners.valid, weight[:, :, l], 0)
         for k in range(4 if output_mask[0] else 0):
             grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], (corners.coefficient(k) * w)[..., None] * g)
-        sample, dx, dy = _slopes(corners, _dots(corners, v, g))
+        sample, dx, dy = _slopes(corners, [products.sum(-1) for products in _products(corners, v, g)])
         grad_weight.append(sample)
         slopes = torch.stack([shape[1] * w * dx, shape[0] * w * dy], -1)
         grad_location.append(torch.where(corners.valid[..., None], slopes, 0))
@@ -172,7 +166,7 @@ def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> t
 def _truncated(location: Tensor) -> Tensor:
     """Locations as int64, those below 0 as 0. Sizes are compared in int64: no floating dtype holds every size."""
     if location.dtype.is_floating_point:
-        location = location.to(_compute_dtype(location))
+        location = location.to(composition.compute_dtype(location))
         location = torch.where(location > 0, location, 0)  # a NaN goes to 0
         location = torch.where(location < _LARGE, location, _LARGE)
     return location.long()
@@ -189,7 +183,7 @@ def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> t
 
 
 def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    dtype = _compute_dtype(value, locations, weights)
+    dtype = composition.compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
     v, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
     out = v.new_zeros(bs * heads, locations.shape[1], channels)
@@ -208,7 +202,7 @@ def geometric_kernel_attention_backward(
     weights: Tensor,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    dtype = _compute_dtype(value, locations, weights)
+    dtype = composition.compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
     v, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
     g = _by_head(grad_output.to(dtype).unflatten(2, (heads, channels)))[:, :, None]
@@ -224,7 +218,7 @@ def geometric_kernel_attention_backward(
 
 
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
-    dtype = _compute_dtype(feature_maps, locations, weight)
+    dtype = composition.compute_dtype(feature_maps, locations, weight)
     bs, num_feat, channels = feature_maps.shape
     v, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
     groups = weight.shape[-1]
@@ -254,14 +248,13 @@ def deformable_aggregation_backward(
     weight: Tensor,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(feature_maps, locations, weight)
+    dtype = composition.compute_dtype(feature_maps, locations, weight)
     _, num_feat, channels = feature_maps.shape
     v, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
     groups = weight.shape[-1]
     g = grad_output.to(dtype)[:, :, None]
     grad_v = torch.zeros_like(v)
-    grad_location, grad_weight = torch.zeros_like(location).unbind(3), []
-    grad_location = list(grad_location)
+    grad_location, grad_weight = list(torch.zeros_like(location).unbind(3)), []
     for cam in range(starts.shape[0] if num_feat and channels else 0):
         seen = geometry.inside(location[:, :, :, cam])
         for scale in range(starts.shape[1]):
@@ -272,14 +265,7 @@ def deformable_aggregation_backward(
             for k in range(4 if output_mask[0] else 0):
                 terms = corners.coefficient(k)[..., None] * by_channel * g
                 grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], terms)
-            dots = [
-                torch.where(
-                    corners.inside[k][..., None],
-                    (_rows(v, corners.row[k], corners.inside[k]) * g).unflatten(-1, (groups, -1)).sum(-1),
-                    0,
-                )
-                for k in range(4)
-            ]
+            dots = [products.unflatten(-1, (groups, -1)).sum(-1) for products in _products(corners, v, g)]
             wide = Corners(*corners[:3], corners.right[..., None], corners.below[..., None])
             sample, dx, dy = _slopes(wide, dots)
             grad_weight.append(sample)
@@ -310,7 +296,7 @@ def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
     """output[b, :, d, h, w] = sum of depth * feat over the points of a cell."""
-    dtype, cells = _compute_dtype(feat, depth), bs * d * h * w
+    dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     sums = torch.zeros(cells, feat.shape[1], dtype=dtype, device=feat.device)
     if feat.shape[0] and depth.shape[0] and cells:
         ranks = ranks_feat, ranks_depth, ranks_bev
@@ -334,7 +320,7 @@ def bev_pool_v3_backward(
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of feat and depth."""
-    dtype, cells = _compute_dtype(feat, depth), bs * d * h * w
+    dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     grad_feat, grad_depth = (
         t.new_zeros(t.shape if needed else 0, dtype=dtype) for t, needed in zip((feat, depth), output_mask, strict=True)
     )

@@ -20,14 +20,7 @@ from ._loading import loaded, why_by_ctypes, why_not
 
 __all__ = ["available_isas", "describe_plan", "isa", "kernel", "serves", "threads", "use_isa", "why_by_ctypes", "why_not"]
 
-_DTYPE = {
-    torch.float32: 0,
-    torch.float16: 1,
-    torch.int32: 3,
-    torch.int64: 9,
-    torch.float64: 11,
-    torch.bfloat16: 27,
-}
+_DTYPE = {torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bfloat16: 27}
 _ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL, _BAD_RANK = 3, 7
 

@@ -48,11 +48,7 @@ class Registered:
         self.shared = tuple(self.value + i for i in operator.shared)
         _library.define(self.schema(), tags=(torch.Tag.pt2_compliant_tag,))
         self.op = getattr(torch.ops.mx_driving, self.name).default
-        self.kernels = {
-            "native": self.native_kernel(),
-            "triton": self.run_triton,
-            "reference": self.run_reference,
-        }
+        self.kernels = {"native": self.native_kernel(), "triton": self.run_triton, "reference": self.run_reference}
         self.function = self.make_function()
         self.register()
 

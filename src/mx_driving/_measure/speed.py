@@ -21,10 +21,7 @@ Others = Callable[[Workload, str, Args, torch.Tensor], Calls]  # (workload, dtyp
 
 def calls_of(rival: Rival, grad: torch.Tensor) -> dict[str, Call]:
     function, args, differentiable = rival
-    return {
-        "forward": lambda: function(*args),
-        "forward + backward": recorded(function, args, differentiable, grad),
-    }
+    return {"forward": lambda: function(*args), "forward + backward": recorded(function, args, differentiable, grad)}
 
 
 def _backward(operator: str, args: Args, grad: torch.Tensor, learned: tuple[int, ...]) -> Call:

@@ -19,9 +19,9 @@ from .description import OPERATORS
 Gradients = tuple[Tensor | None, ...]
 
 
-def _compute_dtype(inputs: Sequence[Any]) -> torch.dtype:
-    double = any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in inputs)
-    return torch.float64 if double else torch.float32
+def compute_dtype(*inputs: Any) -> torch.dtype:
+    """Return float64 as soon as an input has it, else float32."""
+    return torch.float64 if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in inputs) else torch.float32
 
 
 def _finite(t: Tensor) -> Tensor:
@@ -183,12 +183,12 @@ def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], dtype: torch.
 def _samples_of(operator: str, inputs: Sequence[Any]) -> Any:
     """Return the samples that inputs, value among them, describe."""
     value, shapes, _, *others = inputs
-    return _samples(operator, shapes, others, _compute_dtype((value, *others)))
+    return _samples(operator, shapes, others, compute_dtype(value, *others))
 
 
 def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the locations and weights that an operator's inputs, without its value, describe."""
-    samples = _samples(operator, shapes, inputs, _compute_dtype(inputs))
+    samples = _samples(operator, shapes, inputs, compute_dtype(*inputs))
     return samples.locations, samples.weights
 
 

@@ -75,14 +75,14 @@ def _columns(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    dtype = reference._compute_dtype(value, locations, weights)
+    dtype = composition.compute_dtype(value, locations, weights)
     shape, start = _columns(shapes, starts)
     valid, corners = _corners(*reference._pixels(locations.to(dtype), shape), shape, start, value.shape[1])
     return _sum_by_head(value.to(dtype), corners, torch.where(valid, weights.to(dtype), 0)).to(value.dtype)
 
 
 def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    dtype = reference._compute_dtype(value, locations, weights)
+    dtype = composition.compute_dtype(value, locations, weights)
     (height, width), start = _columns(shapes.long(), starts.long())
     x, y = reference._truncated(locations).unbind(-1)
     row = start + torch.minimum(y, height - 1).clamp(min=0) * width + torch.minimum(x, width - 1).clamp(min=0)
@@ -92,7 +92,7 @@ def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, lo
 
 
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
-    dtype = reference._compute_dtype(feature_maps, locations, weight)
+    dtype = composition.compute_dtype(feature_maps, locations, weight)
     bs, num_feat, channels = feature_maps.shape
     groups = weight.shape[-1]
     location = locations.to(dtype)[..., None, :]  # [bs, anchor, pts, cam, 1, 2]
@@ -116,7 +116,7 @@ def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
     """Points with a rank that has no row go to one more cell, which is cut off: 0 x NaN is NaN."""
-    dtype, cells = reference._compute_dtype(feat, depth), bs * d * h * w
+    dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     feat_row, no_feat = geometry.clamp_index(ranks_feat, feat.shape[0])
     depth_row, no_depth = geometry.clamp_index(ranks_depth, depth.shape[0])
     cell, no_cell = geometry.clamp_index(ranks_bev, cells)

@@ -69,10 +69,7 @@ _NO_EXECUTOR = 1  # an address at which no executor is
 
 _GRAD, _FORWARD = "aclnnMultiScaleDeformableAttentionGrad", "aclnnMultiScaleDeformableAttnFunction"
 _INPUTS = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
-_NAMES = {
-    _GRAD: (*_INPUTS, "grad_output", "grad_value", "grad_location", "grad_attn_weight"),
-    _FORWARD: (*_INPUTS, "output"),
-}
+_NAMES = {_GRAD: (*_INPUTS, "grad_output", "grad_value", "grad_location", "grad_attn_weight"), _FORWARD: (*_INPUTS, "output")}
 
 
 @functools.cache

@@ -17,11 +17,7 @@ __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_ge
 
 @explain_arguments
 def geometric_kernel_attention(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, attention_weights: Tensor
 ) -> Tensor:
     """Weighted sum of the pixels of a feature pyramid that lie at given places: no interpolation.
 
@@ -92,11 +88,7 @@ class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):
 
 @explain_arguments
 def npu_geometric_kernel_attention(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, attention_weights: Tensor
 ) -> Tensor:
     """`geometric_kernel_attention` under the vendor's older name."""
     return geometric_kernel_attention(value, spatial_shapes, level_start_index, sampling_locations, attention_weights)

@@ -15,11 +15,7 @@ __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable
 
 @explain_arguments
 def deformable_aggregation(
-    feature_maps: Tensor,
-    spatial_shape: Tensor,
-    scale_start_index: Tensor,
-    sample_locations: Tensor,
-    weight: Tensor,
+    feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sample_locations: Tensor, weight: Tensor
 ) -> Tensor:
     """Weighted sum of bilinear samples at an anchor's points, over cameras and scales; groups of channels have own weights.
 
@@ -68,11 +64,7 @@ def deformable_aggregation(
 
 @explain_arguments
 def npu_deformable_aggregation(
-    feature_maps: Tensor,
-    spatial_shape: Tensor,
-    scale_start_index: Tensor,
-    sample_locations: Tensor,
-    weight: Tensor,
+    feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sample_locations: Tensor, weight: Tensor
 ) -> Tensor:
     """`deformable_aggregation` under the vendor's older name."""
     return deformable_aggregation(feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
