@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .. import _agreement
-from ._snapshot import copy_layer, list_changes, take_snapshot
+from ._snapshot import copy_layer, explain_lost, watch
 
 PLACES = ("reference", "locations", "trajectories", "sampling_location")  # roles of the tensors that place samples
 _LOW = (torch.float16, torch.bfloat16)
@@ -107,15 +107,14 @@ class Comparison:
         return answer_in(self.dtypes, self._form, self._layer, self._arguments)
 
     def _run_original(self, can_trust: Callable[[], bool]) -> Any:
-        before = take_snapshot(self._layer, self._inputs)
         try:
-            result = self._run_theirs(self._layer, self._inputs)
+            with watch(self._layer, self._inputs, self._original) as written:
+                result = self._run_theirs(self._layer, self._inputs)
         except _UNAVAILABLE:
             self.is_complete = False
             if not can_trust():
                 raise
             return self.answer()
-        written = list_changes(before, take_snapshot(self._layer, self._inputs))
         try:
             self._compare(self._layer, result, written)
         except torch.OutOfMemoryError:
@@ -134,9 +133,8 @@ class Comparison:
         with _isolate(layer, self._device):
             inputs, arguments, leaves = self._copy(layer, dtype)
             theirs = None
-            if written is None or (leaves and not written):
+            if written is None:
                 theirs, written = self._compute(layer, inputs, leaves, lambda: self._run_theirs(layer, inputs))
-            theirs = theirs or Results(result, [])
             try:
                 ours, done = self._compute(layer, inputs, leaves, lambda: self._form.answer(layer, arguments))
             except torch.OutOfMemoryError:
@@ -145,39 +143,48 @@ class Comparison:
                 self.reason = _explain_refusal(error)
                 return
             if written - done:
-                self.reason = f"its code writes {', '.join(sorted(written - done)[:3])}, which outlives the call"
-            else:
-                self._judge(layer, ours, theirs, dtype)
+                self.reason = explain_lost(written - done)
+                return
+            if theirs is None and (leaves or _updates(layer)):
+                theirs, _ = self._compute(layer, inputs, leaves, lambda: self._run_theirs(layer, inputs))
+            self._judge(layer, ours, theirs or Results(result, []), dtype)
 
     def _judge(self, layer: Any, ours: Results, theirs: Results, dtype: torch.dtype | None) -> None:
-        """Gradients of locations jump at pixel centres, where fresh models have their samples. Gradients that differ there
-        are compared again with the samples a little beside."""
+        """Judge, and compare again on varied inputs where the first ones say too little. Gradients of locations jump at pixel
+        centres, where fresh models have their samples; a mask that hides nothing does not show what is done with one."""
         single = any(t.dtype != torch.float64 for t in (*self._tensors, *theirs.outputs) if t.is_floating_point())
         precision = torch.float32 if single or dtype else torch.float64
-        if not (worst := ours.measure_outputs(theirs)) <= _agreement.OUTPUT_LIMITS[precision]:
-            self.reason = f"its result differs from the operator's by {worst:.1e} of its size"
+        self._judge_outputs(ours, theirs, precision)
+        if self.reason:
             return
         if dtype is None and ours.dtypes != theirs.dtypes:
             self.dtypes = theirs.dtypes
-        if not theirs.gradients or (worst := ours.measure_gradients(theirs)) <= _agreement.GRADIENT_LIMITS[precision]:
+        masks = any(map(_is_uniform, self._arguments.values()))
+        if ours.measure_gradients(theirs) <= _agreement.GRADIENT_LIMITS[precision] and not masks:
             return
-        inputs, arguments, leaves = self._copy(layer, dtype, _JITTER)
+        inputs, arguments, leaves = self._copy(layer, dtype, varied=True)
         theirs, _ = self._compute(layer, inputs, leaves, lambda: self._run_theirs(layer, inputs))
         ours, _ = self._compute(layer, inputs, leaves, lambda: self._form.answer(layer, arguments))
-        if not (worst := ours.measure_gradients(theirs)) <= _agreement.GRADIENT_LIMITS[precision]:
+        self._judge_outputs(ours, theirs, precision)
+        if not self.reason and not (worst := ours.measure_gradients(theirs)) <= _agreement.GRADIENT_LIMITS[precision]:
             self.reason = f"its gradients differ from the operator's by {worst:.1e} of their size"
+
+    def _judge_outputs(self, ours: Results, theirs: Results, precision: torch.dtype) -> None:
+        if not (worst := ours.measure_outputs(theirs)) <= _agreement.OUTPUT_LIMITS[precision]:
+            self.reason = f"its result differs from the operator's by {worst:.1e} of its size"
 
     def _compute(self, layer: Any, inputs: Any, leaves: Sequence[Tensor], run: Callable[[], Any]) -> tuple[Results, set[str]]:
         """Return the results of a run, and what it writes to the layer or its arguments."""
         _restore_random(self._device, self._random)
-        before = take_snapshot(layer, inputs)
-        returned = run()
-        written = list_changes(before, take_snapshot(layer, inputs))
-        return Results(returned, leaves), written
+        with _keep_buffers(layer):
+            with watch(layer, inputs, self._original) as written:
+                returned = run()
+            return Results(returned, leaves), written
 
-    def _copy(self, layer: Any, dtype: torch.dtype | None, jitter: float = 0.0) -> tuple[Any, dict[str, Any], list[Tensor]]:
+    def _copy(self, layer: Any, dtype: torch.dtype | None, varied: bool = False) -> tuple[Any, dict[str, Any], list[Tensor]]:
         """Return copies of the call's arguments, also by role, and the tensors that record gradients: copies and parameters.
-        A tensor that is given twice has one copy."""
+        A tensor that is given twice has one copy. Varied copies have samples a little beside, and masks of random numbers where
+        one number was given."""
         copies: dict[int, Tensor] = {}
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         places = {id(t) for role in PLACES for t in tree_leaves(self._arguments.get(role)) if isinstance(t, Tensor)}
@@ -186,10 +193,11 @@ class Comparison:
             if not isinstance(t, Tensor) or id(t) in copies:
                 return copies.get(id(t), t)
             twin = t.detach().clone()
+            if varied and (id(t) in places or _is_uniform(t)):
+                noise = torch.rand(t.shape, generator=torch.Generator().manual_seed(0)).to(t.device)
+                twin = noise < 0.3 if t.dtype == torch.bool else twin + (_JITTER * noise).to(twin)
             if t.is_floating_point():
                 twin = twin if dtype is None else twin.to(dtype)
-                if jitter and id(t) in places:
-                    twin += jitter * torch.rand(t.shape, generator=torch.Generator().manual_seed(0)).to(twin)
                 twin.requires_grad_(recorded and t.requires_grad)
             copies[id(t)] = twin
             return twin
@@ -261,15 +269,34 @@ def answer_in(dtypes: Sequence[torch.dtype], form: Any, layer: Any, arguments: M
 
 @contextlib.contextmanager
 def _isolate(layer: Any, device: torch.device) -> Iterator[None]:
-    """Keep what is computed from the caller: its hooks of saved tensors, its random numbers, and buffers of the layer."""
+    """Keep what is computed from the caller: its hooks of saved tensors, and its random numbers."""
     random = _save_random(device)
-    buffers = [] if layer is None else [(b, b.detach().clone()) for b in layer.buffers()]
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     try:
         with hooks if _has_saved_tensors_hooks() else contextlib.nullcontext():
             yield
     finally:
         _restore_random(device, random)
+
+
+def _is_uniform(argument: Any) -> bool:
+    """Return whether an argument is a mask of one number."""
+    is_mask = isinstance(argument, Tensor) and argument.dtype == torch.bool and argument.numel() > 1
+    return is_mask and bool(argument.all()) == bool(argument.any())
+
+
+def _updates(layer: Any) -> bool:
+    """Return whether a run may leave other buffers, as spectral_norm's does in training."""
+    return layer is not None and layer.training and any(True for _ in layer.buffers())
+
+
+@contextlib.contextmanager
+def _keep_buffers(layer: Any) -> Iterator[None]:
+    """Let each run begin with the same buffers."""
+    buffers = [] if layer is None else [(b, b.detach().clone()) for b in layer.buffers()]
+    try:
+        yield
+    finally:
         for buffer, values in buffers:
             buffer.data.copy_(values)  # leaves its version, which a graph of the caller's may count
 

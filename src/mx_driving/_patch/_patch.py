@@ -114,7 +114,7 @@ class Patch:
             if names
         ]
         if self.layers or self._attention_left:
-            count, total = len(self.layers), len(self.layers) + self._attention_left
+            count, total = len(set(self.layers) - set(self.kept)), len(self.layers) + self._attention_left
             lines.append(f"{count} of {total} layers of {self._model} that sample call an operator")
         return "\n".join(lines)
 

@@ -31,7 +31,11 @@ from ._snapshot import OWN, VERDICTS
 
 Arguments = Mapping[str, Any]  # by role
 _TENSOR = operator.attrgetter("dtype", "requires_grad", "device", "shape")
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_compiling, _is_grad_enabled, _is_inference = (
+    torch.compiler.is_compiling,
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+)
 _MAIN = 3  # tensors that most calls have: query, value and reference, or value, locations and weights
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_STATES = 16  # a layer whose attributes change in each call would be compared in each call
@@ -51,15 +55,18 @@ trials = Trials()
 
 
 class State:
-    """The attributes of a layer. Parameters may change, but for those that are zero, as a fresh layer's are: they hide what is
-    done to offsets and logits."""
+    """The attributes of a layer, with the numbers of its tensors. Parameters may change, but for those that are zero, as a
+    fresh layer's are: they hide what is done to offsets and logits."""
 
     def __init__(self, layer: Any) -> None:
         own = {} if layer is None else vars(layer)
         self._count, self._read = len(own), operator.itemgetter("training", *(name for name in own if name not in OWN))
         self._attributes = None if layer is None else self._list(layer)
         self._zeros = [] if layer is None else [p for p in layer.parameters() if not p.is_inference() and not p.any()]
-        self._versions = [p._version for p in self._zeros]
+        tensors = () if layer is None else (*own.values(), *layer._buffers.values())
+        self._tensors = [(t, t.detach().clone()) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+        self._watched = [*self._zeros, *(t for t, _ in self._tensors)]
+        self._versions = [t._version for t in self._watched]
 
     def _list(self, layer: Any) -> tuple[Any, ...]:
         own = layer.__dict__
@@ -68,12 +75,23 @@ class State:
     def is_of(self, layer: Any) -> bool:
         if layer is None:
             return True
-        if len(layer.__dict__) != self._count or (self._zeros and [p._version for p in self._zeros] != self._versions):
+        if len(layer.__dict__) != self._count or (self._watched and not self._has_numbers()):
             return False
         try:
             return self._attributes == self._list(layer)  # what is identical is equal, without a comparison
         except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute is gone, or is another tensor or array
             return False
+
+    def _has_numbers(self) -> bool:
+        """Return whether zeros are zeros and tensors have the same numbers. `p.data` changes numbers without a trace. To look
+        for them on a GPU would wait for it."""
+        versions = [t._version for t in self._watched]
+        if versions == self._versions and not any(p.is_cpu for p in self._zeros):
+            return True
+        if not all(torch.equal(t, values) for t, values in self._tensors) or any(p.any() for p in self._zeros):
+            return False
+        self._versions = versions
+        return True
 
 
 class Verdict:
@@ -101,9 +119,17 @@ class Verdict:
 class Verdicts:
     """The verdicts of one layer: by situation, and by all that a look at a call shows. A copy of a layer has none."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: Any = None) -> None:
         self.situations: dict[Any, Verdict] = {}
         self.calls: dict[Any, Verdict] = {}
+        self.find_parameters(layer)
+
+    def find_parameters(self, layer: Any) -> None:
+        self._parameters = [] if layer is None else [part._parameters for part in layer.modules() if part._parameters]
+
+    def read_trained(self) -> Any:
+        """Return which parameters record gradients, as `describe` does, quickly."""
+        return tuple([p.requires_grad for own in self._parameters for p in own.values() if p is not None])
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -139,7 +165,7 @@ class Proof:
         types = tuple(map(type, arguments.values()))
         look = self._looks.get(types) or self._looks.setdefault(types, _make_look(self.form.described, arguments))
         mode = _any_autocast() and (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
-        call = self.number, _is_grad_enabled(), mode, look, look(arguments)
+        call = self.number, _is_grad_enabled() and verdicts.read_trained(), _is_inference(), mode, look, look(arguments)
         verdict = verdicts.calls.get(call)
         if verdict is None or not (verdict.reason or verdict.state.is_of(layer)):
             return self._serve_slowly(verdicts, call, layer, arguments, args, kwargs)
@@ -148,7 +174,7 @@ class Proof:
         return self._answer(verdict, layer, arguments) if verdict.dtypes else self.form.answer(layer, arguments)
 
     def _add(self, layer: Any) -> Verdicts:
-        layer.__dict__[VERDICTS] = verdicts = Verdicts()
+        layer.__dict__[VERDICTS] = verdicts = Verdicts(layer)
         self.layers.add(layer)
         return verdicts
 
@@ -164,6 +190,7 @@ class Proof:
             return self.original(*args, **kwargs)
         if not can_compare(arguments):
             return self._serve_unseen(layer, arguments, args, kwargs)
+        verdicts.find_parameters(layer)  # a part of the layer may be another one
         situation, sizes = describe(self.number, layer, arguments), list_sizes(arguments)
         verdict = verdicts.situations.get(situation)
         if verdict is None or not verdict.covers(sizes, layer):
@@ -175,7 +202,8 @@ class Proof:
             finally:
                 _proving.release()
             if comparison.is_complete:
-                new = Verdict(comparison.reason, comparison.dtypes, sizes, State(layer))
+                state = State(None if comparison.reason else layer)  # which keeps what the layer drops
+                new = Verdict(comparison.reason, comparison.dtypes, sizes, state)
                 self._record(verdicts, situation, new, layer)
             return result
         if len(verdicts.calls) > _MOST_CALLS:
@@ -243,9 +271,19 @@ def _make_look(described: Sequence[str], arguments: Arguments) -> Callable[[Argu
             parts += [f"g[{role!r}].{name}" for name in names]
         elif isinstance(a, _PLAIN) and a is not None:
             parts.append(f"g[{role!r}]")
-        elif isinstance(a, (list, tuple)) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(a)):
-            parts.append(f"tuple(map(read, g[{role!r}]))")
-    return eval(f"lambda g: ({', '.join([*parts, ''])})", {"read": _read_entry})
+        elif isinstance(a, (list, tuple)):
+            has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(a))
+            parts.append(f"tuple(map(read, g[{role!r}]))" if has_tensors else f"str(g[{role!r}])")
+    if isinstance(arguments.get("shapes"), Tensor) and arguments.get("sizes") is None:
+        parts.append("read_table(g['shapes'])")
+    return eval(f"lambda g: ({', '.join([*parts, ''])})", {"read": _read_entry, "read_table": _read_table})
+
+
+def _read_table(table: Tensor) -> Any:
+    """Return the sides of levels, where a look at them does not wait for a GPU, and nothing is traced or transformed."""
+    if not table.is_cpu or torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
+        return None
+    return str(table.tolist())
 
 
 def _read_entry(entry: Any) -> Any:
@@ -269,32 +307,40 @@ def describe(number: int, layer: Any, arguments: Arguments) -> tuple[Any, ...]:
     device = [*(t.device.type for t in arguments.values() if isinstance(t, Tensor)), "cpu"][0]
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     facts = tuple([_describe_argument(role, a, recorded) for role, a in arguments.items()])
-    return number, layer is not None and layer.training, recorded, autocast, device, facts
+    trained = tuple([p.requires_grad for p in layer.parameters()]) if recorded and layer is not None else ()
+    return number, layer is not None and layer.training, recorded, autocast, device, facts, trained
 
 
 def _describe_argument(role: str, argument: Any, recorded: bool) -> Any:
     if isinstance(argument, Tensor):
-        width = argument.shape[-1] if role in PLACES and argument.dim() else None
-        return role, argument.dtype, recorded and argument.requires_grad, argument.dim(), width
+        axis = -1 if role in PLACES else 0 if role == "shapes" else None
+        size = argument.shape[axis] if axis is not None and argument.dim() else None
+        return role, argument.dtype, recorded and argument.requires_grad, argument.dim(), size
     if isinstance(argument, (list, tuple)):
         return role, len(argument), tuple([_describe_argument("", t, recorded) for t in argument if isinstance(t, Tensor)])
     return role, argument if isinstance(argument, _PLAIN) else type(argument).__name__
 
 
 def list_sizes(arguments: Arguments) -> list[int]:
-    parts = [t for a in arguments.values() for t in (a if isinstance(a, (list, tuple)) else (a,))]
-    return [size for t in parts if isinstance(t, Tensor) for size in t.shape]
+    """Return what may grow: the sizes of tensors, the numbers in lists, the sides of levels where a CPU has them, and 1 in
+    inference mode."""
+    leaves = [leaf for a in arguments.values() for leaf in (tree_leaves(a) if isinstance(a, (list, tuple)) else (a,))]
+    sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+    table = arguments.get("shapes")
+    sides = table.flatten().tolist() if isinstance(table, Tensor) and table.is_cpu else []
+    return sizes + sides + [leaf for leaf in leaves if type(leaf) is int] + [_is_inference()]
 
 
 def spell(situation: tuple[Any, ...]) -> str:
     """Return a situation in words."""
-    _, training, recorded, autocast, device, facts = situation
+    _, training, recorded, autocast, device, facts, trained = situation
     dtypes = sorted(
         {str(f[1]).removeprefix("torch.") for f in facts if isinstance(f[1], torch.dtype) and f[1].is_floating_point}
     )
     given = [role for role, *fact in facts if fact != [None]]
     under = f" under autocast to {str(autocast).removeprefix('torch.')}" if autocast else ""
-    mode = f"{'training' if training else 'evaluation'}, {'with' if recorded else 'without'} gradients"
+    frozen = f" and {trained.count(False)} frozen parameters" if False in trained else ""
+    mode = f"{'training' if training else 'evaluation'}, {'with' if recorded else 'without'} gradients{frozen}"
     return f"in {mode}, {' and '.join(dtypes)} on {device}{under}, with {', '.join(given)}"
 
 

@@ -3,7 +3,9 @@ of a trial."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,20 +13,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._parameters import collect_words
+
 VERDICTS = "_mx_driving_verdicts"  # the attribute of a layer that has its verdicts
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OWN = frozenset(vars(torch.nn.Module()))  # attributes that every layer has
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
+_SMALL = 64  # elements
+_HOOKS = "the hooks of "
 _MOST = 20_000  # a layer may refer to its whole model
 
 
-def take_snapshot(layer: Any, arguments: Any) -> dict[str, Any]:
-    """Return the identity and version of each tensor, and the plain values, by their paths. The tensors of a layer include its
-    parameters and buffers; containers and objects are entered."""
-    return dict(_walk([("", layer), ("its argument ", arguments)]))
+@contextlib.contextmanager
+def watch(layer: Any, arguments: Any, function: Any) -> Iterator[set[str]]:
+    """Yield a set. Afterwards it has what has changed in the layer, its class, the arguments and the globals that the function
+    names, and the layers within the layer whose hooks have run."""
+    changes: set[str] = set()
+    parts = [] if layer is None else [(name, part) for name, part in layer.named_modules() if name and _has_hooks(part)]
+    handles = [part.register_forward_pre_hook(lambda *_, n=name: changes.add(_HOOKS + n)) for name, part in parts]
+    things = [("", layer), ("its argument ", arguments), ("the global ", _list_globals(function))]
+    before = dict(_walk([*things]))
+    try:
+        yield changes
+        after = dict(_walk(things))
+        changes |= {path for path in before.keys() | after.keys() if before.get(path, _walk) != after.get(path, _walk)}
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def list_changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    return {path for path in before.keys() | after.keys() if before.get(path, _walk) != after.get(path, _walk)}
+def explain_lost(changes: set[str]) -> str:
+    """Return why the original must answer: what it changes, and the operator does not."""
+    first = sorted(changes)[:3]
+    if hooks := [change for change in first if change.startswith(_HOOKS)]:
+        return f"its code runs {hooks[0]}; the operator does not"
+    return f"its code writes {', '.join(first)}, which outlives the call"
+
+
+def _has_hooks(layer: Any) -> bool:
+    return any(value for name, value in vars(layer).items() if name in OWN and "hooks" in name)
+
+
+def _list_globals(function: Any) -> dict[str, Any]:
+    """Return the globals that a function's code names, but for functions, classes and Python modules."""
+    own = getattr(function, "__globals__", {})
+    return {name: own[name] for name in sorted(collect_words(function)) if name in own and not isinstance(own[name], _CODE)}
 
 
 def copy_layer(layer: Any) -> Any:
@@ -67,8 +100,7 @@ def list_plain_state(layer: Any) -> Any:
     state = {}
     for path, part in layer.named_modules():
         own = {name: value for name, value in vars(part).items() if name not in OWN | _SIZES | {VERDICTS}}
-        hooks = any(value for name, value in vars(part).items() if name in OWN and "hooks" in name)
-        if hooks or part._buffers or not all(map(_is_plain, own.values())):
+        if _has_hooks(part) or part._buffers or not all(map(_is_plain, own.values())):
             return None
         if any(type(p) is not torch.nn.Parameter for p in part._parameters.values() if p is not None):
             return None
@@ -86,8 +118,8 @@ def _walk(waiting: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         path, thing = waiting.pop()
         if isinstance(thing, _PLAIN):
             yield path, (type(thing), repr(thing))
-        elif isinstance(thing, Tensor):
-            yield path, (id(thing), 0 if thing.is_inference() else thing._version)
+        elif isinstance(thing, Tensor) or hasattr(thing, "tobytes"):  # also arrays of NumPy and the standard library
+            yield path, (id(thing), _read_version(thing))
             seen[id(thing)] = thing
         else:
             yield path, id(thing)
@@ -96,15 +128,40 @@ def _walk(waiting: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
                 waiting += _list_parts(path, thing)
 
 
+def _read_version(thing: Any) -> Any:
+    """Return what tells whether a tensor or an array was written to. Small ones may be counters, which `.data` reaches."""
+    if not isinstance(thing, Tensor):
+        return thing.tobytes() if len(memoryview(thing)) < _SMALL else None
+    version = 0 if thing.is_inference() else thing._version
+    is_small = (
+        thing.device.type == "cpu" and thing.layout == torch.strided and not thing.is_quantized and thing.numel() < _SMALL
+    )
+    return version, str(thing.tolist()) if is_small else None
+
+
 def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
-    """Return what a container or an object holds. Functions, classes and Python modules hold nothing that counts."""
+    """Return what a container or an object holds. Functions, classes, Python modules and objects of torch hold nothing that
+    counts."""
     if isinstance(thing, dict):
-        return [(f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[{id(key)}]", v) for key, v in thing.items()]
+        dot = "" if path.endswith(" ") else path
+        return [(f"{dot}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[{id(key)}]", v) for key, v in thing.items()]
     if isinstance(thing, (list, tuple, set, frozenset)) or type(thing).__name__ == "deque":
         return [(f"{path}[{index}]", part) for index, part in enumerate(thing)]
-    if isinstance(thing, torch.nn.Module):
-        parts = {**vars(thing), **thing._parameters, **thing._buffers, **thing._modules}
+    if isinstance(thing, functools.partial):
+        parts = {"args": thing.args, "keywords": thing.keywords}
+    elif isinstance(thing, torch.nn.Module):
+        parts = {**_list_containers(type(thing)), **vars(thing), **thing._parameters, **thing._buffers, **thing._modules}
         parts = {name: part for name, part in parts.items() if name not in (VERDICTS, "_parameters", "_buffers", "_modules")}
+    elif isinstance(thing, _CODE) or type(thing).__module__.partition(".")[0] == "torch":
+        parts = {}
     else:
-        parts = {} if callable(thing) or isinstance(thing, types.ModuleType) else getattr(thing, "__dict__", {})
+        slots = (vars(base).get("__slots__", ()) for base in type(thing).__mro__)
+        names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+        parts = {name: getattr(thing, name) for name in names if hasattr(thing, name)} | getattr(thing, "__dict__", {})
     return [(f"{path}.{name}".lstrip("."), part) for name, part in parts.items()]
+
+
+def _list_containers(kind: type) -> dict[str, Any]:
+    """Return the lists, dictionaries and sets that a class and its bases have."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    return {n: v for base in reversed(bases) for n, v in vars(base).items() if isinstance(v, (list, dict, set))}

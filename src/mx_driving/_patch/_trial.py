@@ -23,7 +23,7 @@ from ._forms import AUTOGRAD, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
 from ._parameters import Parameters, unwrap
 from ._pools import Pool, calls_compiled
 from ._proof import trials
-from ._snapshot import list_changes, list_plain_state, take_snapshot
+from ._snapshot import explain_lost, list_plain_state, watch
 
 _Run = Callable[[Arguments], Any]  # of arguments by role, value in our layout
 _CLOSE = 1e-4  # float32 sums of 12 terms of size 1
@@ -200,14 +200,13 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any = None) ->
     if not worst < _CLOSE or results.dtypes != expected.dtypes:
         raise _Differs(worst)
     if written - done:
-        raise _Differs(f"its code writes {', '.join(sorted(written - done)[:3])}, which outlives the call")
+        raise _Differs(explain_lost(written - done))
 
 
 def _compute_results(run: _Run, inputs: Arguments, module: Any, parameters: Sequence[Tensor]) -> tuple[Results, set[str]]:
     """Return outputs and gradients, and what the run writes to the layer. Trajectories have no gradient."""
     floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point() and n != "trajectories"}
     tensors = {n: i.clone().requires_grad_() for n, i in floating.items()}
-    before = take_snapshot(module, ())
-    returned = run({**inputs, **tensors})
-    written = list_changes(before, take_snapshot(module, ()))
+    with watch(module, (), None) as written:
+        returned = run({**inputs, **tensors})
     return Results(returned, [*tensors.values(), *parameters]), written
