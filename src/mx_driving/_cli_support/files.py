@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 import tempfile
@@ -38,6 +39,15 @@ def writing(name: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise Problem(f"{name} must be a place to write to; got {path}: {error.strerror or error}") from None
+
+
+def write_csv(rows: list[dict[str, Any]], path: Path, if_empty: str = "") -> None:
+    """Write rows under the columns that they have; without rows, the column `if_empty`."""
+    columns = list(dict.fromkeys(column for row in rows for column in row)) or [if_empty]
+    with writing("--csv", path), path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 @contextmanager

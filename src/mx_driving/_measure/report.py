@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import platform
 import subprocess
 from collections import defaultdict
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import _backends
-from .._cli_support.files import writing
+from .._cli_support.files import write_csv
 from .._cli_support.show import grid
 
 Row = dict[str, Any]
@@ -68,7 +67,4 @@ def tables(rows: list[Row]) -> Iterator[Any]:
 def write(rows: list[Row], path: Path, *facts: str) -> None:
     """Write rows with a last column of the machine, and of facts that all rows have in common."""
     here = ", ".join([machine(), *facts])
-    with writing("--csv", path), path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], "machine"])
-        writer.writeheader()
-        writer.writerows({**row, "machine": here} for row in rows)
+    write_csv([{**row, "machine": here} for row in rows], path)

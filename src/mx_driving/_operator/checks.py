@@ -42,12 +42,6 @@ def reference_count_fits(R: int, num_levels: int, num_points: int, reference_axi
     return R > 0 and num_points % R == 0
 
 
-def _reference_counts(sizes: Sizes, reference_axis: str) -> str:
-    if reference_axis == "level":
-        return f"{_with_size('num_levels', sizes, {})} or 1"
-    return f"a divisor of {_with_size('num_points', sizes, {})}"
-
-
 def check_inputs(operator: Operator, *args: Any) -> None:
     """Check an operator's inputs, sizes and options. Kernels call it, too: torch.ops has no public function before it."""
     if not _keeps_rules(_fit, operator, args):
@@ -215,7 +209,10 @@ def _need_shape(name: str, shape: tuple[int, ...], axes: Sequence[str], shapes: 
 
 def _with_size(axis: str, sizes: Sizes, options: Options) -> str:
     if axis == "R":
-        return _reference_counts(sizes, **options)
+        by_level = options["reference_axis"] == "level"
+        return (
+            f"{_with_size('num_levels', sizes, {})} or 1" if by_level else f"a divisor of {_with_size('num_points', sizes, {})}"
+        )
     size = None if axis[0].isdigit() else _product(axis, sizes)
     return axis if size is None else f"{axis}={size}"
 
@@ -358,11 +355,3 @@ def rows_of_levels(rows: int, keys: int) -> None:
     """Check that the levels of an attention module take all of its keys."""
     if rows != keys:
         fail(ValueError, "spatial_shapes", f"hold the num_keys={keys} rows of value", f"{rows} in all levels")
-
-
-def same_samples(locations: Tensor, weights: Tensor) -> None:
-    """Check that every location to draw has a weight."""
-    if locations.dim() < 3 or locations.shape[-1] != 2:
-        fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
-    if weights.shape != locations.shape[:-1]:
-        fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", tuple(weights.shape))

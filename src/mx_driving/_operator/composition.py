@@ -167,34 +167,29 @@ _RULES: dict[str, Any] = {
 }
 
 
-def _like(gradient: Tensor | None, t: Tensor) -> Tensor:
-    """Return a gradient in its input's shape and dtype, as the dispatcher requires it; an empty tensor instead of None."""
-    return t.new_empty(0) if gradient is None else gradient.reshape(t.shape).to(t.dtype).contiguous()
-
-
 def like_inputs(gradients: Gradients, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(_like(g, t) for g, t in zip(gradients, inputs, strict=True))
+    """Return gradients in their inputs' shapes and dtypes, as the dispatcher requires them; an empty tensor instead of None."""
+    return tuple(
+        t.new_empty(0) if g is None else g.reshape(t.shape).to(t.dtype).contiguous()
+        for g, t in zip(gradients, inputs, strict=True)
+    )
 
 
-def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], dtype: torch.dtype) -> Any:
+def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], *value: Tensor) -> Any:
+    """Return the samples that inputs describe, in the dtype that inputs and value call for."""
+    dtype = compute_dtype(*value, *inputs)
     return _RULES[operator](shapes, *(t.to(dtype) if isinstance(t, Tensor) else t for t in inputs))
-
-
-def _samples_of(operator: str, inputs: Sequence[Any]) -> Any:
-    """Return the samples that inputs, value among them, describe."""
-    value, shapes, _, *others = inputs
-    return _samples(operator, shapes, others, compute_dtype(value, *others))
 
 
 def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the locations and weights that an operator's inputs, without its value, describe."""
-    samples = _samples(operator, shapes, inputs, compute_dtype(*inputs))
+    samples = _samples(operator, shapes, inputs)
     return samples.locations, samples.weights
 
 
 def bare_inputs(operator: str, *inputs: Any) -> tuple[Tensor, ...]:
     """Return the inputs of the bare operator."""
-    samples = _samples_of(operator, inputs)
+    samples = _samples(operator, inputs[1], inputs[3:], inputs[0])
     return *inputs[:3], samples.locations, samples.weights
 
 
@@ -208,7 +203,7 @@ def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Ten
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, mask = args
-        samples = _samples_of(operator, inputs)
+        samples = _samples(operator, inputs[1], inputs[3:], inputs[0])
         tensors = (*inputs[:3], samples.locations, samples.weights)
         bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)  # two inputs make the locations
         grad_value, *grad_samples = bare(grad, *tensors, bare_mask)

@@ -78,21 +78,16 @@ def need_axes(name: str, t: Tensor, axes: str) -> None:
         fail(ValueError, name, f"have shape {shape_text(axes.split(', '))}", tuple(t.shape))
 
 
-def need_shape(name: str, t: Tensor, axes: str, *sizes: int) -> None:
-    if t.shape != sizes:
-        fail_shape(name, t, axes, sizes)
-
-
-def need_some_sizes(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
-    """Check a shape as `need_shape` does. None stands for any size."""
+def need_shape(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
+    """Check that t has axes of these sizes. None stands for any size."""
     if t.dim() != len(sizes) or any(size is not None and t.shape[i] != size for i, size in enumerate(sizes)):
         fail_shape(name, t, axes, sizes)
 
 
-def fail_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...], remark: str = "") -> NoReturn:
+def fail_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...]) -> NoReturn:
     named = zip((axis.strip() for axis in axes.split(",")), sizes, strict=True)
     expected = shape_text([axis if axis.isdigit() or size is None else f"{axis}={size}" for axis, size in named])
-    fail(ValueError, name, f"have shape {expected}", f"{tuple(t.shape)}{remark}")
+    fail(ValueError, name, f"have shape {expected}", tuple(t.shape))
 
 
 def shape_text(axes: Sequence[str]) -> str:

@@ -27,11 +27,6 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def list_accelerators() -> list[str]:
-    """Return the names of the GPUs that torch can use."""
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
 def collect() -> dict[str, Any]:
     """Return all facts, as `--json` prints them. Only torch itself tells which CUDA it was built for."""
     versions = {package: find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
@@ -39,7 +34,7 @@ def collect() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "system": platform.platform(),
         "processor": processor(),
-        "accelerators": list_accelerators(),
+        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "instruction_set": None if _backends.native.why_not() else _backends.native.isa(),
         "threads": torch.get_num_threads(),
         "kernels": backends(),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .._cli_support.files import writable
+from .._cli_support.files import writable, write_csv
 from .._cli_support.problems import Problem, matching, ruled
 from .._cli_support.show import open_console, print_json, say, show
 from .._operator.limits import suspended
@@ -53,9 +53,10 @@ def replay(
     use_threads(threads)
     console = None if as_json else open_console(f"mx-driving replay: {path}")
     verdicts, problems = _judge_all(stems, console)
+    rows = [row for verdict in verdicts for row in shown.rows(verdict)]
     wrong = sum(verdict.is_wrong for verdict in verdicts)
     if out:
-        shown.write(verdicts, out)
+        write_csv(rows, out, "call")
     if console:
         if verdicts:
             show(console, shown.table(verdicts))
@@ -68,7 +69,7 @@ def replay(
         print_json(
             {
                 "right": not (wrong or problems),
-                "results": [row for verdict in verdicts for row in shown.rows(verdict)],
+                "results": rows,
                 "notes": [{"call": verdict.call.name, "note": note} for verdict in verdicts for note in verdict.notes],
                 "not_read": problems,
             }

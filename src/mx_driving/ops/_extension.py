@@ -22,7 +22,7 @@ from .._operator.rules import (
     need_axes,
     need_dtype,
     need_one_device,
-    need_some_sizes,
+    need_shape,
     tensors,
 )
 from ._arguments import explain_arguments
@@ -74,7 +74,7 @@ def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes:
     tensors(("grad_out", grad_out), ("geom_feat", geom_feat))
     need_axes("grad_out", grad_out, "B, D, H, W, C")
     need_dtype("grad_out", grad_out, FLOATING, FLOATING_RULE)
-    need_some_sizes("geom_feat", geom_feat, "n, 4", None, 4)
+    need_shape("geom_feat", geom_feat, "n, 4", None, 4)
     _check_intervals(*intervals_and_sizes)
     rows = grad_out.new_zeros(()).expand(geom_feat.shape[0], grad_out.shape[-1])
     return gradients(grad_out, None, rows, None, None, geom_feat)[1]

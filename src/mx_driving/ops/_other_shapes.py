@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._operator import checks, geometry
 from .._operator.description import AGGREGATION, SamplingInputs
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, need_some_sizes, tensors
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, tensors
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -67,9 +67,9 @@ def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: T
     if shapes.dim() == 3:
         fact = f"{tuple(maps.shape)}, as the older interface has them, beside spatial_shape {tuple(shapes.shape)}"
         fail(ValueError, "feature_maps", "have shape (bs, num_feat, c) where spatial_shape is [cam, scale, 2]", fact)
-    need_some_sizes("spatial_shape", shapes, "scale, 2", None, 2)
+    need_shape("spatial_shape", shapes, "scale, 2", None, 2)
     need_shape("scale_start_index", starts, "scale", shapes.shape[0])
-    need_some_sizes("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)
-    need_some_sizes("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, shapes.shape[0], None)
+    need_shape("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)
+    need_shape("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, shapes.shape[0], None)
     if checks.is_readable(shapes) and checks.is_readable(starts):
         checks.levels("spatial_shape", "scale_start_index", shapes, starts, rows)  # the operator sees the cameras' maps as one

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._operator import geometry
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_some_sizes, tensors
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, tensors
 
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
@@ -51,7 +51,7 @@ def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: 
     need_dtype("ranks_bev", ranks_bev, INDEX, INDEX_RULE)
     if ranks_bev.dim() != 2:
         raise ValueError("ranks_bev must be 2D when running without depth")
-    need_some_sizes("ranks_bev", ranks_bev, "n, 4", None, 4)
+    need_shape("ranks_bev", ranks_bev, "n, 4", None, 4)
     count = ranks_bev.shape[0]
     rows = feat.numel() // channels if channels else math.prod(feat.shape[:-1])
     if rows * channels != feat.numel() or rows < count:

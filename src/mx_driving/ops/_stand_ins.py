@@ -24,7 +24,6 @@ from .._operator.rules import (
     need_dtype,
     need_one_device,
     need_shape,
-    need_some_sizes,
     tensors,
 )
 from . import _extension, _pooling
@@ -67,7 +66,7 @@ def _pool_xyzb(row: Function, facts: Facts) -> Any:
     """Pool points whose cells are (x, y, z, b), as FlashOCC has them: its W is innermost, not H."""
     places = facts["geom_xyzb"]
     tensors(("geom_xyzb", places))
-    need_some_sizes("geom_xyzb", places, "n, 4", None, 4)
+    need_shape("geom_xyzb", places, "n, 4", None, 4)
     return _pool_places(row, {**facts, "geom_xyzb": places[:, [1, 0, 2, 3]]})
 
 
@@ -113,7 +112,7 @@ def _pool_frustum(row: Function, facts: Facts) -> Tensor:
     B, *pixels, C, X, Y, Z = _pooling.sizes_of("sizes", list(facts.values())[:9], "nine", axes)
     coords, depth, feat = _view_points(facts["geom_xyz"], B, *pixels), facts["depth"], facts["feat"]
     tensors(("depth", depth), ("context", feat))
-    need_some_sizes("context", feat, "B * cams, C, H, W", None, C, None, None)
+    need_shape("context", feat, "B * cams, C, H, W", None, C, None, None)
     return _lift_frustum(coords, depth, feat, (X, Y, Z)).permute(0, 2, 3, 1)
 
 
@@ -158,7 +157,7 @@ def stand_in(row: Function) -> Callable[..., Any]:
 def sum_inside(feat: Tensor, places: Tensor, *sizes: Any) -> Tensor:
     """Leave out points outside. The extension writes them anywhere, and models drop them before."""
     need_dtype("coords", places, INDEX, INDEX_RULE)
-    need_some_sizes("feats", feat, "n, C", places.shape[0], None)
+    need_shape("feats", feat, "n, C", places.shape[0], None)
     sizes = tuple(int(size) for size in sizes)
     cell = _pooling.cells(places, *sizes)
     (points,) = (cell + 1).nonzero(as_tuple=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_some_sizes, tensors
+from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_shape, tensors
 from ._arguments import check, explain_arguments
 from ._pooling import inputs_of, refuse_ranks
 
@@ -35,8 +35,8 @@ def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) ->
     """
     tensors(("feat", feat), ("geom_feat", geom_feat))
     need_dtype("geom_feat", geom_feat, INDEX, INDEX_RULE)
-    need_some_sizes("geom_feat", geom_feat, "n, 4", None, 4)
-    need_some_sizes("feat", feat, "n, C", geom_feat.shape[0], None)
+    need_shape("geom_feat", geom_feat, "n, 4", None, 4)
+    need_shape("feat", feat, "n, C", geom_feat.shape[0], None)
     need_one_device(("feat", feat), ("geom_feat", geom_feat))
     inputs = inputs_of(None, feat, None, None, geom_feat, (B, D, H, W, feat.shape[1]))
     inputs = check("bev_pool_v3", *inputs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._installing import pip_install
-from .._operator import checks, geometry, rules
+from .._operator import geometry, rules
 from . import _pictures, _plane
 
 COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # of levels, legible on photographs
@@ -74,7 +74,10 @@ def sampling_points(
 
 def _check_samples(locations: Tensor, weights: Tensor) -> None:
     rules.tensors(("locations", locations), ("weights", weights))
-    checks.same_samples(locations, weights)
+    if locations.dim() < 3 or locations.shape[-1] != 2:
+        rules.fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
+    if weights.shape != locations.shape[:-1]:
+        rules.fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", tuple(weights.shape))
     if locations.numel() == 0:
         rules.fail(ValueError, "locations", "hold a point", f"shape {tuple(locations.shape)}")
 

@@ -30,7 +30,8 @@ class Look:
     weights: Tensor
 
     def __repr__(self) -> str:
-        inputs = [f"{name} {_brief(t)}" for name, t in vars(self).items() if isinstance(t, Tensor)]
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        inputs = [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()]
         return f"Look({self.operator}: {', '.join(inputs)}, on {self.table.device})"
 
 
@@ -38,10 +39,6 @@ def _look(name: str, args: Sequence[Any]) -> Look:
     """The look of a call. An operator with logits is shown as the bare one, with the locations and weights it works out."""
     bare = OPERATORS[name].bare
     return Look(bare, *composition.bare_inputs(name, *args)) if bare else Look(name, *args)
-
-
-def _brief(t: Tensor) -> str:
-    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
 
 
 class _Recorder(TorchDispatchMode):

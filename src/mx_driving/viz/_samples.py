@@ -103,20 +103,15 @@ def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
     for call in calls:
         for look in call.looks:
             if look.weights.numel() == 0:
-                rules.fail(
-                    ValueError, "looks", "have queries and samples", f"weights {tuple(look.weights.shape)} in {call.name}"
-                )
+                fact = f"weights {tuple(look.weights.shape)} in {call.name}"
+                rules.fail(ValueError, "looks", "have queries and samples", fact)
         _check_cameras(call)
         if seen is not None:
             _check_seen(call, seen)
     counts = [call.queries(seen) for call in calls]
     if len(set(counts)) > 1:
-        rules.fail(
-            ValueError,
-            "looks",
-            "have the same queries on one page",
-            " and ".join(f"{n} queries" for n in dict.fromkeys(counts)),
-        )
+        fact = " and ".join(f"{n} queries" for n in dict.fromkeys(counts))
+        rules.fail(ValueError, "looks", "have the same queries on one page", fact)
 
 
 def _check_cameras(call: SampledCall) -> None:

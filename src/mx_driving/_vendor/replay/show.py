@@ -1,8 +1,7 @@
-"""Shows verdicts as a table, as sentences, as JSON and as a CSV file."""
+"""Shows verdicts as a table, as sentences, and as rows of JSON and CSV files."""
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from rich.markup import escape
 from torch import Tensor
 
-from ..._cli_support.files import writing
 from ..._cli_support.show import grid
 from .judge import COARSE, RIGHT, WRONG, Verdict
 
@@ -83,12 +81,3 @@ def rows(verdict: Verdict) -> list[dict[str, Any]]:
         }
         for judged in verdict.results
     ]
-
-
-def write(verdicts: list[Verdict], path: Path) -> None:
-    every = [row for verdict in verdicts for row in rows(verdict)]
-    columns = dict.fromkeys(column for row in every for column in row) or ["call"]
-    with writing("--csv", path), path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        writer.writerows(every)
