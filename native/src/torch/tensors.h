@@ -29,21 +29,14 @@ inline void need(Status status, const char *what) {
 
 // ---- dtypes, by c10::ScalarType, on whose order torch's files rely
 
-constexpr const char *DTYPE_NAMES[] = {"uint8",           "int8",
-                                       "int16",           "int32",
-                                       "int64",           "float16",
-                                       "float32",         "float64",
-                                       "complex32",       "complex64",
-                                       "complex128",      "bool",
-                                       "qint8",           "quint8",
-                                       "qint32",          "bfloat16",
-                                       "quint4x2",        "quint2x4",
-                                       "bits1x8",         "bits2x4",
-                                       "bits4x2",         "bits8",
-                                       "bits16",          "float8_e5m2",
-                                       "float8_e4m3fn",   "float8_e5m2fnuz",
-                                       "float8_e4m3fnuz", "uint16",
-                                       "uint32",          "uint64"};
+// clang-format off
+constexpr const char *DTYPE_NAMES[] = {
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64", "complex128",
+    "bool", "qint8", "quint8", "qint32", "bfloat16", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8",
+    "bits16", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16", "uint32", "uint64", "uint1",
+    "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+    "float8_e8m0fnu", "float4_e2m1fn_x2"};
+// clang-format on
 constexpr int64_t NARROW = -2; // an integer that is converted to int64
 constexpr int64_t DTYPES[] = {NARROW, NARROW, NARROW, MXD_INT32, MXD_INT64, MXD_FLOAT16, MXD_FLOAT32, MXD_FLOAT64,
                               -1,     -1,     -1,     -1,        -1,        -1,          -1,          MXD_BFLOAT16};
