@@ -42,7 +42,8 @@ def projection_matrix(
     tensor([100.,  50.,   2.,   1.])
     """
     _check(("intrinsics", intrinsics, (3, 3)), ("rotation", rotation, (3, 3)), ("translation", translation, (3,)))
-    matrix = _shift(intrinsics, 0.5 - first_pixel) @ intrinsics
+    depth = intrinsics[..., 2:, :]  # S adds a multiple of it to u and v
+    matrix = torch.cat([intrinsics[..., :2, :] + (0.5 - first_pixel) * depth, depth], -2)
     if augmentation is not None:
         _check(("augmentation", augmentation, (3, 3)))
         matrix = augmentation.to(matrix) @ matrix
@@ -159,13 +160,6 @@ def bev_ranks(
     pixels = height * width
     ranks_feat = ranks_depth // (depths * pixels) * pixels + ranks_depth % pixels
     return ranks_depth.int(), ranks_feat.int(), ranks_bev.int()
-
-
-def _shift(like: Tensor, by: float) -> Tensor:
-    """Return the matrix that adds `by` to u and v."""
-    matrix = torch.eye(3, dtype=like.dtype, device=like.device)
-    matrix[:2, 2] = by
-    return matrix
 
 
 def _check(*rows: tuple[str, Tensor, tuple[int | str, ...]]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import geometry as calibration
 from .._operator import composition, geometry
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL, Operator
 
@@ -248,20 +250,13 @@ def lifted(
     """Return the points of six cameras, half a metre apart along each pixel's ray, that lie in a square of `cells` x `cells`
     within `reach` metres. They are sorted by cell, as models have them; `grid` is (height, width) of a camera's features."""
     projection, image_size = ring_of_cameras()
-    steps = 1 + torch.arange(depths) / 2
-    pixel = pixel_centres(*grid) * image_size[0]
-    seen = torch.cat([pixel, torch.ones(len(pixel), 1)], -1) * steps[:, None, None]
-    rays = torch.nn.functional.pad(seen, (0, 1), value=1.0).flatten(0, 1)
-    positions = (projection.inverse()[:, None] @ rays[..., None])[..., :3, 0]  # [cam, depths * pixels, (x, y, z)]
-    x, y = ((positions[..., :2] + reach) * (cells / (2 * reach))).floor().long().unbind(-1)
-    inside = (x >= 0) & (x < cells) & (y >= 0) & (y < cells) & ((positions[..., 2] - 1).abs() < 4)
-    points = inside.flatten().nonzero()[:, 0]
-    ranks_bev, order = (y * cells + x).flatten()[points].sort(stable=True)
-    points, pixels = points[order], len(pixel)
+    frustum = calibration.frustum(tuple(image_size[0].tolist()), (grid[1], grid[0]), 1 + torch.arange(depths) / 2)
+    positions, side, pixels = calibration.unproject(frustum, projection)[None], 2 * reach / cells, math.prod(grid)
+    lower, cell = (-reach, -reach, -3.0), (side, side, 8.0)
+    ranks_depth, ranks_feat, ranks_bev = calibration.bev_ranks(positions, lower, cell, (cells, cells, 1))
     feat = torch.randn(6 * pixels, channels, generator=generator)
     depth = torch.rand(6, depths, pixels, generator=generator).softmax(1).flatten()
-    ranks_feat = points // (depths * pixels) * pixels + points % pixels
-    return feat, depth, ranks_feat.int(), points.int(), ranks_bev.int(), 1, 1, cells, cells
+    return feat, depth, ranks_feat, ranks_depth, ranks_bev, 1, 1, cells, cells
 
 
 def without_depth(args: Args) -> Args:
@@ -306,7 +301,6 @@ EXAMPLES = (
 )
 DETR = [(100, 134), (50, 67), (25, 34), (13, 17)]
 BEVFORMER = [(116, 200), (58, 100), (29, 50), (15, 25)]
-
 SPARSE4D = [(64, 176), (32, 88), (16, 44), (8, 22)]
 
 

@@ -115,10 +115,6 @@ bev_pool_v3
     sharded                  c, n
 """
 
-# Axis -> its dimension in each input and in the output. None: the whole input is needed, or the output is a sum over the axis.
-Axes = dict[str, tuple[int | None, ...]]
-
-
 # attention: heads sample the levels of a pyramid. aggregation: groups of channels sample the maps of cameras. pooling: points
 # are summed in cells.
 Kind = Literal["attention", "aggregation", "pooling"]
@@ -196,8 +192,9 @@ class Operator:
         return self.divides[0] if self.divides else self.output[-1].split(" * ")[0]
 
     @cached_property
-    def axes(self) -> Axes:
-        """Return axis -> its dimension in each input and in the output, for the axes `sharded`."""
+    def axes(self) -> dict[str, tuple[int | None, ...]]:
+        """Return axis -> its dimension in each input and in the output, for the axes `sharded`. None: the whole input is
+        needed, or the output is a sum over the axis."""
         tensors = (*(t.axes for t in self.tensors), self.output)
         return {axis: tuple(self._dimension(axis, axes) for axes in tensors) for axis in self.sharded}
 

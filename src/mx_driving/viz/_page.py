@@ -242,14 +242,11 @@ def _look(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict[str, Any
     weight = weight.nan_to_num(0, 0, 0)
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     steps = (weight[order] / (largest or 1.0) * _LARGEST).round()
-    heads, levels, points = call.sizes
     return {
         "name": call.name,
         "operator": call.operator,
         "grouped": OPERATORS[call.operator].kind == "aggregation",
-        "heads": heads,
-        "levels": levels,
-        "points": points,
+        **dict(zip(("heads", "levels", "points"), call.sizes, strict=True)),
         "shared": list(location.shape[1:3]),
         "shapes": call.shapes.tolist(),
         "largest": largest,
