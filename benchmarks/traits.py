@@ -39,7 +39,7 @@ def _with_threads(threads: int, call):
 
 def _calls(workload: Workload, args: Args) -> dict[str, Call]:
     function, _, places = operator_of(workload.operator, args, workload.learned)
-    mask = [i in places for i in workload.differentiable]
+    mask = [i in places for i in workload.row.differentiable]
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
     grad = torch.ones_like(function(*args))
     return {

@@ -33,7 +33,6 @@ class WorkloadErrors(NamedTuple):
 
     @property
     def failures(self) -> list[str]:
-        """Sentences about what is wrong."""
         wrong = [
             f"{what} of {self.workload.operator} is off by {error:.2g}, allowed {self.allowed[what]:.2g}"
             for what, error in self.errors.items()
@@ -59,7 +58,7 @@ def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[],
     """Compute the reference in float64, in pieces of queries. Join results with an axis of queries, and add the others."""
     wide, wide_grad = cast(args, torch.float64), grad.double()
     query_axes = workload.row.axes[workload.row.queries]
-    axes = (query_axes[-1], *(query_axes[i] for i in workload.differentiable))
+    axes = (query_axes[-1], *(query_axes[i] for i in workload.row.differentiable))
     parts_of: list[list[Tensor]] = [[] for _ in axes]
     step, _ = _pieces(workload)
     for begin in range(0, grad.shape[1], step):
@@ -100,7 +99,7 @@ def _timed(function: Callable[[], Any], device: str) -> float:
 
 def _times(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[float, float]:
     """Return the seconds of this package and of plain torch, forward and backward together."""
-    operator, differentiable = getattr(torch.ops.mx_driving, workload.operator).default, workload.differentiable
+    operator, differentiable = getattr(torch.ops.mx_driving, workload.operator).default, workload.row.differentiable
     ours = _timed(recorded(operator, args, differentiable, grad), device)
     # a CPU has no 16-bit grid_sample, so people compute in float32
     wide = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)

@@ -31,19 +31,13 @@ class Workload(NamedTuple):
         return OPERATORS[self.operator]
 
     @property
-    def differentiable(self) -> tuple[int, ...]:
-        """Return the indices of the differentiable inputs."""
-        return self.row.differentiable
-
-    @property
     def gradients(self) -> tuple[str, ...]:
-        """Return the names of the gradients."""
-        return tuple(self.row.inputs[i] for i in self.differentiable)
+        return tuple(self.row.inputs[i] for i in self.row.differentiable)
 
     @property
     def learned(self) -> tuple[int, ...]:
         """Return the indices of the inputs whose gradient the model needs."""
-        return tuple(i for i in self.differentiable if self.row.inputs[i] not in self.constant)
+        return tuple(i for i in self.row.differentiable if self.row.inputs[i] not in self.constant)
 
     def inputs(self, dtype: str = "float32") -> Args:
         """Return the arguments of all measurements."""

@@ -53,7 +53,6 @@ class MultiScale:
         self.locations, self.weights = self.samples()
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """Return the locations and weights."""
         step = self.offsets * self.box / (2 * self.points) if self.box.shape[-1] else self.offsets / self.size()
         weights = self.logits.flatten(3).softmax(-1).unflatten(3, (self.levels, self.points))
         return self.centre + step, weights
@@ -188,7 +187,6 @@ def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tenso
 
 
 def bare_inputs(operator: str, *inputs: Any) -> tuple[Tensor, ...]:
-    """Return the inputs of the bare operator."""
     samples = _samples(operator, inputs[1], inputs[3:], inputs[0])
     return *inputs[:3], samples.locations, samples.weights
 

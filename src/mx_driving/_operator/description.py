@@ -154,12 +154,10 @@ class Operator:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the inputs."""
         return tuple(t.name for t in self.tensors)
 
     @cached_property
     def tables(self) -> tuple[str, str]:
-        """Return the names of the index tables."""
         return self.inputs[1], self.inputs[2]
 
     @cached_property
@@ -171,10 +169,6 @@ class Operator:
     def weights(self) -> int:
         """Return the index of weights or logits, which have an element for each sample and group."""
         return self.differentiable[-1]
-
-    @property
-    def integer_locations(self) -> bool:
-        return any(t.elements == "number" for t in self.tensors)
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Return a parser of words."""
 
     def read(word: str) -> str:
         if word in words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,6 @@ class Look:
         return f"Look({self.operator}: {', '.join(inputs)}, on {self.table.device})"
 
 
-def _look(name: str, args: Sequence[Any]) -> Look:
-    """The look of a call. An operator with logits is shown as the bare one, with the locations and weights it works out."""
-    bare = OPERATORS[name].bare
-    return Look(bare, *composition.bare_inputs(name, *args)) if bare else Look(name, *args)
-
-
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +44,8 @@ class _Recorder(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         name = name.removesuffix("_autocast")
         if namespace == "mx_driving" and name in SAMPLING:
-            self.looks.append(_look(name, [a.detach() if isinstance(a, Tensor) else a for a in args]))
+            inputs, bare = [a.detach() if isinstance(a, Tensor) else a for a in args], OPERATORS[name].bare
+            self.looks.append(Look(bare, *composition.bare_inputs(name, *inputs)) if bare else Look(name, *inputs))
         return func(*args, **(kwargs or {}))
 
 

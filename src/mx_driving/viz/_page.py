@@ -132,7 +132,6 @@ def _need_pillow() -> None:
 
 
 def _calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
-    """The looks with their names."""
     if isinstance(looks, Look):
         looks = [looks]
     if not isinstance(looks, (Mapping, Sequence)) or isinstance(looks, str):
@@ -171,7 +170,6 @@ def _camera(camera: _pictures.Camera) -> dict[str, Any]:
 
 
 def _picture_of(plane: Plane) -> dict[str, Any]:
-    """The plane's picture and metres."""
     facts: dict[str, Any] = {"picture": None, "extent": None if plane.extent is None else [float(n) for n in plane.extent]}
     if plane.extent is not None:
         x0, x1, y0, y1 = plane.extent
@@ -219,7 +217,6 @@ def _kept(call: SampledCall, samples: Samples) -> Tensor:
 
 
 def _queries(laid: PlaneLayout, plane: Plane, kept: Tensor, sentence: str) -> dict[str, Any]:
-    """Numbers, places, grid and labels of the queries shown."""
     grid = None if laid.grid is None else _packed(laid.grid[kept], "<u2")
     labels = None if plane.labels is None else [plane.labels[i] for i in kept.tolist()]
     places = _packed(laid.places[kept].float(), "<f4")

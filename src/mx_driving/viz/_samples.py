@@ -26,7 +26,6 @@ class Samples(NamedTuple):
         return ((self.weights != 0) & ~self.locations[..., 0].isnan()).flatten(1).any(1)
 
     def of(self, queries: Tensor) -> Samples:
-        """Those of the queries."""
         kept = torch.isin(self.queries, queries)
         return Samples(*(t[kept] for t in self))
 
@@ -64,7 +63,6 @@ class SampledCall(NamedTuple):
         return self.looks[0].weights.shape[1] if seen is None else len(seen)
 
     def samples(self, seen: Tensor | None) -> Iterator[Samples]:
-        """Of one camera after the other."""
         for camera in range(self.cameras):
             look = self.looks[camera if len(self.looks) > 1 else 0]
             entry = self._entry(camera, look)

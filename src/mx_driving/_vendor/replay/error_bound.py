@@ -38,7 +38,7 @@ class ErrorBound:
         self.truth = compute(call, torch.float64)
         self._num_terms = _num_terms(call)
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
-        has_positions = call.row.kind != "pooling" and not call.row.integer_locations and call.sampling.shapes.numel()
+        has_positions = call.row.rows == 4 and call.sampling.shapes.numel()  # of bilinear samples
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
         self._scales = {name: largest_magnitude(t) for name, t in self.truth.items()}
         if "grad_locations" in self.truth:
