@@ -63,18 +63,13 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def read_arrays(name: str, path: Path) -> dict[str, Any]:
-    """Return the arrays of an .npz file by name."""
+    """Return the arrays of an .npz file by name, with numbers' bytes in this machine's order."""
     import numpy
 
     try:
         loaded: Any = numpy.load(path)
         if isinstance(loaded, numpy.lib.npyio.NpzFile):
-            return {array: _in_native_order(loaded[array]) for array in loaded.files}
+            return {array: t.astype(t.dtype.newbyteorder("="), copy=False) for array, t in loaded.items()}
     except (BadZipFile, EOFError, OSError, ValueError) as error:
         raise Problem(f"{name} must be an .npz file; got {path}: {getattr(error, 'strerror', None) or error}") from None
     raise Problem(f"{name} must be an .npz file, of arrays by name; got {path}, an array")
-
-
-def _in_native_order(array: Any) -> Any:
-    """Return the array with the bytes of its numbers as this machine orders them."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

@@ -78,21 +78,16 @@ def _errors(workload: Workload, got: list[Tensor], true: list[Tensor]) -> dict[s
     return {name: output_difference(g, t) for name, g, t in zip(names, got, true, strict=True)}
 
 
-def _synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _timed(function: Callable[[], Any], device: str) -> float:
     """Return the shortest of four calls, or of two if a call takes over a second."""
-    best = float("inf")
+    best, synchronise = float("inf"), torch.cuda.synchronize if device == "cuda" else torch.cpu.synchronize
     for turn in range(4):
         if turn > 1 and best > 1:
             break
-        _synchronise(device)
+        synchronise()
         began = time.perf_counter()
         function()
-        _synchronise(device)
+        synchronise()
         best = min(best, time.perf_counter() - began)
     return best
 

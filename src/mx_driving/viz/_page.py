@@ -231,7 +231,8 @@ def _look(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict[str, Any
         samples = Samples(*(t[_kept(call, samples)] for t in samples)).of(kept)
         numbers.append(torch.searchsorted(kept, samples.queries))
         cameras.append(torch.full_like(samples.queries, camera))
-        locations.append(_quantised(samples.locations))
+        steps = ((samples.locations + 0.5) * 32767).round()
+        locations.append(steps.masked_fill(samples.locations.isnan().any(-1, keepdim=True), _NOTHING).int())
         weights.append(samples.weights)
     number, camera, location, weight = (torch.cat(parts) for parts in (numbers, cameras, locations, weights))
     order = (number * call.cameras + camera).argsort()
@@ -253,11 +254,6 @@ def _look(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict[str, Any
         "locations": _packed(location[order], "<u2"),
         "weights": _packed(steps, "<i2"),
     }
-
-
-def _quantised(locations: Tensor) -> Tensor:
-    steps = ((locations + 0.5) * 32767).round()
-    return steps.masked_fill(locations.isnan().any(-1, keepdim=True), _NOTHING).int()
 
 
 def _packed(numbers: Tensor, kind: str) -> str:

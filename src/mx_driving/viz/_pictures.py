@@ -32,7 +32,7 @@ def cameras(pictures: Any) -> tuple[Camera, ...]:
     pictures = from_numpy("pictures", pictures)
     if isinstance(pictures, Mapping):
         named = [(str(name), picture) for name, picture in pictures.items()]
-    elif _is_one(pictures):
+    elif (isinstance(pictures, Tensor) and pictures.dim() < 4) or hasattr(pictures, "convert"):  # of Pillow
         named = [("picture", pictures)]
     elif isinstance(pictures, (Sequence, Tensor)) and not isinstance(pictures, str):
         named = [(f"camera {i}" if len(pictures) > 1 else "picture", picture) for i, picture in enumerate(pictures)]
@@ -50,10 +50,6 @@ def _camera(name: str, picture: Any) -> Camera:
     if not parts:
         rules.fail(ValueError, where, "hold a picture for each level", "none")
     return Camera(name, tuple(image(where, part) for part in parts), apart)
-
-
-def _is_one(picture: Any) -> bool:
-    return (isinstance(picture, Tensor) and picture.dim() < 4) or hasattr(picture, "convert")
 
 
 def from_numpy(name: str, picture: Any) -> Any:

@@ -150,9 +150,6 @@ def _check_seen(call: SampledCall, seen: Tensor) -> None:
         num_seen = counts[camera] if len(call.looks) > 1 else max(counts)
         packed = rows == num_seen and OPERATORS[look.operator].kind != "aggregation"
         if rows != len(seen) and not packed:
-            rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {_whom(call, camera)} for"
+            whom = f"camera {camera}" if len(call.looks) > 1 else "a camera"
+            rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {whom} for"
             rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {num_seen} marked, and {rows} queries")
-
-
-def _whom(call: SampledCall, camera: int) -> str:
-    return f"camera {camera}" if len(call.looks) > 1 else "a camera"
