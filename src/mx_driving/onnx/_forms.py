@@ -19,11 +19,7 @@ from ._graph import Unfit, constant, dims
 from ._writer import Writer
 
 OURS, NPU, TENSORRT = "mx_driving", "npu", "trt.plugins"
-NODES = {
-    OURS: MULTI_SCALE,
-    NPU: "MultiScaleDeformableAttn",
-    TENSORRT: "MultiscaleDeformableAttnPlugin_TRT",
-}
+NODES = {OURS: MULTI_SCALE, NPU: "MultiScaleDeformableAttn", TENSORRT: "MultiscaleDeformableAttnPlugin_TRT"}
 # Nodes of mmdeploy for mmcv, and of NVIDIA's DL4AGX and Autoware. Their output is [bs, queries, heads * channels].
 JOINED = {"MMCVMultiScaleDeformableAttention", "MultiScaleDeformableAttentionPlugin"}
 # Plugins of BEVFormer_tensorrt and Autoware: value, spatial shapes, reference points, offsets, logits.

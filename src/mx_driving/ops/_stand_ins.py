@@ -16,16 +16,7 @@ from mx_driving_portable.record import DIFFERENTIABLE, KEYWORDS, AutogradFunctio
 
 from .._dispatch.functions import as_compiled, backward_as_compiled
 from .._operator.description import POOL
-from .._operator.rules import (
-    INDEX,
-    INDEX_RULE,
-    fail,
-    need_axes,
-    need_dtype,
-    need_one_device,
-    need_shape,
-    tensors,
-)
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
 from . import _extension, _pooling
 from ._arguments import explain_arguments
 from ._other_shapes import sampling_inputs

@@ -234,12 +234,7 @@ def _bare(locations: Tensor, weight: Tensor) -> Samples:
 
 
 def forward(
-    feature_maps: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weight: Tensor,
-    dtype: torch.dtype | None = None,
+    feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     return sum_samples(feature_maps, shapes, starts, _bare(locations, weight), dtype)
 
