@@ -14,6 +14,24 @@ from torch import Tensor
 
 from ._operator import composition, geometry
 
+__all__ = [
+    "Corners",
+    "bev_pool_v3",
+    "bev_pool_v3_backward",
+    "deformable_aggregation",
+    "deformable_aggregation_backward",
+    "deformable_aggregation_with_logits",
+    "deformable_aggregation_with_logits_backward",
+    "geometric_kernel_attention",
+    "geometric_kernel_attention_backward",
+    "geometric_kernel_attention_with_logits",
+    "geometric_kernel_attention_with_logits_backward",
+    "multi_scale_deformable_attn",
+    "multi_scale_deformable_attn_backward",
+    "multi_scale_deformable_attn_with_logits",
+    "multi_scale_deformable_attn_with_logits_backward",
+]
+
 _LARGE = 2.0**62  # no map is that large, and int64 holds it
 
 
