@@ -306,8 +306,10 @@ def test_traced():
     module = build(HuggingFace).requires_grad_(False)
     arguments = arguments_for(module, masked=False)
     hidden = arguments.pop("hidden_states")
-    with patched(HuggingFace):
+    with patched(HuggingFace), torch.no_grad():
+        module(hidden, **arguments)
         traced = torch.jit.trace(lambda hidden: module(hidden, **arguments), hidden)
+    assert WITH_LOGITS in str(traced.graph)
     close(traced(hidden), module(hidden, **arguments))
 
 

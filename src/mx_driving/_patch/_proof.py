@@ -222,7 +222,7 @@ class Proof:
     def _serve_unseen(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call whose numbers cannot be compared. torch.compile reads this function."""
         verdicts = self.verdicts if layer is None else getattr(layer, VERDICTS, None)
-        verdict = None if verdicts is None else verdicts.situations.get(describe(self.number, layer, arguments))
+        verdict = None if verdicts is None else verdicts.situations.get(_describe_untraced(self.number, layer, arguments))
         if verdict is not None:
             return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
         if not torch.compiler.is_dynamo_compiling() and self._trusts(layer):
@@ -309,6 +309,18 @@ def describe(number: int, layer: Any, arguments: Arguments) -> tuple[Any, ...]:
     facts = tuple([_describe_argument(role, a, recorded) for role, a in arguments.items()])
     trained = tuple([p.requires_grad for p in layer.parameters()]) if recorded and layer is not None else ()
     return number, layer is not None and layer.training, recorded, autocast, device, facts, trained
+
+
+def _describe_untraced(number: int, layer: Any, arguments: Arguments) -> tuple[Any, ...]:
+    """Return the situation of a call that may be traced: torch.jit makes sizes tensors. torch.compile reads this function."""
+    if _is_compiling():
+        return describe(number, layer, arguments)
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # pyright: ignore
+    try:
+        return describe(number, layer, arguments)
+    finally:
+        torch._C._set_tracing_state(state)  # pyright: ignore
 
 
 def _describe_argument(role: str, argument: Any, recorded: bool) -> Any:
