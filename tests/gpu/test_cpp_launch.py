@@ -101,7 +101,8 @@ def defined():
 
 
 def missed(name, run, *args):
-    driver.active.misses.append(name)
+    if isinstance(driver.active, Driver):  # other tests of this process call it, too
+        driver.active.misses.append(name)
     return run(*args)
 
 
