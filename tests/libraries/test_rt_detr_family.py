@@ -180,7 +180,9 @@ def test_an_attention_module(library, model, how, more, alone):
 
 @pytest.mark.parametrize(("library", "model", "how", "more"), [r for r in ROWS if any(d in f"{r[0]} {r[1]}" for d in DISCRETE)])
 @pytest.mark.filterwarnings("ignore:mx_driving.patch")
-def test_a_layer_that_samples_discretely_keeps_its_own_code(library, model, how, more, alone):
+def test_a_layer_that_samples_discretely_keeps_its_own_code(library, model, how, more, alone, monkeypatch):
+    """These libraries clamp x by the height, and read beyond a map that is higher than wide."""
+    monkeypatch.setattr(sys.modules[__name__], "SIZES", [(4, 5), (2, 3)])
     name, _, kind = model.rpartition(".")
     python = alone(library, name)
     run = run_of(build(python, kind, method="discrete", **more), how)
@@ -188,5 +190,5 @@ def test_a_layer_that_samples_discretely_keeps_its_own_code(library, model, how,
     with mx_driving.patched(python) as done:
         for _ in range(2):
             torch.testing.assert_close(run(), expected, rtol=0, atol=0)
-    assert done.kept
-    assert not done.proven
+        assert done.kept
+        assert not done.proven
