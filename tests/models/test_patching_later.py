@@ -52,12 +52,10 @@ class Later(Paper):
 
     def attend(self, **named):
         out = self.tap(super().attend(**named))
-        if self.kind == "writes":
+        if self.kind == "a global list":
             LOG.append(1)
-            self.seen.append(1)
-            self.recorder(1)
-            self.slots.count += 1
-            self.counts.data.add_(1)
+        if self.kind in WRITES:
+            WRITES[self.kind][0](self)
         return out + (1 if self.kind == "inference" and torch.is_inference_mode_enabled() else 0)
 
 
@@ -122,26 +120,45 @@ def test_a_layer_with_equal_numbers_stays_proven():
         assert operators(layer, *SQUARE) == [WITH_LOGITS]
 
 
-def test_what_a_forward_writes_is_written_once_in_each_call():
-    """To a global list, a list of the class, an object that is called, one with slots, a buffer by `data`; by a hook."""
-    layer, taps = build(Later), []
-    layer.kind = "writes"
-    layer.tap.register_forward_hook(lambda *_: taps.append(1))
+# what a forward does, and how often it was done
+WRITES = {
+    "a global list": (lambda layer: None, lambda layer: len(LOG)),
+    "a list of the class": (lambda layer: layer.seen.append(1), lambda layer: len(layer.seen)),
+    "an object that is called": (lambda layer: layer.recorder(1), lambda layer: len(layer.recorder.calls)),
+    "an object with slots": (
+        lambda layer: setattr(layer.slots, "count", layer.slots.count + 1),
+        lambda layer: layer.slots.count,
+    ),
+    "a buffer by data": (lambda layer: layer.counts.data.add_(1), lambda layer: int(layer.counts)),
+    "a hook": (lambda layer: None, lambda layer: layer.taps),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_a_forward_writes_is_written_once_in_each_call(name):
+    layer = build(Later)
+    layer.kind, layer.taps = name, 0
+    if name == "a hook":
+        layer.tap.register_forward_hook(lambda *_: setattr(layer, "taps", layer.taps + 1))
     LOG.clear()
+    Later.seen.clear()
     with patched(Later), torch.no_grad():
-        Later.seen.clear()
         for call in range(1, 4):
             layer(*SQUARE)
-            counts = len(LOG), len(Later.seen), len(layer.recorder.calls), layer.slots.count, int(layer.counts), len(taps)
-            assert counts == (call,) * 6
+            assert WRITES[name][1](layer) == call
 
 
 def test_inference_mode_is_a_situation():
     layer = build(Later)
     layer.kind = "inference"
+    modes = (torch.no_grad, torch.inference_mode, torch.no_grad)
+
+    def run_in(mode):
+        with mode():
+            return layer(*SQUARE).clone()
+
+    expected = list(map(run_in, modes))
     with patched(Later):
-        for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
-            with mode():
-                found = layer(*SQUARE)
-                again = layer(*SQUARE)
-            close(again, found)
+        for mode, right in zip(modes, expected, strict=True):
+            for _ in range(2):
+                close(run_in(mode), right)

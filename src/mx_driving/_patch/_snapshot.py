@@ -31,7 +31,7 @@ def watch(layer: Any, arguments: Any, function: Any) -> Iterator[set[str]]:
     changes: set[str] = set()
     parts = [] if layer is None else [(name, part) for name, part in layer.named_modules() if name and _has_hooks(part)]
     handles = [part.register_forward_pre_hook(lambda *_, n=name: changes.add(_HOOKS + n)) for name, part in parts]
-    things = [("", layer), ("its argument ", arguments), ("the global ", _list_globals(function))]
+    things = [("", layer), ("its argument ", arguments), ("the global ", _list_globals(function, type(layer)))]
     before = dict(_walk([*things]))
     try:
         yield changes
@@ -54,10 +54,16 @@ def _has_hooks(layer: Any) -> bool:
     return any(value for name, value in vars(layer).items() if name in OWN and "hooks" in name)
 
 
-def _list_globals(function: Any) -> dict[str, Any]:
-    """Return the globals that a function's code names, but for functions, classes and Python modules."""
-    own = getattr(function, "__globals__", {})
-    return {name: own[name] for name in sorted(collect_words(function)) if name in own and not isinstance(own[name], _CODE)}
+def _list_globals(function: Any, kind: type) -> dict[str, Any]:
+    """Return the globals that the code of a function and of a layer's methods names, but for functions, classes and Python
+    modules."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
+    methods = [thing for base in bases for thing in vars(base).values() if isinstance(thing, types.FunctionType)]
+    found = {}
+    for each in (function, *methods):
+        own = getattr(each, "__globals__", {})
+        found |= {n: own[n] for n in sorted(collect_words(each)) if n in own and not isinstance(own[n], _CODE)}
+    return found
 
 
 def copy_layer(layer: Any) -> Any:
