@@ -62,11 +62,6 @@ def find_role(name: str) -> str:
     return _ROLE.get(name, name)
 
 
-def map_to_roles(named: Mapping[str, Any]) -> Arguments:
-    """Return arguments under their roles."""
-    return {find_role(name): argument for name, argument in named.items()}
-
-
 def collect_roles(names: Sequence[str]) -> set[str]:
     return set(map(find_role, names))
 

@@ -70,17 +70,17 @@ class Parameters:
         more = more or (["*"] if self.keyword_only else [])
         return f"({', '.join([*self.names, *more, *self.keyword_only, *words])})"
 
-    def binder(self, returned: tuple[str, ...]) -> Binder:
-        """Return a function from a call, all parameters by position, to the `returned` arguments by name. It returns None for
-        a call that only the code itself can answer, because the code reads more than its parameters."""
-        by_place, by_name = self.names, self.keyword_only
+    def binder(self, roles: Mapping[str, str]) -> Binder:
+        """Return a function from a call, all parameters by position, to the arguments with a role, by role. It returns None
+        for a call that only the code itself can answer, because the code reads more than its parameters."""
+        named_roles, by_place, by_name = list(roles.items()), self.names, self.keyword_only
         ignores_more = any(v[:2] == "**" and v[2:] not in self._names_read for v in self.variadic)
 
         def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
             if len(args) > len(by_place) or (len(kwargs) > len(by_name) and not ignores_more):
                 return None
             arguments = {**dict(zip(by_place, args, strict=True)), **kwargs}
-            return {name: arguments[name] for name in returned}
+            return {role: arguments[name] for name, role in named_roles}
 
         return bind
 

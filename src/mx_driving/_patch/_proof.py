@@ -12,6 +12,7 @@ the largest that were compared, and for the attributes that the layer had.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import sys
@@ -27,22 +28,17 @@ from torch.utils._pytree import tree_leaves
 
 from ._comparison import PLACES, Comparison, answer_in
 from ._parameters import STAND_IN
-from ._snapshot import OWN, VERDICTS
+from ._snapshot import VERDICTS
 
 Arguments = Mapping[str, Any]  # by role
 _TENSOR = operator.attrgetter("dtype", "requires_grad", "device", "shape")
-_is_compiling, _is_grad_enabled, _is_inference = (
-    torch.compiler.is_compiling,
-    torch.is_grad_enabled,
-    torch.is_inference_mode_enabled,
-)
+_is_compiling, _is_inference = torch.compiler.is_compiling, torch.is_inference_mode_enabled
 _MAIN = 3  # tensors that most calls have: query, value and reference, or value, locations and weights
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_STATES = 16  # a layer whose attributes change in each call would be compared in each call
 _MOST_CALLS = 4096
 _numbers = itertools.count()
 _proving = threading.RLock()
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 
 
 class Trials:
@@ -60,26 +56,23 @@ class State:
 
     def __init__(self, layer: Any) -> None:
         own = {} if layer is None else vars(layer)
-        self._count, self._read = len(own), operator.itemgetter("training", *(name for name in own if name not in OWN))
-        self._attributes = None if layer is None else self._list(layer)
+        self._attributes = {**own}
+        self._layers, self._buffers = {**own.get("_modules", {})}, {**own.get("_buffers", {})}
         self._zeros = [] if layer is None else [p for p in layer.parameters() if not p.is_inference() and not p.any()]
-        tensors = () if layer is None else (*own.values(), *layer._buffers.values())
-        self._tensors = [(t, t.detach().clone()) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
-        self._watched = [*self._zeros, *(t for t, _ in self._tensors)]
+        tensors = [t for t in (*own.values(), *self._buffers.values()) if isinstance(t, Tensor) and not t.is_inference()]
+        self._tensors = [(t, t.detach().clone()) for t in tensors]
+        self._watched = [*self._zeros, *tensors]
         self._versions = [t._version for t in self._watched]
-
-    def _list(self, layer: Any) -> tuple[Any, ...]:
-        own = layer.__dict__
-        return self._read(own), *own["_modules"].values(), *own["_buffers"].values()
 
     def is_of(self, layer: Any) -> bool:
         if layer is None:
             return True
-        if len(layer.__dict__) != self._count or (self._watched and not self._has_numbers()):
+        if self._watched and not self._has_numbers():
             return False
-        try:
-            return self._attributes == self._list(layer)  # what is identical is equal, without a comparison
-        except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute is gone, or is another tensor or array
+        own = layer.__dict__
+        try:  # what is identical is equal, without a comparison
+            return own == self._attributes and own["_modules"] == self._layers and own["_buffers"] == self._buffers
+        except (RuntimeError, ValueError, TypeError):  # an attribute is another tensor or array
             return False
 
     def _has_numbers(self) -> bool:
@@ -97,8 +90,9 @@ class State:
 class Verdict:
     """What became of the comparisons of a layer in a situation. It is proven where `reason` is empty."""
 
-    def __init__(self, reason: str, dtypes: Sequence[Any], sizes: Sequence[int], state: State) -> None:
-        self.reason, self.dtypes, self.state = reason, dtypes, state
+    def __init__(self, reason: str, dtypes: Sequence[Any], sizes: Sequence[int], layer: Any) -> None:
+        self.reason, self.dtypes = reason, dtypes
+        self.state = State(None if reason else layer)  # which keeps what the layer drops
         self.low, self.high = list(sizes), list(sizes)
         self.num_states = 1
 
@@ -117,19 +111,23 @@ class Verdict:
 
 
 class Verdicts:
-    """The verdicts of one layer: by situation, and by all that a look at a call shows. A copy of a layer has none."""
+    """The verdicts of a layer or of a function: by situation, and by what `look` reads of a call. A layer's copy has none."""
 
-    def __init__(self, layer: Any = None) -> None:
+    def __init__(self) -> None:
         self.situations: dict[Any, Verdict] = {}
         self.calls: dict[Any, Verdict] = {}
-        self.find_parameters(layer)
+        self.look: Callable[[Arguments], Any] = lambda arguments: None
+        self._looks: dict[str, Callable[[Arguments], Any]] = {}
+        self._parameters: list[dict[str, Any]] = []
 
-    def find_parameters(self, layer: Any) -> None:
-        self._parameters = [] if layer is None else [part._parameters for part in layer.modules() if part._parameters]
-
-    def read_trained(self) -> Any:
-        """Return which parameters record gradients, as `describe` does, quickly."""
-        return tuple([p.requires_grad for own in self._parameters for p in own.values() if p is not None])
+    def look_at(self, described: Sequence[str], layer: Any, arguments: Arguments) -> None:
+        """Let `look` read arguments of such types, and the parameters that the layer has now."""
+        self._parameters[:] = [] if layer is None else [part._parameters for part in layer.modules() if part._parameters]
+        source = _write_look(described, arguments)
+        if source not in self._looks:
+            names = {**_READS, "parameters": self._parameters}
+            self._looks[source] = eval(f"lambda g: ({len(self._looks)}, {source})", names)
+        self.look = self._looks[source]
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -150,31 +148,28 @@ class Proof:
 
     def __init__(self, form: Any, original: Callable[..., Any], name: str) -> None:
         self.form, self.original, self.name = form, original, name
-        self.number = next(_numbers)  # a layer may be of two replaced classes, and may be patched again
+        self.key = f"{VERDICTS}{next(_numbers)}"  # a layer may be of two replaced classes, and may be patched again
         self.verdicts = Verdicts()  # of a function
         self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._looks: dict[tuple[type, ...], Callable[[Arguments], Any]] = {}
-        self._is_warned = False
 
     def serve(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the original returns for a call that the form takes."""
         if _is_compiling():
             return self._serve_unseen(layer, arguments, args, kwargs)
-        verdicts = self.verdicts if layer is None else layer.__dict__.get(VERDICTS) or self._add(layer)
-        types = tuple(map(type, arguments.values()))
-        look = self._looks.get(types) or self._looks.setdefault(types, _make_look(self.form.described, arguments))
-        mode = _any_autocast() and (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
-        call = self.number, _is_grad_enabled() and verdicts.read_trained(), _is_inference(), mode, look, look(arguments)
-        verdict = verdicts.calls.get(call)
+        verdicts = self.verdicts if layer is None else layer.__dict__.get(self.key) or self._add(layer)
+        try:
+            verdict = verdicts.calls[verdicts.look(arguments)]
+        except Exception:  # a new call, or arguments of other types
+            verdict = None
         if verdict is None or not (verdict.reason or verdict.state.is_of(layer)):
-            return self._serve_slowly(verdicts, call, layer, arguments, args, kwargs)
+            return self._serve_slowly(verdicts, layer, arguments, args, kwargs)
         if verdict.reason:
             return self.original(*args, **kwargs)
         return self._answer(verdict, layer, arguments) if verdict.dtypes else self.form.answer(layer, arguments)
 
     def _add(self, layer: Any) -> Verdicts:
-        layer.__dict__[VERDICTS] = verdicts = Verdicts(layer)
+        layer.__dict__[self.key] = verdicts = Verdicts()
         self.layers.add(layer)
         return verdicts
 
@@ -182,7 +177,7 @@ class Proof:
         return answer_in(verdict.dtypes, self.form, layer, arguments)
 
     def _serve_slowly(
-        self, verdicts: Verdicts, call: Any, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, verdicts: Verdicts, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Compare if the situation is new, or larger, or the layer has other attributes. While another thread compares, the
         original answers."""
@@ -190,26 +185,24 @@ class Proof:
             return self.original(*args, **kwargs)
         if not can_compare(arguments):
             return self._serve_unseen(layer, arguments, args, kwargs)
-        verdicts.find_parameters(layer)  # a part of the layer may be another one
-        situation, sizes = describe(self.number, layer, arguments), list_sizes(arguments)
+        situation, sizes = describe(layer, arguments), list_sizes(arguments)
         verdict = verdicts.situations.get(situation)
-        if verdict is None or not verdict.covers(sizes, layer):
-            if not _proving.acquire(blocking=False):
-                return self.original(*args, **kwargs)
-            try:
-                comparison = Comparison(self.form, self.original, layer, arguments, args, kwargs)
-                result = comparison.run(lambda: self._trusts(layer))
-            finally:
-                _proving.release()
-            if comparison.is_complete:
-                state = State(None if comparison.reason else layer)  # which keeps what the layer drops
-                new = Verdict(comparison.reason, comparison.dtypes, sizes, state)
-                self._record(verdicts, situation, new, layer)
-            return result
-        if len(verdicts.calls) > _MOST_CALLS:
-            verdicts.calls.clear()
-        verdicts.calls[call] = verdict
-        return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
+        if verdict is not None and verdict.covers(sizes, layer):
+            if len(verdicts.calls) > _MOST_CALLS:
+                verdicts.calls.clear()
+            verdicts.look_at(self.form.described, layer, arguments)
+            verdicts.calls[verdicts.look(arguments)] = verdict
+            return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
+        if not _proving.acquire(blocking=False):
+            return self.original(*args, **kwargs)
+        try:
+            comparison = Comparison(self.form, self.original, layer, arguments, args, kwargs)
+            result = comparison.run(lambda: self._trusts(layer))
+        finally:
+            _proving.release()
+        if comparison.is_complete:
+            self._record(verdicts, situation, Verdict(comparison.reason, comparison.dtypes, sizes, layer), layer)
+        return result
 
     def _record(self, verdicts: Verdicts, situation: Any, verdict: Verdict, layer: Any) -> None:
         known = verdicts.situations.setdefault(situation, verdict)
@@ -221,8 +214,8 @@ class Proof:
 
     def _serve_unseen(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call whose numbers cannot be compared. torch.compile reads this function."""
-        verdicts = self.verdicts if layer is None else getattr(layer, VERDICTS, None)
-        verdict = None if verdicts is None else verdicts.situations.get(_describe_untraced(self.number, layer, arguments))
+        verdicts = self.verdicts if layer is None else getattr(layer, self.key, None)
+        verdict = None if verdicts is None else verdicts.situations.get(_describe_untraced(layer, arguments))
         if verdict is not None:
             return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
         if not torch.compiler.is_dynamo_compiling() and self._trusts(layer):
@@ -242,10 +235,10 @@ class Proof:
 
     def list_verdicts(self) -> list[tuple[str, dict[str, str]]]:
         """Return the name of all that was called, and its situations in words -> why it keeps its own code, or nothing."""
-        things = [(self.name, self.verdicts), *((self.get_name(layer), vars(layer).get(VERDICTS)) for layer in self.layers)]
+        things = [(self.name, self.verdicts), *((self.get_name(layer), vars(layer).get(self.key)) for layer in self.layers)]
         lists = []
         for name, verdicts in things:
-            own = {spell(s): v.reason for s, v in (verdicts.situations if verdicts else {}).items() if s[0] == self.number}
+            own = {spell(s): v.reason for s, v in (verdicts.situations if verdicts else {}).items()}
             if own:
                 lists.append((name, {words: reason and f"{words}: {reason}" for words, reason in own.items()}))
         return lists
@@ -256,34 +249,46 @@ class Proof:
     def forget(self) -> None:
         """Remove the verdicts from all layers."""
         for layer in list(self.layers):
-            vars(layer).pop(VERDICTS, None)
+            vars(layer).pop(self.key, None)
 
 
-def _make_look(described: Sequence[str], arguments: Arguments) -> Callable[[Arguments], Any]:
-    """Return what reads arguments of certain types, so that calls of equal readings have one verdict. It is one expression,
-    because it runs in each call."""
+def _write_look(described: Sequence[str], arguments: Arguments) -> str:
+    """Return an expression that reads a call with arguments `g` of certain types. Calls of equal readings have one verdict. It
+    is one expression, because it runs in each call."""
     tensors = [role for role, a in arguments.items() if isinstance(a, Tensor)]
+    floating = [role for role in tensors if arguments[role].is_floating_point()]
     main = [role for role in tensors if role in described]
-    sized, parts = main if len(main) == _MAIN else tensors, [f"g[{role!r}].device" for role in tensors[:1]]
+    main = main if len(main) == _MAIN else tensors
+    flags = "".join(f"g[{role!r}].requires_grad, " for role in floating)
+    trained = "*[p.requires_grad for own in parameters for p in own.values() if p is not None]"
+    parts = [f"is_grad_enabled() and ({flags}{trained})", *_MODES, *(f"g[{role!r}].device" for role in tensors[:1])]
+    parts += [*(f"g[{role!r}].shape" for role in main), *(f"g[{role!r}].dtype" for role in floating)]
     for role, a in arguments.items():
-        if isinstance(a, Tensor):
-            names = ["shape"] * (role in sized) + ["dtype", "requires_grad"] * a.is_floating_point()
-            parts += [f"g[{role!r}].{name}" for name in names]
-        elif isinstance(a, _PLAIN) and a is not None:
-            parts.append(f"g[{role!r}]")
-        elif isinstance(a, (list, tuple)):
-            has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(a))
-            parts.append(f"tuple(map(read, g[{role!r}]))" if has_tensors else f"str(g[{role!r}])")
+        if isinstance(a, (list, tuple)):
+            parts.append(_write_reading(f"g[{role!r}]", a))
+        elif role not in (*main, *floating):
+            parts.append(f"g[{role!r}]" if isinstance(a, _PLAIN) else f"type(g[{role!r}])")
     if isinstance(arguments.get("shapes"), Tensor) and arguments.get("sizes") is None:
         parts.append("read_table(g['shapes'])")
-    return eval(f"lambda g: ({', '.join([*parts, ''])})", {"read": _read_entry, "read_table": _read_table})
+    return ", ".join(parts)
+
+
+def _write_reading(place: str, sequence: Any) -> str:
+    """Return an expression of what counts of a list or a tuple."""
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(sequence)):
+        return f"tuple(map(read, {place}))"
+    for expression in (f"tuple({place})", f"tuple(map(tuple, {place}))"):
+        with contextlib.suppress(TypeError):
+            hash(eval(expression.replace(place, "sequence")))
+            return expression
+    return f"str({place})"
 
 
 def _read_table(table: Tensor) -> Any:
     """Return the sides of levels, where a look at them does not wait for a GPU, and nothing is traced or transformed."""
     if not table.is_cpu or torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
         return None
-    return str(table.tolist())
+    return tuple(map(tuple, table.tolist()))
 
 
 def _read_entry(entry: Any) -> Any:
@@ -301,24 +306,24 @@ def can_compare(arguments: Arguments) -> bool:
     return not (captures or modes or is_traced or torch.autograd.forward_ad._current_level >= 0)
 
 
-def describe(number: int, layer: Any, arguments: Arguments) -> tuple[Any, ...]:
+def describe(layer: Any, arguments: Arguments) -> tuple[Any, ...]:
     """Return the situation of a call. torch.compile reads this function."""
     recorded = torch.is_grad_enabled()
     device = [*(t.device.type for t in arguments.values() if isinstance(t, Tensor)), "cpu"][0]
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     facts = tuple([_describe_argument(role, a, recorded) for role, a in arguments.items()])
     trained = tuple([p.requires_grad for p in layer.parameters()]) if recorded and layer is not None else ()
-    return number, layer is not None and layer.training, recorded, autocast, device, facts, trained
+    return layer is not None and layer.training, recorded, autocast, device, facts, trained
 
 
-def _describe_untraced(number: int, layer: Any, arguments: Arguments) -> tuple[Any, ...]:
+def _describe_untraced(layer: Any, arguments: Arguments) -> tuple[Any, ...]:
     """Return the situation of a call that may be traced: torch.jit makes sizes tensors. torch.compile reads this function."""
     if _is_compiling():
-        return describe(number, layer, arguments)
+        return describe(layer, arguments)
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # pyright: ignore
     try:
-        return describe(number, layer, arguments)
+        return describe(layer, arguments)
     finally:
         torch._C._set_tracing_state(state)  # pyright: ignore
 
@@ -345,7 +350,7 @@ def list_sizes(arguments: Arguments) -> list[int]:
 
 def spell(situation: tuple[Any, ...]) -> str:
     """Return a situation in words."""
-    _, training, recorded, autocast, device, facts, trained = situation
+    training, recorded, autocast, device, facts, trained = situation
     dtypes = sorted(
         {str(f[1]).removeprefix("torch.") for f in facts if isinstance(f[1], torch.dtype) and f[1].is_floating_point}
     )
@@ -372,6 +377,14 @@ def _warn(text: str) -> None:
 def _is_below(module: str) -> bool:
     return module.partition(".")[0] in ("mx_driving", "torch", "contextlib")
 
+
+# what the expression of a look may name
+_MODES = ("is_inference()", "is_any_autocast() and (get_autocast_dtype('cpu'), get_autocast_dtype('cuda'))")
+_READS = {
+    "is_any_autocast": getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled),
+    **{"is_grad_enabled": torch.is_grad_enabled, "is_inference": _is_inference},
+    **{"get_autocast_dtype": torch.get_autocast_dtype, "read": _read_entry, "read_table": _read_table},
+}
 
 # what torch.compiler.assume_constant_result does, which would import the compiler
 _warn_of_unproven._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -19,7 +19,7 @@ from .. import _dispatch
 from .._operator.description import POOL, SamplingInputs
 from ..ops._other_shapes import sampling_inputs
 from ..ops._stand_ins import differentiable
-from ._forms import AUTOGRAD, MODULE, Form, find_role, map_to_roles
+from ._forms import AUTOGRAD, MODULE, Form, find_role
 from ._parameters import STAND_IN, Parameters, unwrap
 from ._proof import Proof
 
@@ -109,18 +109,14 @@ def make_stand_in(
     the stand-in of another form. Without a proof the form is trusted."""
     bound = int(form.kind == MODULE)
     parameters = Parameters(original, bound)
-    bind = parameters.binder(parameters.all if form.reads_all else parameters.read)
+    bind = parameters.binder({name: find_role(name) for name in (parameters.all if form.reads_all else parameters.read)})
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        named_arguments, module = bind(args[bound:], kwargs), args[0] if bound else None
-        if named_arguments is not None:
-            arguments = map_to_roles(named_arguments)
-            if form.serves(module, arguments):
-                if proof is None:
-                    return form.answer(module, arguments)
-                return proof.serve(module, arguments, args, kwargs)
-        return fallback(*args, **kwargs)
+        arguments, module = bind(args[bound:], kwargs), args[0] if bound else None
+        if arguments is None or not form.serves(module, arguments):
+            return fallback(*args, **kwargs)
+        return form.answer(module, arguments) if proof is None else proof.serve(module, arguments, args, kwargs)
 
     return call
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ._parameters import collect_words
 
-VERDICTS = "_mx_driving_verdicts"  # the attribute of a layer that has its verdicts
+VERDICTS = "_mx_driving_verdicts"  # begins the names of the attributes of a layer that have its verdicts
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OWN = frozenset(vars(torch.nn.Module()))  # attributes that every layer has
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 _SMALL = 64  # elements
+_CONTAINERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = "the hooks of "
 _MOST = 20_000  # a layer may refer to its whole model
 
@@ -105,7 +106,7 @@ def list_plain_state(layer: Any) -> Any:
     holds anything else, or has hooks, and so may be another layer than one that is equal."""
     state = {}
     for path, part in layer.named_modules():
-        own = {name: value for name, value in vars(part).items() if name not in OWN | _SIZES | {VERDICTS}}
+        own = {name: value for name, value in vars(part).items() if name not in OWN | _SIZES and not name.startswith(VERDICTS)}
         if _has_hooks(part) or part._buffers or not all(map(_is_plain, own.values())):
             return None
         if any(type(p) is not torch.nn.Parameter for p in part._parameters.values() if p is not None):
@@ -157,7 +158,7 @@ def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
         parts = {"args": thing.args, "keywords": thing.keywords}
     elif isinstance(thing, torch.nn.Module):
         parts = {**_list_containers(type(thing)), **vars(thing), **thing._parameters, **thing._buffers, **thing._modules}
-        parts = {name: part for name, part in parts.items() if name not in (VERDICTS, "_parameters", "_buffers", "_modules")}
+        parts = {name: part for name, part in parts.items() if name not in _CONTAINERS and not name.startswith(VERDICTS)}
     elif isinstance(thing, _CODE) or type(thing).__module__.partition(".")[0] == "torch":
         parts = {}
     else:

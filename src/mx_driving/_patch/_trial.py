@@ -19,7 +19,7 @@ from torch import Tensor
 from ._attention import Attention, get_levels
 from ._comparison import Results
 from ._examples import CORE, SMALL, Sizes, make_core_examples, make_module_examples, make_random
-from ._forms import AUTOGRAD, FUNCTION, MODULE, ROWS, Arguments, Form, find_role, map_to_roles
+from ._forms import AUTOGRAD, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
 from ._parameters import Parameters, unwrap
 from ._pools import Pool, calls_compiled
 from ._proof import trials
@@ -104,7 +104,7 @@ def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int
 
     def ours(inputs: Arguments) -> Any:
         arguments, names = name_arguments(inputs), parameters.all if form.reads_all else parameters.read
-        return form.answer(module, map_to_roles({name: arguments[name] for name in names}))
+        return form.answer(module, {find_role(name): arguments[name] for name in names})
 
     return theirs, ours
 
