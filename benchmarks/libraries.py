@@ -33,10 +33,10 @@ from models import Gradients, Height, Subject, Width, make_sensitive, photograph
 from torch import Tensor
 
 import mx_driving.onnx
+from mx_driving._agreement import queries_off
 from mx_driving._cli_support.problems import matching, need
 from mx_driving._cli_support.start import start
 from mx_driving._measure import onnx_files
-from mx_driving._measure.differences import queries_off
 from mx_driving._operator.rules import first_line
 from mx_driving.cli.options import Csv, Only, Seconds
 

@@ -18,9 +18,9 @@ import typer
 from torch import Tensor
 
 import mx_driving
+from mx_driving._agreement import difference_beside_ties, model_difference
 from mx_driving._cli_support.problems import Problem, need
 from mx_driving._measure import plain, report
-from mx_driving._measure.differences import difference_beside_ties, largest
 from mx_driving._measure.report import Row
 from mx_driving._measure.timing import interleaved
 
@@ -220,7 +220,7 @@ def compare(subject: Subject) -> tuple[float, float]:
         with mx_driving.patched(subject.model, modules=modules):
             subject.backward()  # the first call returns what the model's own code computes
             ours = subject.backward()
-        differences.append([largest(mine, original) for mine, original in zip(ours, theirs, strict=True)])
+        differences.append([model_difference(mine, original) for mine, original in zip(ours, theirs, strict=True)])
     outputs, gradients = map(max, zip(*differences, strict=True))
     return outputs, gradients
 

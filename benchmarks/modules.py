@@ -12,6 +12,7 @@ from module_workloads import Forward, ModuleWorkload, Subject
 from torch import Tensor, nn
 
 import mx_driving
+from mx_driving._agreement import output_difference
 from mx_driving._cli_support.problems import Problem
 from mx_driving._measure.report import OURS, PLAIN, Row
 from mx_driving._measure.rivals import operator_of, recorded
@@ -105,7 +106,7 @@ def _need_the_same(workload: str, calls_of: Calls) -> None:
     for name, calls in calls_of.items():
         output, *gradients = calls["forward + backward"]()
         differences = {
-            "output": max(_largest(out, ours[0]) / CLOSE for out in (output, *calls["forward"]())),
+            "output": max(output_difference(out, ours[0]) / CLOSE for out in (output, *calls["forward"]())),
             "gradients": max(_of_norm(*pair) / CLOSE_GRADIENTS for pair in zip(gradients, ours[1:], strict=True)),
         }
         for what, times_allowed in differences.items():
@@ -113,10 +114,6 @@ def _need_the_same(workload: str, calls_of: Calls) -> None:
                 raise Problem(
                     f"{workload}: {what} of {name} must be those of {OURS}; got {times_allowed:.2g} times what may differ"
                 )
-
-
-def _largest(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).abs().max() / expected.abs().max())
 
 
 def _of_norm(got: Tensor, expected: Tensor) -> float:

@@ -34,7 +34,7 @@ from tolerance import allowed
 from torch.nn.functional import grid_sample
 
 import mx_driving.onnx
-from mx_driving._measure.differences import largest, queries_off
+from mx_driving._agreement import model_difference, queries_off
 from mx_driving.onnx import _find
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
@@ -183,8 +183,8 @@ DIFFERENCES = [
 @pytest.mark.parametrize(("ours", "difference"), DIFFERENCES)
 def test_outputs_that_differ(ours, difference):
     theirs = {"a": torch.tensor([1, -2, np.inf]), "b": torch.ones(2)}
-    assert largest({"a": torch.tensor(ours), "b": torch.ones(2)}, theirs) == difference
-    assert largest({"a": theirs["a"], "b": torch.tensor([1, 0.5])}, theirs) == 0.5
+    assert model_difference({"a": torch.tensor(ours), "b": torch.ones(2)}, theirs) == difference
+    assert model_difference({"a": theirs["a"], "b": torch.tensor([1, 0.5])}, theirs) == 0.5
 
 
 def test_queries_that_change_places():

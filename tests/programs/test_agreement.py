@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mx_driving._agreement import gradient_differences, output_difference
-from mx_driving._measure.differences import difference_beside_ties, largest, queries_off
+from mx_driving._agreement import difference_beside_ties, gradient_differences, model_difference, output_difference, queries_off
 from mx_driving._measure.onnx_files import _difference
 
 INF, NAN = math.inf, math.nan
@@ -34,12 +33,12 @@ INF, NAN = math.inf, math.nan
 def test_largest_difference(ours, theirs, difference, dtype):
     ours, theirs = torch.tensor(ours, dtype=dtype), torch.tensor(theirs, dtype=dtype)
     assert output_difference(ours, theirs) == difference
-    assert largest({"output": ours}, {"output": theirs}) == difference
+    assert model_difference({"output": ours}, {"output": theirs}) == difference
 
 
 def test_shapes_that_broadcast_differ():
     assert output_difference(torch.ones(1, 2), torch.ones(3, 2)) == INF
-    assert largest({"output": torch.ones(1, 2)}, {"output": torch.ones(3, 2)}) == INF
+    assert model_difference({"output": torch.ones(1, 2)}, {"output": torch.ones(3, 2)}) == INF
     wide, narrow = np.ones((1, 3, 4), np.float32), np.ones((1, 1, 4), np.float32)
     assert _difference([wide], [narrow]) == (INF, 0)
     assert _difference([wide], [wide[:, :0]]) == (INF, 0)

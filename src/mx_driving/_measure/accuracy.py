@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch, reference
-from .._agreement import output_difference
+from .._agreement import ULPS, output_difference
 from .rivals import plain_form, recorded
 from .workloads import Args, Workload, cast, some_queries
 
 CHUNK = 605  # queries in one call of the reference, which has all samples of a level in memory
 QUICK = 121  # queries that --quick checks
 CHANNELS = 16  # as CHUNK and QUICK, for an operator without queries
-ULPS = 16
 
 
 class WorkloadErrors(NamedTuple):

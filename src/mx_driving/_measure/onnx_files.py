@@ -14,9 +14,9 @@ import torch
 
 import mx_driving.onnx
 
+from .._agreement import ULPS, difference_beside_ties, entry_differences, largest_magnitude, model_difference
 from .._cli_support.files import temporary_folder
 from .._cli_support.problems import Problem
-from .differences import difference_beside_ties, largest
 from .timing import interleaved
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -128,7 +128,7 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     if not theirs:
         return 0.0, 0
     if len({out.shape[:2] for out in theirs.values()}) > 1 or all(out.dim() < 3 for out in theirs.values()):
-        return largest(ours, theirs), 0
+        return model_difference(ours, theirs), 0
     theirs, ours = ({name: out.reshape(*out.shape[:2], -1) for name, out in outs.items()} for outs in (theirs, ours))
     return difference_beside_ties(ours, theirs)
 
@@ -175,6 +175,6 @@ def _differs(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarr
         return np.zeros(one.shape, bool)
     if one.dtype.kind != "f":
         return one != other
-    with np.errstate(invalid="ignore"):
-        near = np.abs(one - other) <= 16 * np.finfo(one.dtype).eps * np.abs(one[np.isfinite(one)]).max(initial=0)
-    return ~(near | (one == other) | (np.isnan(one) & np.isnan(other)))
+    ours, theirs = map(torch.from_numpy, (other, one))
+    limit = ULPS * torch.finfo(theirs.dtype).eps * largest_magnitude(theirs)
+    return (entry_differences(ours, theirs) > limit).numpy()

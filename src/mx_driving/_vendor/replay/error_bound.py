@@ -8,8 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..._agreement import largest_magnitude
-from ..._measure.tolerance import allowed
+from ..._agreement import entry_differences, largest_magnitude, rounding_limit
 from ..._operator import geometry
 from .calls import RecordedCall
 from .compute import compute
@@ -64,11 +63,12 @@ class ErrorBound:
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))
-        limit = allowed(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent).clamp_min(self._least[result])
+        limit = rounding_limit(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent).clamp_min(
+            self._least[result]
+        )
         rounded, got = expected.to(got.dtype).double(), got.double()
         expected = torch.where(rounded.isinf(), rounded, expected)  # it overflows in this dtype
-        same = (got == expected) | (got.isnan() & expected.isnan())
-        units = torch.where(same, 0, ((got - expected).abs() / limit).nan_to_num(math.inf, math.inf))
+        units = entry_differences(got, expected) / limit.clamp_min(self._least[result])
         unsure = self.unsure(result)
         unsure = unsure[:, queries] if queries is not None and unsure.dim() else unsure
         return torch.where(unsure & got.isfinite(), 0, units)
