@@ -207,8 +207,8 @@ class _Checker:
             output = _output(inputs, run(), name)
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
-        if match.locations and (left_out := _not_finite.count(inputs[3])):
-            inputs, output = _not_finite.leave_out(inputs, output)
+        inputs, output, left_out = _not_finite.leave_out(inputs, output) if match.locations else (inputs, output, 0)
+        if left_out:
             queries = inputs[3].shape[0] * inputs[3].shape[1]
             notes = [f"{left_out} of {queries} queries are left out: their locations are NaN or infinite, {self.origin}"]
         call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})

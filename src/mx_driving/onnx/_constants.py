@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from ._graph import constant, dims, is_node, source, sources
+from ._graph import MOVES, constant, dims, is_node, producer, sources
 from ._samples import split_levels
 from ._search import Pairs
 
@@ -24,8 +24,8 @@ _AXES = {"value": ((0, 3, 1, 2), 1), "locations": ((0, 2, 1, 3, 4), 3), "weights
 
 def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
     """Yield role -> constant tensor for each possible batch, and at last an empty dictionary."""
-    nodes = [source(part).producer() for samples, _ in pairs for part in split_levels(samples)]
-    samplers = [node for node in nodes if node is not None and is_node(node, "GridSample")]
+    nodes = [producer(part, *MOVES) for samples, _ in pairs for part in split_levels(samples)]
+    samplers = [node for node in nodes if is_node(node, "GridSample")]
     values = {
         "value": [node.inputs[0] for node in samplers],
         "locations": [node.inputs[1] for node in samplers],
@@ -34,7 +34,7 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
     arrays = {role: [_array(v) for v in tensors if v is not None] for role, tensors in values.items()}
     arrays["weights"] = [_as_large_as_samples(a, samples) for a, (samples, _) in zip(arrays["weights"], pairs, strict=True)]
     whole = {role: numbers for role, numbers in arrays.items() if numbers and all(a is not None for a in numbers)}
-    sizes = {size for tensors in values.values() for v in tensors if v for s in sources(v) for size in dims(s)[:1]}
+    sizes = {size for tensors in values.values() for v in tensors for s in sources(v, *MOVES) for size in dims(s)[:1]}
     for batch in sorted({1, *(size for size in sizes if isinstance(size, int) and size > 0)}) if whole else ():
         joined = {role: _join_levels(numbers, batch, role) for role, numbers in whole.items()}
         if any(array is not None for array in joined.values()):
@@ -44,7 +44,7 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
 
 def _array(value: ir.Value) -> Array | None:
     """Return the numbers of a constant, or of a part or a view of a constant; else None."""
-    if (array := constant(value)) is not None or constant(source(value)) is None:
+    if (array := constant(value)) is not None or constant([*sources(value, *MOVES)][-1]) is None:
         return None if array is None else array.copy()  # a copy, because the file of weights is closed later
     assert value.graph is not None
     try:

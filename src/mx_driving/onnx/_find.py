@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import onnx_ir as ir
 
 from ._constants import find_constants
-from ._graph import Unfit, is_node, source
+from ._graph import MOVES, Unfit, is_node, producer
 from ._nodes import find_nodes
 from ._samples import split_levels
 from ._search import Pairs, Sampling, find_candidates, find_sums, find_table_candidates, find_tables
@@ -33,28 +33,26 @@ def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, 
             if node in corners:
                 yield name, _prove_one(model, find_table_candidates(node, corners[node]))
             else:
-                yield name, prove_sum(model, node, sums[node])
+                yield name, _prove_sum(model, node, sums[node])
         except Unfit as unfit:
             yield name, str(unfit)
 
 
-def prove_sum(model: ir.Model, node: ir.Node, pairs: Pairs) -> Sampling:
+def _prove_sum(model: ir.Model, node: ir.Node, pairs: Pairs) -> Sampling:
     """Return the first candidate that passes its trial. Constants of the levels are joined to one tensor."""
-    reasons = []
-    for constants in find_constants(pairs):
-        try:
-            return _prove_one(model, find_candidates(node, pairs, constants))
-        except Unfit as unfit:
-            reasons.append(unfit)
-    raise reasons[0]
+    return _first(lambda constants: _prove_one(model, find_candidates(node, pairs, constants)), find_constants(pairs))
 
 
 def _prove_one(model: ir.Model, guesses: list[Sampling]) -> Sampling:
-    """Return the first candidate that passes its trial, or raise the error of the first candidate."""
+    return _first(lambda sampling: prove(model, sampling), guesses[:_LIKELIEST])
+
+
+def _first(attempt: Callable[[Any], Sampling], choices: Iterable[Any]) -> Sampling:
+    """Return the result of the first choice that fits, or raise the error of the first choice."""
     reasons = []
-    for sampling in guesses[:_LIKELIEST]:
+    for choice in choices:
         try:
-            return prove(model, sampling)
+            return attempt(choice)
         except Unfit as unfit:
             reasons.append(unfit)
     raise (reasons or [Unfit("no tensors have the shapes of the operator's value, locations and weights")])[0]
@@ -63,7 +61,7 @@ def _prove_one(model: ir.Model, guesses: list[Sampling]) -> Sampling:
 def _single_samplers(graph: ir.Graph, sums: dict[ir.Node, Pairs]) -> list[ir.Node]:
     """Return GridSample nodes that belong to no weighted sum."""
     samples = (samples for pairs in sums.values() for samples, _ in pairs)
-    seen = {source(part).producer() for value in samples for part in split_levels(value)}
+    seen = {producer(part, *MOVES) for value in samples for part in split_levels(value)}
     return [node for node in graph if is_node(node, "GridSample") and node not in seen]
 
 

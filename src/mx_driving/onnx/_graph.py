@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -33,27 +33,36 @@ def label(node: ir.Node) -> str:
     return f"{domain}::{node.op_type}" if domain else node.op_type
 
 
-def is_node(node: ir.Node | None, *kinds: str) -> bool:
+def is_node(node: ir.Node | None, *kinds: str) -> TypeGuard[ir.Node]:
     """Return whether the node is standard and of these kinds. onnxruntime had GridSample before opset 16."""
     if node is None or node.op_type not in kinds:
         return False
     return node.domain in ("", "ai.onnx") or (node.domain, node.op_type) == ("com.microsoft", "GridSample")
 
 
-def is_cast(node: ir.Node | None) -> bool:
+def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    return node.attributes[name].value if name in node.attributes else default
+
+
+def is_cast(node: ir.Node | None) -> TypeGuard[ir.Node]:
     """Return whether the node casts floats to floats, as exporters do around a sum of float16."""
-    if node is None or not is_node(node, "Cast", "CastLike") or node.inputs[0] is None:
+    if not is_node(node, "Cast", "CastLike") or node.inputs[0] is None:
         return False
     return node.outputs[0].dtype not in INTEGER and node.inputs[0].dtype not in INTEGER
 
 
-def before_casts(value: ir.Value) -> Iterator[ir.Value]:
-    """Yield the value, and the values before its casts."""
-    yield value
-    while is_cast(node := value.producer()):
-        assert node is not None
-        assert node.inputs[0] is not None
-        yield (value := node.inputs[0])
+def sources(value: ir.Value | None, *kinds: str) -> Iterator[ir.Value]:
+    """Yield the value, and the values that casts and nodes of these kinds compute it from, each from its first input."""
+    while value is not None:
+        yield value
+        node = value.producer()
+        value = node.inputs[0] if is_node(node, *kinds) or is_cast(node) else None
+
+
+def producer(value: ir.Value | None, *kinds: str) -> ir.Node | None:
+    """Return the node that computes a value before casts and nodes of these kinds."""
+    *_, last = None, *sources(value, *kinds)
+    return None if last is None else last.producer()
 
 
 def constant(value: ir.Value | None) -> Any:
@@ -65,18 +74,9 @@ def constant(value: ir.Value | None) -> Any:
     return None if tensor is None else np.asarray(tensor.numpy())
 
 
-def producer(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes a value before its casts and quantisation."""
-    node = None if value is None else value.producer()
-    while node is not None and (is_node(node, *PAIRS) or is_cast(node)):
-        node = None if node.inputs[0] is None else node.inputs[0].producer()
-    return node
-
-
 def _dequantize(node: ir.Node) -> Any:
     """Return the numbers of a quantised constant, or None."""
     if is_node(quantizer := node.inputs[0] and node.inputs[0].producer(), "QuantizeLinear"):
-        assert quantizer is not None
         return constant(quantizer.inputs[0])
     numbers, scale, zero = (constant(v) for v in (*node.inputs, None)[:3])
     if numbers is None or scale is None or scale.size != 1:
@@ -87,34 +87,18 @@ def _dequantize(node: ir.Node) -> Any:
 def number(value: ir.Value | None) -> float | None:
     """Return the number of a constant with one element, which may be quantised; else None."""
     array, node = constant(value), None if value is None else value.producer()
-    if array is None and node is not None and is_node(node, "DequantizeLinear"):
+    if array is None and is_node(node, "DequantizeLinear"):
         array = _dequantize(node)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
 
-def sources(value: ir.Value, *more: str) -> Iterator[ir.Value]:
-    """Yield the value, and the values that it is a view or a part of. Walk through moves, casts and `more` kinds of nodes."""
-    yield value
-    while is_node(node := value.producer(), *MOVES, *more) or is_cast(node):
-        assert node is not None
-        if node.inputs[0] is None:
-            return
-        value = node.inputs[0]
-        yield value
-
-
 def sources_of_chosen(value: ir.Value) -> Iterator[ir.Value]:
     """Yield the sources, also through a Where that chooses between a value and a constant."""
-    for last in sources(value):
+    for last in sources(value, *MOVES):
         yield last
     node = last.producer()
-    if node is not None and is_node(node, "Where") and node.inputs[1] is not None and number(node.inputs[2]) is not None:
+    if is_node(node, "Where") and node.inputs[1] is not None and number(node.inputs[2]) is not None:
         yield from sources_of_chosen(node.inputs[1])
-
-
-def source(value: ir.Value) -> ir.Value:
-    *_, last = sources(value)
-    return last
 
 
 def intersect(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:

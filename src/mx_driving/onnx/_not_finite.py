@@ -23,17 +23,13 @@ _FAR = -10.0  # off every map
 _NEAREST, _RUNS = 64, 16  # tensors that a run returns; most runs
 
 
-def count(locations: Tensor) -> int:
-    """Return how many queries have a location that is not finite."""
-    return int((~locations.isfinite().flatten(2).all(2)).sum())
-
-
-def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the inputs and the output with zeros for queries that have a location that is not finite."""
+def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor, ...], Tensor, int]:
+    """Return the inputs and the output with zeros for queries that have a location that is not finite, and their number."""
     value, shapes, starts, locations, weights = inputs
     left_out = ~locations.isfinite().flatten(2).all(2)
     locations = torch.where(left_out[..., None, None, None, None], _FAR, locations)
-    return (value, shapes, starts, locations, weights), torch.where(left_out[..., None], 0, output)
+    output = torch.where(left_out[..., None], 0, output)
+    return (value, shapes, starts, locations, weights), output, int(left_out.sum())
 
 
 def replace(model: ir.Model, names: Iterable[str]) -> ir.Model:

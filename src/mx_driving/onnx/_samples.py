@@ -19,17 +19,16 @@ import onnx_ir as ir
 from ._graph import (
     INTEGER,
     MOVES,
+    PAIRS,
     VIEWS,
     Unfit,
-    before_casts,
+    attribute,
     constant,
     dims,
     intersect,
-    is_cast,
     is_node,
     number,
     producer,
-    source,
     sources,
     sources_of_chosen,
     walk_back,
@@ -57,12 +56,12 @@ class Samples:
 def split_levels(value: ir.Value) -> list[ir.Value]:
     """Return the samples of each level that Concat joins to value, in order; empty if a part is not samples."""
     parts = list(_side_by_side(value))
-    return parts if all(is_node(source(v).producer(), "GridSample") or _gathers(v) for v in parts) else []
+    return parts if all(is_node(producer(v, *MOVES), "GridSample") or _gathers(v) for v in parts) else []
 
 
 def _side_by_side(value: ir.Value) -> Iterator[ir.Value]:
-    node = source(value).producer()
-    if node is None or not is_node(node, "Concat"):
+    node = producer(value, *MOVES)
+    if not is_node(node, "Concat"):
         yield value
         return
     for part in node.inputs:
@@ -72,15 +71,15 @@ def _side_by_side(value: ir.Value) -> Iterator[ir.Value]:
 
 def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Samples:
     """Read the samples of one level. `constants` has value and locations of all levels if they are constants."""
-    node = source(part).producer()
-    if node is not None and is_node(node, "GridSample"):
+    node = producer(part, *MOVES)
+    if is_node(node, "GridSample"):
         return _read_grid_sample(node, constants)
     return _read_gathers(part, _gathers(part))
 
 
 def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Samples:
     for name, allowed in _GRID_SAMPLE.items():
-        chosen = node.attributes[name].value if name in node.attributes else allowed[0]
+        chosen = attribute(node, name, allowed[0])
         if chosen not in allowed:
             raise Unfit(f"GridSample's {name} is {chosen}; the operator's is {allowed[0]}")
     image, grid = node.inputs[:2]
@@ -89,7 +88,7 @@ def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Sampl
     sizes: Any = (*dims(image)[2:], _points(grid)) if len(dims(image)) == len(dims(grid)) == 4 else ()
     if len(sizes) != 3 or not all(isinstance(s, int) for s in sizes):
         raise Unfit(_UNKNOWN)
-    images = [constants["value"]] if "value" in constants else list(sources(image))
+    images = [constants["value"]] if "value" in constants else list(sources(image, *MOVES))
     fixed = [constants["locations"]] if "locations" in constants else None
     return Samples(images, fixed or list(sources_of_chosen(_before_scaling(grid))), [(sizes[:2],)], sizes[2])
 
@@ -97,25 +96,24 @@ def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Sampl
 def _points(grid: ir.Value) -> Any:
     """Return the third size of a grid, from its shape or from the Split that makes it."""
     node = grid.producer()
-    if isinstance(dims(grid)[2], int) or node is None or not is_node(node, "Split") or len(node.inputs) < 2:
+    if isinstance(dims(grid)[2], int) or not is_node(node, "Split") or len(node.inputs) < 2:
         return dims(grid)[2]
     lengths = constant(node.inputs[1])
-    along_points = "axis" in node.attributes and node.attributes["axis"].value in (2, -2)
-    return int(lengths[node.outputs.index(grid)]) if along_points and lengths is not None else None
+    return int(lengths[node.outputs.index(grid)]) if attribute(node, "axis") in (2, -2) and lengths is not None else None
 
 
 def _beside(node: ir.Node | None, kind: str, factor: float, indices: tuple[int, ...] = (0, 1)) -> ir.Value | None:
     """Return the other input of a node that has this kind and the constant `factor` as an input; else None."""
-    if node is None or not is_node(node, kind):
+    if not is_node(node, kind):
         return None
     return next((node.inputs[1 - i] for i in indices if number(node.inputs[i]) == factor), None)
 
 
 def _before_scaling(grid: ir.Value) -> ir.Value:
     """Return x if grid is 2 * x - 1."""
-    node = source(grid).producer()
+    node = producer(grid, *MOVES)
     doubled = _beside(node, "Sub", 1.0, (1,)) or _beside(node, "Add", -1.0)
-    x = None if doubled is None else _beside(source(doubled).producer(), "Mul", 2.0)
+    x = _beside(producer(doubled, *MOVES), "Mul", 2.0)
     if x is None:
         raise Unfit("its grid is not 2 * locations - 1")
     return x
@@ -150,7 +148,7 @@ def _is_rounded(index: ir.Value) -> bool:
 
 
 def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Samples:
-    images = intersect(sources(node.inputs[0], "Pad") for node in nodes if node.inputs[0] is not None)
+    images = intersect(sources(node.inputs[0], *MOVES, "Pad") for node in nodes)
     indices = [index for node in nodes if (index := _index(node)) is not None]
     if not all(map(_is_floored, indices)):
         raise Unfit('its samples are nearest rows ("discrete"); the operator interpolates')
@@ -168,7 +166,7 @@ def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple
     axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
     areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
     products = [v.producer() for index in indices for v in _indices_of_rows(index) if v.dtype in INTEGER]
-    factors = [number(v) for node in products if node is not None and is_node(node, "Mul") for v in node.inputs]
+    factors = [number(v) for node in products if is_node(node, "Mul") for v in node.inputs]
     widths = {int(n) for n in factors if n is not None and n > 0}
     axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
     return list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
@@ -176,23 +174,21 @@ def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple
 
 def find_row(corner: ir.Node) -> ir.Node | None:
     """Return the Gather whose weighted rows a ReduceSum adds; else None."""
-    product = producer(corner.inputs[0]) if is_node(corner, "ReduceSum") else None
-    if product is None or not is_node(product, "Mul"):
+    product = producer(corner.inputs[0], *PAIRS) if is_node(corner, "ReduceSum") else None
+    if not is_node(product, "Mul"):
         return None
     return next((node for v in product.inputs if (node := _behind_views(v)) is not None and _index(node)), None)
 
 
 def _behind_views(value: ir.Value | None) -> ir.Node | None:
-    node = None if value is None else value.producer()
-    while node is not None and (is_node(node, *VIEWS) or is_cast(node)):
-        node = None if node.inputs[0] is None else node.inputs[0].producer()
-    return node if node is not None and is_node(node, "Gather") else None
+    node = producer(value, *VIEWS)
+    return node if is_node(node, "Gather") else None
 
 
 def are_of_one_table(corners: list[ir.Node]) -> bool:
     """Return whether four corners read one table at locations [batch, queries, heads, levels, points, 2]."""
     rows = [node for corner in corners if (node := find_row(corner)) is not None]
-    tables = {[*before_casts(node.inputs[0])][-1] for node in rows if node.inputs[0] is not None}
+    tables = {[*sources(node.inputs[0])][-1] for node in rows}
     return len(rows) == 4 and len(tables) == 1 and bool(_scaled_locations(rows[0])[0])
 
 
@@ -210,7 +206,7 @@ def read_table(corners: list[ir.Node]) -> Samples:
 
 def list_shares(corner: ir.Node) -> list[ir.Value]:
     """Return candidates for weights: the sources of a corner's coefficient, the farthest first."""
-    product = producer(corner.inputs[0])
+    product = producer(corner.inputs[0], *PAIRS)
     assert product is not None
     shares = [v for v in product.inputs if v is not None and _behind_views(v) is None]
     values = [v for share in shares for v in walk_back(share, lambda node: is_node(node, *VIEWS, "Mul", "Where", "Cast"))]
@@ -223,10 +219,10 @@ def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
     sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
     both: dict[Maps, None] = {}
     for factor, array in _scaled(row):
-        picked = producer(factor)
-        axis = number(picked.inputs[1]) if picked is not None and is_node(picked, "Gather") else None
+        picked = producer(factor, *PAIRS)
+        axis = number(picked.inputs[1]) if is_node(picked, "Gather") else None
         located = picked.inputs[0] if picked is not None and axis in (0, 1) else factor
-        chain = [v for v in sources(located) if len(dims(v)) == 6 and dims(v)[-1] == 2] if located is not None else []
+        chain = [v for v in sources(located, *MOVES) if len(dims(v)) == 6 and dims(v)[-1] == 2]
         chains += [chain] if chain else []
         if axis in (0, 1):
             sides[int(axis)][tuple(map(int, array.reshape(-1)))] = None
@@ -243,7 +239,7 @@ def _scaled(row: ir.Node) -> Iterator[tuple[ir.Value, np.ndarray[Any, Any]]]:
     assert row.inputs[1] is not None
     for value in _indices_of_rows(row.inputs[1]):
         node = value.producer()
-        if node is not None and is_node(node, "Mul") and value.dtype not in INTEGER:
+        if is_node(node, "Mul") and value.dtype not in INTEGER:
             for factor, other in (node.inputs, node.inputs[::-1]):
                 array = constant(other)
                 if factor is not None and array is not None and array.ndim and np.isfinite(array).all():

@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import VIEWS, before_casts, dims, intersect, is_node, producer, sources_of_chosen
+from ._graph import PAIRS, VIEWS, dims, intersect, is_node, producer, sources, sources_of_chosen
 from ._samples import (
     Maps,
     Samples,
@@ -77,8 +77,8 @@ class Sampling:
 
 def _factors(node: ir.Node) -> Pairs:
     """Return the two factors of a product that the node sums, in both orders."""
-    product = producer(node.inputs[0]) if is_node(node, "ReduceSum") else None
-    if product is None or not is_node(product, "Mul"):
+    product = producer(node.inputs[0], *PAIRS) if is_node(node, "ReduceSum") else None
+    if not is_node(product, "Mul"):
         return []
     left, right = product.inputs
     return [(left, right), (right, left)] if left is not None and right is not None else []
@@ -90,7 +90,7 @@ def _add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, li
     for node in graph:
         if first := leaf(node):
             totals[node] = [first]
-        added: list[Any] = [producer(v) for v in node.inputs] if is_node(node, "Add") else []
+        added: list[Any] = [producer(v, *PAIRS) for v in node.inputs] if is_node(node, "Add") else []
         if added and all(one in totals for one in added):
             totals[node] = [first for one in added for first in totals[one]]
             for one in {*added}:
@@ -167,7 +167,7 @@ def _without_casts(values: list[ir.Value]) -> Iterable[ir.Value]:
     """Return the first of each group of values that differ only by casts."""
     firsts: dict[ir.Value, ir.Value] = {}
     for value in values:
-        *_, uncast = before_casts(value)
+        *_, uncast = sources(value)
         firsts.setdefault(uncast, value)
     return firsts.values()
 

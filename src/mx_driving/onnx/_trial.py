@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import ops
 from .._operator.rules import first_line
 from . import _sizes
-from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, constant, dims, is_node
+from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, attribute, constant, dims, is_node
 from ._search import Sampling
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
@@ -73,31 +73,30 @@ def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
             reason = f"the file does not fix the size of {measured}, which it reads"
         nodes[node] = None
         todo.extend((v, reason) for v in node.inputs if v is not None)
-    _hold_to_rules(sampling, nodes)
     graph = next(iter(nodes)).graph
     assert graph is not None
-    return [node for node in graph if node in nodes], list(sizes)
+    part = [node for node in graph if node in nodes]
+    _hold_to_rules(sampling, part)
+    return part, list(sizes)
 
 
-def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
+def _hold_to_rules(sampling: Sampling, nodes: list[ir.Node]) -> None:
     maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # a constant map does not depend on `value`
     if pairs := [str(node.name) for node in nodes if is_node(node, "DequantizeLinear")]:
         between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
         raise Unfit(f"{between}; {_QUANTISED}")
-    linear = _follow({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, set(nodes))
+    linear = _follow({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, nodes)
     for node in nodes:
         if not _allowed(node, linear):
             raise Unfit(f"{node.op_type} ({node.name}) takes part")
 
 
-def _follow(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
+def _follow(ends: set[ir.Value], nodes: list[ir.Node]) -> set[ir.Value]:
     """Return the values that the nodes compute from elements of the ends, not only from their shapes."""
-    reached, todo = set(ends), list(ends)
-    while todo:
-        inside = (use.node for use in todo.pop().uses() if use.node in nodes and not is_node(use.node, "Shape", "Size"))
-        new = [v for node in inside for v in node.outputs if v not in reached]
-        reached.update(new)
-        todo.extend(new)
+    reached = set(ends)
+    for node in nodes:
+        if not is_node(node, "Shape", "Size") and any(v in reached for v in node.inputs):
+            reached.update(node.outputs)
     return reached
 
 
@@ -106,8 +105,8 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
     node = shape_of.producer()
     assert node is not None
     assert node.inputs[0] is not None
-    start, end = (node.attributes[key].value if key in node.attributes else None for key in ("start", "end"))
-    sizes = [names.get(d) if isinstance(d, str) else d for d in dims(node.inputs[0])[start:end]]
+    axes = slice(attribute(node, "start"), attribute(node, "end"))
+    sizes = [names.get(d) if isinstance(d, str) else d for d in dims(node.inputs[0])[axes]]
     return np.array(sizes, np.int64) if sizes and None not in sizes else None
 
 
