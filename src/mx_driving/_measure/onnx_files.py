@@ -14,7 +14,7 @@ import torch
 
 import mx_driving.onnx
 
-from .._agreement import ULPS, difference_beside_ties, entry_differences, largest_magnitude, model_difference
+from .._agreement import ULPS, difference_beside_ties, model_difference
 from .._cli_support.files import temporary_folder
 from .._cli_support.problems import Problem
 from .timing import interleaved
@@ -171,10 +171,8 @@ def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[A
 
 def _differs(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return where two outputs differ by more than rounding."""
+    from ..onnx._outputs import find_distances, find_largest_ulp
+
     if one.shape != other.shape:
         return np.zeros(one.shape, bool)
-    if one.dtype.kind != "f":
-        return one != other
-    ours, theirs = map(torch.from_numpy, (other, one))
-    limit = ULPS * torch.finfo(theirs.dtype).eps * largest_magnitude(theirs)
-    return (entry_differences(ours, theirs) > limit).numpy()
+    return find_distances(other, one) > ULPS * find_largest_ulp(one)

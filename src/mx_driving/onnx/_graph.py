@@ -40,7 +40,7 @@ def is_node(node: ir.Node | None, *kinds: str) -> TypeGuard[ir.Node]:
     return node.domain in ("", "ai.onnx") or (node.domain, node.op_type) == ("com.microsoft", "GridSample")
 
 
-def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+def read_attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     return node.attributes[name].value if name in node.attributes else default
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
+from .._agreement import entry_differences
 from ._matches import Array, Arrays
 
 _SEEDS = 3
@@ -90,33 +92,30 @@ def judge(name: str, true: Array, near: list[Array], got: Array | None, other: A
         return Output(name, np.inf, 1, 0, f"it has shape {got.shape}, where onnxruntime's has {true.shape}")
     if not true.size:
         return Output(name, 0.0, 0.0, 0.0)
-    ulp = _largest_ulp(true)
-    changes = [_distance(one, true) for one in near if one.shape == true.shape] or [np.full(true.shape, _ULPS * ulp)]
-    most, distance = np.maximum.reduce(changes), _distance(got, true)
+    ulp = find_largest_ulp(true)
+    changes = [find_distances(one, true) for one in near if one.shape == true.shape] or [np.full(true.shape, _ULPS * ulp)]
+    most, distance = np.maximum.reduce(changes), find_distances(got, true)
     usual, left_out = _usual(most), np.zeros(true.shape, bool)
     if other is not None and other.shape == true.shape:
-        left_out = _distance(other, true) > usual + ulp
+        left_out = find_distances(other, true) > usual + ulp
     distance, allowed = np.where(left_out, 0.0, distance), _FURTHER * usual + ulp
     off, changed = (float(np.mean(further > allowed)) for further in (distance, most))
     note = f"{100 * left_out.mean():.3g} % of its numbers depend on locations that are NaN or infinite: not compared"
     return Output(name, float(distance.max()), off, changed, note=note * bool(left_out.any()))
 
 
-def _largest_ulp(true: Array) -> float:
+def find_largest_ulp(true: Array) -> float:
     """Return the ulp of the largest number; 0 for classes and indices."""
     if true.dtype.kind != "f":
         return 0.0
     return float(np.finfo(true.dtype).eps) * float(np.abs(true[np.isfinite(true)]).max(initial=0.0))
 
 
-def _distance(a: Array, b: Array) -> Array:
+def find_distances(a: Array, b: Array) -> Array:
     """Return absolute differences. They are infinite if only one number is finite, and for unequal integers."""
     if b.dtype.kind != "f":
         return np.where(a == b, 0.0, np.inf)
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
-        return np.where(same, 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf, posinf=np.inf))
+    return entry_differences(*(torch.from_numpy(np.asarray(array, np.float64)) for array in (a, b))).numpy()
 
 
 def _usual(changes: Array) -> Array:

@@ -22,13 +22,13 @@ from ._graph import (
     PAIRS,
     VIEWS,
     Unfit,
-    attribute,
     constant,
     dims,
     intersect,
     is_node,
     number,
     producer,
+    read_attribute,
     sources,
     sources_of_chosen,
     walk_back,
@@ -79,7 +79,7 @@ def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Samples:
 
 def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Samples:
     for name, allowed in _GRID_SAMPLE.items():
-        chosen = attribute(node, name, allowed[0])
+        chosen = read_attribute(node, name, allowed[0])
         if chosen not in allowed:
             raise Unfit(f"GridSample's {name} is {chosen}; the operator's is {allowed[0]}")
     image, grid = node.inputs[:2]
@@ -99,7 +99,7 @@ def _points(grid: ir.Value) -> Any:
     if isinstance(dims(grid)[2], int) or not is_node(node, "Split") or len(node.inputs) < 2:
         return dims(grid)[2]
     lengths = constant(node.inputs[1])
-    return int(lengths[node.outputs.index(grid)]) if attribute(node, "axis") in (2, -2) and lengths is not None else None
+    return int(lengths[node.outputs.index(grid)]) if read_attribute(node, "axis") in (2, -2) and lengths is not None else None
 
 
 def _beside(node: ir.Node | None, kind: str, factor: float, indices: tuple[int, ...] = (0, 1)) -> ir.Value | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import MOVES, Unfit, attribute, constant, dims, is_node, sources
+from ._graph import MOVES, Unfit, constant, dims, is_node, read_attribute, sources
 from ._search import Sampling
 
 Size = int | str | None
@@ -142,9 +142,9 @@ def _cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
 
     def read(index: int, name: str) -> list[Any]:
         """Return the numbers of an input, or of the attribute that older opsets have."""
-        return list(attribute(node, name, ())) or (_table(node.inputs[index]) if index < len(node.inputs) else [])
+        return list(read_attribute(node, name, ())) or (_table(node.inputs[index]) if index < len(node.inputs) else [])
 
-    axis = attribute(node, "axis", 0)
+    axis = read_attribute(node, "axis", 0)
     if is_node(node, "Slice"):
         tables = [read(index, name) for index, name in ((1, "starts"), (2, "ends"), (4, "steps"))]
         axes = read(3, "axes") or [*range(max(map(len, tables)))] * (len(node.inputs) < 4)
@@ -165,7 +165,7 @@ def _free(nodes: list[ir.Node]) -> set[ir.Value]:
     for node in nodes:
         inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
         if is_node(node, "Shape", "Size"):
-            axes = slice(attribute(node, "start"), attribute(node, "end"))
+            axes = slice(read_attribute(node, "start"), read_attribute(node, "end"))
             is_free = any(v is None or v.shape is None or not all(isinstance(s, int) for s in dims(v)[axes]) for v in inputs)
         else:
             is_free = any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")

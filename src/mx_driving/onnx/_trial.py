@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .._agreement import entry_differences, rounding_limit
 from .._operator.rules import first_line
 from . import _sizes
-from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, attribute, constant, dims, is_node
+from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, constant, dims, is_node, read_attribute
 from ._search import Sampling
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
@@ -86,7 +87,7 @@ def _hold_to_rules(sampling: Sampling, nodes: list[ir.Node]) -> None:
         between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
         raise Unfit(f"{between}; {_QUANTISED}")
     linear = _follow({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, nodes)
-    for node in nodes:
+    for node in reversed(nodes):
         if not _allowed(node, linear):
             raise Unfit(f"{node.op_type} ({node.name}) takes part")
 
@@ -105,7 +106,7 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
     node = shape_of.producer()
     assert node is not None
     assert node.inputs[0] is not None
-    axes = slice(attribute(node, "start"), attribute(node, "end"))
+    axes = slice(read_attribute(node, "start"), read_attribute(node, "end"))
     sizes = [names.get(d) if isinstance(d, str) else d for d in dims(node.inputs[0])[axes]]
     return np.array(sizes, np.int64) if sizes and None not in sizes else None
 
@@ -297,11 +298,11 @@ def _as_unfit() -> Iterator[None]:
 
 
 def _compare(sampling: Sampling, result: Tensor, inputs: tuple[Tensor, ...]) -> None:
-    eps = max(torch.finfo(t.dtype).eps for t in inputs)
+    dtype = max((t.dtype for t in inputs), key=lambda dtype: torch.finfo(dtype).eps)
     expected, scale = _run_ours(sampling, inputs)
     if result.shape != expected.shape:
         raise Unfit(f"it gives {tuple(result.shape)}; the operator gives {tuple(expected.shape)}")
-    allowed = eps * (16 + 2 * (4 * sum(sampling.points)) ** 0.5 + 2 * max(map(max, sampling.maps))) * scale
-    difference = float((result - expected).abs().max())
-    if not difference <= allowed:
-        raise Unfit(f"it computes something else: {difference:.1e} from the operator in a trial, {allowed:.1e} is rounding")
+    limit = rounding_limit(dtype, dtype, 0.0, scale, 4 * sum(sampling.points), max(map(max, sampling.maps)))
+    difference = float(entry_differences(result, expected).max())
+    if not difference <= limit:
+        raise Unfit(f"it computes something else: {difference:.1e} from the operator in a trial, {limit:.1e} is rounding")
