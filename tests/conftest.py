@@ -144,16 +144,35 @@ def refusal(monkeypatch, capsys, tmp_path):
 
 
 @pytest.fixture
-def extension(tmp_path, monkeypatch):
-    """Import an extension by its name, as a submodule of a repository that nobody has built."""
-    (tmp_path / "someones").mkdir()
-    (tmp_path / "someones" / "__init__.py").write_text("")
+def unbuilt(tmp_path, monkeypatch):
+    """Write a package of a repository whose extensions nobody has built; return its folder."""
+    names = []
+
+    def write(name, text=""):
+        names.append(name)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+        return tmp_path / name
+
     monkeypatch.syspath_prepend(tmp_path)
     compat.install()
-    yield lambda name: importlib.import_module(f"someones.{name}")
+    yield write
     compat.uninstall()
-    for name in [n for n in sys.modules if n.partition(".")[0] == "someones"]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in names]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def extension(unbuilt):
+    """Import an extension by its name, as a submodule of an unbuilt package."""
+    unbuilt("someones")
+    return lambda name: importlib.import_module(f"someones.{name}")
+
+
+@pytest.fixture
+def wide_terminal(monkeypatch):
+    """Tables are not folded."""
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture(autouse=True)

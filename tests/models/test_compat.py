@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import sys
 import textwrap
 
 import cases
@@ -88,18 +87,9 @@ for kind, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):  # BEVFor
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
-    """A package as it lies in a repository whose extensions nobody has built."""
-    (tmp_path / "someones_ops").mkdir()
-    (tmp_path / "someones_ops" / "__init__.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
-    compat.install()
-    import someones_ops  # pyright: ignore
-
-    yield someones_ops
-    compat.uninstall()
-    for name in [n for n in sys.modules if n.partition(".")[0] == "someones_ops"]:
-        del sys.modules[name]
+def repository(unbuilt):
+    unbuilt("someones_ops", PACKAGE)
+    return importlib.import_module("someones_ops")
 
 
 FUNCTIONS = {
@@ -334,22 +324,9 @@ def test_install_twice_and_undo():
     ]
 
 
-@pytest.fixture
-def packages(tmp_path, monkeypatch):
-    """Packages that nobody compiled, by the names that import the stand-ins."""
-    for name in ("detrex", "adet", "groundingdino", "sparse"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    compat.install()
-    yield tmp_path
-    compat.uninstall()
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("detrex", "adet", "groundingdino", "sparse")]:
-        del sys.modules[name]
-
-
 @pytest.mark.parametrize("name", ["detrex", "adet", "groundingdino"])
-def test_an_uncompiled_part_of_a_package(packages, name):
+def test_an_uncompiled_part_of_a_package(unbuilt, name):
+    unbuilt(name)
     extension = importlib.import_module(f"{name}._C")
     inputs = INPUTS[cases.MULTI_SCALE]
     out, *expected = results(mx_driving.multi_scale_deformable_attn, *inputs)
@@ -364,14 +341,15 @@ def test_an_uncompiled_part_of_a_package(packages, name):
 
 
 @pytest.mark.parametrize("name", ["deformable_aggregation_with_depth_ext", "sparse.deformable_aggregation_with_depth_ext"])
-def test_aggregation_by_depth_is_imported_and_says_that_it_is_missing(packages, name):
+def test_aggregation_by_depth_is_imported_and_says_that_it_is_missing(unbuilt, name):
+    unbuilt("sparse")
     extension = importlib.import_module(name)
     with pytest.raises(NotImplementedError, match=r"_with_depth_forward is not compiled; .* which has no depth, only$"):
         extension.deformable_aggregation_with_depth_forward(torch.rand(1))
 
 
-def test_a_compiled_part_of_a_package_comes_first(packages):
-    (packages / "detrex" / "_C.py").write_text("here = True")
+def test_a_compiled_part_of_a_package_comes_first(unbuilt):
+    (unbuilt("detrex") / "_C.py").write_text("here = True")
     assert importlib.import_module("detrex._C").here
 
 

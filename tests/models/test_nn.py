@@ -449,17 +449,6 @@ def test_autocast_converts_what_plain_layers_read_once():
     assert dtypes == [torch.float32] * 6
 
 
-class Lowered(torch.nn.Module):
-    """What an adapter or a quantised layer is to a module: something else in a linear layer's place, without its weight."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x) * 0.9 + 0.01
-
-
 def every_module():
     yield from bevformer()
     value, shapes, starts = nn.flatten_levels([torch.rand(1, 16, 6, 5)])
@@ -560,24 +549,6 @@ def test_backward_hooks_of_each_layer_run():
             layer.register_full_backward_pre_hook(lambda layer, *_: seen.append(layer))
         module(*args).sum().backward()
         assert all(seen.count(layer) >= 2 for layer in layers)
-
-
-def test_a_replaced_layer_acts_and_so_does_a_hook():
-    for module, args in every_module():
-        randomise(module).float().eval()
-        for name, layer in list(module.named_modules()):
-            if not isinstance(layer, torch.nn.Linear) or "camera_encoder" in name:
-                continue
-            before = module(*args)
-            hook = layer.register_forward_hook(lambda _layer, _inputs, output: output * 0.9 + 0.01)
-            hooked = module(*args)
-            hook.remove()
-            parent, _, last = name.rpartition(".")
-            setattr(module.get_submodule(parent), last, Lowered(layer))
-            replaced = module(*args)
-            setattr(module.get_submodule(parent), last, layer)
-            assert (replaced - before).abs().max() > 1e-4, name
-            torch.testing.assert_close(replaced, hooked)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -121,7 +121,13 @@ def test_patch_serves_both_by_the_table():
             pool(feat, places, ranks, *sizes, "max")
 
 
-def test_both_are_recorded_and_judged(extension, tmp_path):
+def maps_apart():
+    """The older interface of an aggregation, whose points have a row of the output each: Sparse4D before v3, GaussianFormer."""
+    shapes, starts = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
+    return torch.randn(2, 3, 30, 8), shapes, starts, torch.rand(2, 7, 3, 2), torch.rand(2, 7, 3, 2, 4)
+
+
+def test_each_is_recorded_and_judged(extension, tmp_path):
     value, shapes, _, *weighted = cases.cast(ATTENTION, torch.float32)
     places, *rest = points()
     attention, pool = extension("MultiScaleDeformableAttention"), extension("bev_pool_ext")
@@ -130,8 +136,13 @@ def test_both_are_recorded_and_judged(extension, tmp_path):
         attention.ms_deform_attn_backward(value, shapes, *weighted, torch.randn_like(output), 64)
         pool.bev_sum_pool_forward(torch.randn(len(places), C), places, *rest)
         pool.bev_sum_pool_backward(torch.randn(SHAPE), places, *rest)
+        aggregation, older = extension("deformable_aggregation_ext"), maps_apart()
+        output = aggregation.deformable_aggregation_forward(*older)
+        zeros = [torch.zeros_like(older[i]) for i in (0, 3, 4)]
+        aggregation.deformable_aggregation_backward(*older, torch.randn_like(output), *zeros)
     judged = replay(tmp_path / "calls")
-    assert judged.output.rstrip().endswith("all is well: 4 calls are right"), judged.output
+    assert judged.output.rstrip().endswith("all is well: 6 calls are right"), judged.output
+    assert all(judged.output.count(f"  grad_{name} ") == 2 for name in ("value", "locations", "weights"))
 
 
 @pytest.mark.parametrize("name", compat.NAMES)

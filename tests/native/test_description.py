@@ -22,14 +22,14 @@ DTYPES = {
     "index": "dtype int32 or int64",
     "number": "a floating dtype, int32 or int64",
 }
-# Each input as a scalar, of dtype bool, and left out; grad_output as a scalar. The schemas have names, options and gradients.
+# Each input as a scalar and of dtype bool; grad_output as a scalar. torch/test_from_cpp.py has the schemas.
 ASK = """
 import json, sys, torch
 torch.ops.load_library(sys.argv[1])
 said = {}
 for name, args in torch.load(sys.argv[2]).items():
     op, backward = (getattr(torch.ops.mx_driving, name + end).default for end in ("", "_backward"))
-    said[name] = [str(op._schema), str(backward._schema)]
+    said[name] = []
 
     def ask(call, *arguments):
         try:
@@ -77,12 +77,7 @@ def test_the_tables_are_those_of_the_text(tmp_path):
     torch.save(calls, tmp_path / "calls.pt")
     said = json.loads(python("-c", ASK, config.torch_library(), tmp_path / "calls.pt").stdout)
     for name, op in OPERATORS.items():
-        forward, backward, *sentences = said[name]
-        tensors = [f"Tensor{'?' * t.optional} {t.name}" for t in op.tensors]
-        assert forward == f"mx_driving::{name}({', '.join([*tensors, *op.options])}) -> Tensor"
-        assert backward.startswith(f"mx_driving::{name}_backward(Tensor grad_output, {', '.join([*tensors, *op.options])}, ")
-        assert backward.partition("-> ")[2].count("Tensor") == len(op.differentiable)
-        assert [unnumbered(sentence) for sentence in sentences] == expected_of(name, calls[name])
+        assert [unnumbered(sentence) for sentence in said[name]] == expected_of(name, calls[name])
         for option, choices in op.choices.items():
             with pytest.raises(
                 (ValueError, RuntimeError), match=f"{option} must be {' or '.join(map(repr, choices))}; got 'x'"

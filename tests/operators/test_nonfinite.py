@@ -7,20 +7,22 @@ import numpy as np
 import pytest
 import tolerance
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
 from values import assert_same_sums, everywhere_each, first, run, skip_unless_every_kernel
 
 NAN, INF = float("nan"), float("inf")
 
 
-@everywhere_each([MULTI_SCALE, AGGREGATION])
+@everywhere_each([MULTI_SCALE, AGGREGATION, MULTI_SCALE_LOGITS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_all_inputs_poisoned_give_exact_zeros(implementation, operator, poison, dtype):
+    """All but logits."""
     if (operator, dtype) == (AGGREGATION, torch.float16):
         skip_unless_every_kernel(implementation)
     args = first(operator, implementation, dtype)
-    args = tuple(torch.full_like(a, poison) if a.is_floating_point() else a for a in args)
+    logits = cases.WEIGHTS[operator] if operator in cases.WITH_LOGITS else None
+    args = tuple(torch.full_like(a, poison) if cases.is_floating(a) and i != logits else a for i, a in enumerate(args))
     grad = torch.full_like(cases.grad_for(operator, args), poison).to(dtype)
     for result in run(implementation, operator, args, grad):
         assert not result.any()  # a NaN would be true

@@ -44,6 +44,12 @@ def test_shapes_that_broadcast_differ():
     assert _difference([wide], [wide[:, :0]]) == (INF, 0)
 
 
+def test_the_largest_difference_is_that_of_all_outputs():
+    theirs = {"a": torch.ones(2), "b": torch.tensor([1.0, -4.0])}
+    assert model_difference({"a": torch.ones(2), "b": torch.tensor([1.0, -5.0])}, theirs) == 0.25
+    assert model_difference({"a": torch.tensor([1.0, 0.5]), "b": theirs["b"]}, theirs) == 0.5
+
+
 def test_least_scale():
     assert output_difference(torch.tensor([0.5]), torch.tensor([0.0]), least_scale=2.0) == 0.25
     assert output_difference(torch.tensor([0.0]), torch.tensor([8.0]), least_scale=2.0) == 1.0
@@ -58,7 +64,8 @@ def test_gradients_that_are_rounding_alone_count_beside_the_largest():
 def test_ties():
     theirs = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(1, 3, 2)
     ours = theirs[:, [0, 2, 1]]
-    assert queries_off({"boxes": ours}, {"boxes": theirs}).tolist() == [False, True, True]
+    for rounding in (1, 1 + 1e-6):
+        assert queries_off({"boxes": ours * rounding}, {"boxes": theirs}).tolist() == [False, True, True]
     assert difference_beside_ties({"boxes": ours}, {"boxes": theirs}) == (0.0, 2)
     assert difference_beside_ties({"boxes": theirs + 10}, {"boxes": theirs}) == (INF, 3)
 

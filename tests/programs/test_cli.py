@@ -25,10 +25,7 @@ from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
 from mx_driving.cli.app import app
 
-
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+pytestmark = pytest.mark.usefixtures("wide_terminal")
 
 
 def fifty_points(generator):

@@ -19,10 +19,7 @@ from mx_driving_portable import record
 B, D, H, W, C = SHAPE = 2, 2, 5, 4, 8
 BINS, ROWS = 6, 12  # depths of a pixel, pixels of all cameras
 
-
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+pytestmark = pytest.mark.usefixtures("wide_terminal")
 
 
 def lifted(points=150):

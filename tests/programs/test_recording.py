@@ -433,38 +433,6 @@ def test_sizes_and_options_are_written_as_plain_numbers(recording, tmp_path):
     assert "7 calls are right" in replay(tmp_path / "calls").output
 
 
-def flat_aggregation(inputs):
-    """Compute Sparse4D's older form of an aggregation by the newer operator, where each point is an anchor."""
-    value, shapes, starts, locations, weights = inputs
-    cams, rows = value.shape[1:3]
-    tables = shapes.expand(cams, -1, -1).contiguous(), starts + torch.arange(cams)[:, None] * rows
-    return value.flatten(1, 2), *tables, locations[:, :, None], weights[:, :, None]
-
-
-def test_the_older_interface_of_an_aggregation(recording, tmp_path, monkeypatch):
-    """Cameras' maps lie apart, and each point has a row of the output: Sparse4D before v3, GaussianFormer, Far3D."""
-    shapes, starts = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
-    older = torch.randn(2, 3, 30, 8), shapes, starts, torch.rand(2, 7, 3, 2), torch.rand(2, 7, 3, 2, 4)
-    backward = torch.ops.mx_driving.deformable_aggregation_backward.default
-
-    def add_gradients(*args):
-        gradients = backward(args[5], *flat_aggregation(args[:5]), [True] * 3)
-        for out, gradient in zip(args[6:], gradients, strict=True):
-            out += gradient.view(out.shape)
-
-    module = types.ModuleType("theirs.deformable_aggregation_ext")
-    module.deformable_aggregation_forward = lambda *args: mx_driving.deformable_aggregation(*flat_aggregation(args))
-    module.deformable_aggregation_backward = add_gradients
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    with recording():
-        out = module.deformable_aggregation_forward(*older)
-        zeros = [torch.zeros_like(older[i]) for i in (0, 3, 4)]
-        module.deformable_aggregation_backward(*older, torch.randn_like(out), *zeros)
-    judged = replay(tmp_path / "calls")
-    assert judged.output.rstrip().endswith("all is well: 2 calls are right")
-    assert all(f"  grad_{name} " in judged.output for name in ("value", "locations", "weights"))
-
-
 def test_the_table_has_each_function_once_and_replay_reads_each():
     keys = [(row.module, row.name) for row in record.FUNCTIONS]
     assert len(keys) == len(set(keys))

@@ -12,10 +12,7 @@ from recorded_calls import A, G, M, call, computed, replay, save
 
 from mx_driving._measure import plain
 
-
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+pytestmark = pytest.mark.usefixtures("wide_terminal")
 
 
 def judged(folder, *call, right=True, **facts):

@@ -15,10 +15,7 @@ INPUTS, GRAD = call(M)
 RIGHT = M, INPUTS, GRAD, computed(M, INPUTS, GRAD)  # what `save` takes
 TENSORS = {**dict(zip(NAMES, INPUTS, strict=True)), **RIGHT[3], "grad_output": GRAD}
 
-
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+pytestmark = pytest.mark.usefixtures("wide_terminal")
 
 
 @pytest.fixture
