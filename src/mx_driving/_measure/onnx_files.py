@@ -50,15 +50,24 @@ class Compared:
         )
 
 
-def session(path: Path) -> Any:
-    """Return a session that knows our nodes and uses as many threads as torch."""
+def session(path: Path, provider: str = "CPUExecutionProvider", devices: Sequence[Any] = (), **settings: str) -> Any:
+    """Return a session that knows our nodes and uses as many threads as torch: of a provider, or of devices of a plugin."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
     options.register_custom_ops_library(mx_driving.onnx.library())
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    if devices:
+        options.add_provider_for_devices(devices, settings)
+    return onnxruntime.InferenceSession(path, options, providers=None if devices else [provider])
+
+
+def run(running: Any, arrays: Arrays) -> dict[str, Any]:
+    """Return the outputs by name. Arrays that are no inputs of the file are ignored."""
+    names = {one.name for one in running.get_inputs()}
+    outputs = running.run(None, {name: array for name, array in arrays.items() if name in names})
+    return dict(zip((one.name for one in running.get_outputs()), outputs, strict=True))
 
 
 def inputs(running: Any, arrays: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
@@ -154,16 +163,14 @@ def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[A
     model = _file.load(path)
     with temporary_folder() as folder:
 
-        def run(model: Any) -> dict[str, Any]:
+        def run_model(model: Any) -> dict[str, Any]:
             _file.ir.save(model, folder / "model.onnx", external_data="model.data")
-            running = session(folder / "model.onnx")
-            return dict(zip((one.name for one in running.get_outputs()), running.run(None, dict(fed)), strict=True))
+            return run(session(folder / "model.onnx"), fed)
 
-        if not (names := _not_finite.find(model, locations, run)):
+        if not (names := _not_finite.find(model, locations, run_model)):
             return theirs, ""
-        origin = _not_finite.find_origin(model, names[0], run)
-        others = list(run(_not_finite.replace(model, names)).values())
-    masks = [_differs(one, other) for one, other in zip(theirs, others, strict=False)]
+        others, origin = _not_finite.run_with_finite(model, names, run_model)
+    masks = [_differs(one, other) for one, other in zip(theirs, others.values(), strict=False)]
     share = 100 * sum(int(mask.sum()) for mask in masks) / max(1, sum(mask.size for mask in masks))
     note = f"{share:.3g} % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}"
     return [np.where(mask, b, a) if a.shape == b.shape else a for a, b, mask in zip(theirs, ours, masks, strict=True)], note

@@ -140,7 +140,11 @@ class _Checker:
         fed, true = self.run_reference(inputs, defaults)
         arrays = {name: _array(v, {**fed, **true}) for name, v in values.items()}
         names_of_bad = [name for match in self.matches for name in match.locations if not np.isfinite(arrays[name]).all()]
-        others = self.run_with_others(fed, names_of_bad) if names_of_bad else {}
+        others: Arrays = {}
+        if names_of_bad:
+            others, self.origin = _not_finite.run_with_finite(
+                self.model, names_of_bad, lambda model: self.run_reference(fed, model=model)[1]
+            )
         for number, match in enumerate(self.matches):
             report.comparisons += self.compare_alone(match, arrays, self.folder / f"match{number}.onnx")
         report.outputs = self.compare_outputs(names, fed, true, others)
@@ -157,20 +161,11 @@ class _Checker:
         try:
             session = onnx_files.session(file)
             fed = onnx_files.inputs(session, inputs, defaults)
-            return fed, dict(zip((one.name for one in session.get_outputs()), session.run(None, fed), strict=True))
+            return fed, onnx_files.run(session, fed)
         except Problem:
             raise
         except Exception as error:  # onnxruntime raises a dozen classes
             raise Problem(f"path_in must run in onnxruntime on these inputs; got {first_line(error)}") from None
-
-    def run_with_others(self, fed: Arrays, names: list[str]) -> Arrays:
-        """Return the file's outputs with finite locations in place of NaN and infinity. Find where these come from."""
-
-        def run(model: ir.Model) -> Arrays:
-            return self.run_reference(fed, model=model)[1]
-
-        self.origin = _not_finite.find_origin(self.model, names[0], run)
-        return run(_not_finite.replace(self.model, names))
 
     def compare_alone(self, match: Match, arrays: Arrays, file: Path) -> list[Comparison]:
         """Run a file that has only the match."""

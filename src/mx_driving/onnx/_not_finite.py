@@ -32,7 +32,7 @@ def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor,
     return (value, shapes, starts, locations, weights), output, int(left_out.sum())
 
 
-def replace(model: ir.Model, names: Iterable[str]) -> ir.Model:
+def _replace_in_copy(model: ir.Model, names: Iterable[str]) -> ir.Model:
     """Return a copy of the model that replaces NaN and infinity in these tensors by finite numbers."""
     model = model.clone()
     values = {str(v.name): v for v in _values(model)}
@@ -71,7 +71,13 @@ def find(model: ir.Model, names: Iterable[str], run: Run) -> list[str]:
     return [name for name, array in arrays.items() if not np.isfinite(array).all()]
 
 
-def find_origin(model: ir.Model, name: str, run: Run) -> str:
+def run_with_finite(model: ir.Model, names: list[str], run: Run) -> tuple[Arrays, str]:
+    """Return the outputs with finite numbers in place of NaN and infinity in these tensors, and where these come from."""
+    origin = _find_origin(model, names[0], run)
+    return run(_replace_in_copy(model, names)), origin
+
+
+def _find_origin(model: ir.Model, name: str, run: Run) -> str:
     """Return in words where the NaN or infinity of a tensor comes from."""
     value = next(v for v in _values(model) if v.name == name)
     for _ in range(_RUNS):

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import onnx as ours
 from .._cli_support.files import read_arrays, temporary_folder
 from .._cli_support.problems import Problem, need
+from .._measure import onnx_files
 from .._operator.rules import first_line
 from ._matches import Arrays
 
@@ -67,20 +67,8 @@ def _onnxruntime(provider: str) -> Run:
         advice = "others are packages such as onnxruntime-ep-webgpu"
         raise Problem(f"--runtime onnxruntime:NAME must name one of its providers, {names} ({advice}); got {provider!r}")
     devices = [] if provider in providers or not provider else _register(provider, plugins[provider])
-
-    def run(path: Path, arrays: Arrays) -> Arrays:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        options.register_custom_ops_library(ours.library())
-        if devices:
-            options.add_provider_for_devices(devices, _OPTIONS.get(provider, {}))
-        by_name = {} if devices else {"providers": [provider or "CPUExecutionProvider"]}
-        session = onnxruntime.InferenceSession(path, options, **by_name)
-        inputs = {one.name for one in session.get_inputs()}
-        outputs = session.run(None, {name: array for name, array in arrays.items() if name in inputs})
-        return {one.name: array for one, array in zip(session.get_outputs(), outputs, strict=True)}
-
-    return run
+    provider, settings = provider or "CPUExecutionProvider", _OPTIONS.get(provider, {})
+    return lambda path, arrays: onnx_files.run(onnx_files.session(path, provider, devices, **settings), arrays)
 
 
 def _plugins() -> dict[str, Any]:
