@@ -8,7 +8,7 @@ program sums the points of a cell: no program adds to what another writes, and P
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -210,18 +210,9 @@ class _Points(NamedTuple):
         launch.run(_sorted_sums, len(self.others), tensors, (len(self.rows), len(self.depth)), options, **flags)
 
 
-def forward(
-    feat: Tensor,
-    depth: Tensor,
-    ranks_feat: Tensor,
-    ranks_depth: Tensor,
-    ranks_bev: Tensor,
-    bs: int,
-    d: int,
-    h: int,
-    w: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def forward(feat: Tensor, depth: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the output. `args` are the ranks of feat, depth and cells, and the sizes of the output."""
+    *ranks, bs, d, h, w = args
     channels, dtype = feat.shape[1], dtype or feat.dtype
     shape, none = (bs * d * h * w, channels), torch.empty(0, device=feat.device, dtype=torch.float32)
     if torch.are_deterministic_algorithms_enabled():
@@ -229,24 +220,13 @@ def forward(
     else:
         cells, run = torch.zeros(shape, device=feat.device, dtype=torch.float32), _Points.walk
     if cells.numel():
-        ranks = (t.contiguous() for t in (ranks_feat, ranks_depth, ranks_bev))
-        run(_Points(feat.contiguous(), depth.contiguous(), *ranks, cells), cells, none)
+        run(_Points(*(t.contiguous() for t in (feat, depth, *ranks)), cells), cells, none)
     return _transpose(cells.view(bs, d * h * w, channels), dtype).view(bs, channels, d, h, w)
 
 
-def backward(
-    grad_output: Tensor,
-    feat: Tensor,
-    depth: Tensor,
-    ranks_feat: Tensor,
-    ranks_depth: Tensor,
-    ranks_bev: Tensor,
-    bs: int,
-    d: int,
-    h: int,
-    w: int,
-    output_mask: list[bool],
-) -> tuple[Tensor, Tensor]:
+def backward(grad_output: Tensor, feat: Tensor, depth: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of feat and depth. `args` are those of the forward, and which gradients are needed."""
+    ranks_feat, ranks_depth, ranks_bev, bs, d, h, w, output_mask = args
     cells = grad_output.movedim(1, -1)
     if not cells.is_contiguous():
         cells = _transpose(grad_output.reshape(bs, feat.shape[1], d * h * w))

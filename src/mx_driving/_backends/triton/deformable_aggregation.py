@@ -6,20 +6,17 @@ A program reads up to 32 locations at once and then visits those that lie inside
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..._operator.description import OPERATORS, empty_gradients
-from . import deterministic, launch
+from ..._operator.description import OPERATORS
+from . import launch
+from .sampler import Kernels
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
 from .softmax import power
 
-_OPERATOR = OPERATORS["deformable_aggregation"]
 # A kernel is not compiled anew for other values of these.
 _VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]
 
@@ -97,7 +94,7 @@ def _weigh(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _forward(
-    features, shapes, starts, locations, weights, sums, pair_scale, output,
+    features, shapes, starts, locations, sums, pair_scale, weights, output,
     anchors, num_keys, batch_stride: tl.int64, key_stride: tl.int64,
     POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
@@ -141,7 +138,7 @@ def _forward(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _backward(
-    grad, features, shapes, starts, locations, weights, sums, pair_scale, grad_features, grad_locations, grad_weights,
+    grad, features, shapes, starts, locations, sums, pair_scale, weights, grad_features, grad_locations, grad_weights,
     targets, parts, anchors, num_keys, batch_stride: tl.int64, key_stride: tl.int64,
     POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr,
@@ -210,78 +207,11 @@ def _plan(
     sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
     if not backward:
         sizes["UNROLL"] = launch.unroll(scales)
-    return launch.plan(layout, tile, 64 if gpu.capped and not backward else None, **sizes)
+    registers = 64 if gpu.capped and not backward else None
+    return launch.plan(layout, tile, 1, points if backward else 1, registers, **sizes)
 
 
-class Samples(NamedTuple):
-    """What a kernel reads of samples."""
-
-    locations: Tensor
-    weights: Tensor  # or logits
-    sums: Tensor  # of the softmax, and what scales it: a bare kernel reads neither
-    pair_scale: Tensor
-    sizes: Sequence[int]  # points, cameras, scales, groups
-    flags: Mapping[str, int]  # of the kernel
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t.contiguous() for t in self[:4])
-
-
-def _bare(locations: Tensor, weight: Tensor) -> Samples:
-    flags = {"LOGITS": False, "SCALED": False}
-    return Samples(locations, weight, locations, locations, weight.shape[2:], flags)
-
-
-def forward(
-    feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor, dtype: torch.dtype | None = None
-) -> Tensor:
-    return sum_samples(feature_maps, shapes, starts, _bare(locations, weight), dtype)
-
-
-def sum_samples(feature_maps: Tensor, shapes: Tensor, starts: Tensor, samples: Samples, dtype: torch.dtype | None) -> Tensor:
-    """Return the output."""
-    bs, num_keys, channels = feature_maps.shape
-    anchors = samples.locations.shape[1]
-    launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
-    output = feature_maps.new_empty((bs, anchors, channels), dtype=dtype)
-    if not output.numel() or not samples.weights.numel() or not num_keys:
-        return output.zero_()
-    value = launch.packed(feature_maps)
-    plan = _plan(value.shape, value.stride(), value.element_size(), samples.sizes, launch.gpu(), False)
-    tensors = (value, shapes.contiguous(), starts.contiguous(), *samples.tensors, output)
-    launch.run(_forward, bs * anchors, tensors, (anchors, num_keys, *plan.strides), plan.options, **samples.flags)
-    return output
-
-
-def backward(
-    grad: Tensor, feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor, mask: list[bool]
-) -> tuple[Tensor, ...]:
-    others = empty_gradients((locations, weight), mask[1:])
-    return differentiate(grad, feature_maps, shapes, starts, _bare(locations, weight), others, mask)
-
-
-def differentiate(
-    grad: Tensor,
-    feature_maps: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    samples: Samples,
-    others: Sequence[Tensor],
-    mask: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Return the gradient of feature maps, and `others`, set to those of locations and weights. `mask` has a bool for each."""
-    bs, num_keys, _ = feature_maps.shape
-    points, cams, scales, groups = samples.sizes
-    launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
-    others = [g.zero_() for g in others]
-    if not grad.numel() or not samples.weights.numel() or not num_keys:
-        return (empty_gradients((feature_maps,), mask[:1])[0].zero_(), *others)
-    value = launch.packed(feature_maps)
-    plan = _plan(value.shape, value.stride(), value.element_size(), samples.sizes, launch.gpu(), True)
-    grad, anchors, tensors = grad.contiguous(), samples.locations.shape[1], samples.tensors
-    sums = deterministic.Sums(feature_maps, mask[0], _OPERATOR.rows * samples.weights.numel() // groups)
-    tensors = (grad, value, shapes.contiguous(), starts.contiguous(), *tensors, sums.buffer, *others, sums.targets, sums.parts)
-    flags = {**samples.flags, "VALUE": sums.how, "LOCATIONS": mask[1], "WEIGHTS": mask[2]}
-    launch.run(_backward, bs * anchors * points, tensors, (anchors, num_keys, *plan.strides), plan.options, **flags)
-    return (sums.finish(grad, tensors[5], points * cams * scales, groups), *others)
+_BARE = {"LOGITS": False, "SCALED": False}
+_GRADIENTS = "LOCATIONS", "WEIGHTS"
+kernels = Kernels(OPERATORS["deformable_aggregation"], _forward, _backward, _GRADIENTS, _plan, 4, _BARE)
+forward, backward = kernels.forward_of, kernels.backward_of

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..._operator import composition
 from . import deformable_aggregation, launch
+from .deformable_aggregation import kernels
+from .sampler import Samples
 from .softmax import power, read_pair, store_pair
 
 _NAME = "deformable_aggregation_with_logits"
@@ -203,40 +205,39 @@ def _run(kernel: Any, logits: Tensor, tensors: Sequence[Tensor], **flags: int) -
 
 def _normalised(
     points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor | None = None, pair_scale: Tensor | None = None
-) -> deformable_aggregation.Samples:
+) -> Samples:
     bs, anchors, cams, scales, pts, groups = logits.shape
     locations, sums = (logits.new_empty((bs, anchors, *shape), dtype=torch.float32) for shape in ((pts, cams, 2), (2, groups)))
     size = projection if image_size is None else image_size
     _run(_normalise, logits, (points, projection, logits, size, locations, sums), SIZED=image_size is not None)
     flags = {"LOGITS": True, "SCALED": pair_scale is not None}
     scale = logits if pair_scale is None else pair_scale
-    return deformable_aggregation.Samples(locations, logits, sums, scale, (pts, cams, scales, groups), flags)
+    return Samples((locations, sums, scale, logits), (pts, cams, scales, groups), flags)
 
 
-def forward(value: Tensor, shapes: Tensor, starts: Tensor, *inputs: Any, dtype: torch.dtype | None = None) -> Tensor:
-    return deformable_aggregation.sum_samples(value, shapes, starts, _normalised(*inputs), dtype)
+def forward(*inputs: Any, dtype: torch.dtype | None = None) -> Tensor:
+    return kernels.sum_samples(inputs[:3], _normalised(*inputs[3:]), dtype)
 
 
-def backward(grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients. `args` are the other inputs, and which gradients are needed."""
-    *inputs, mask = args
-    points, projection, logits, image_size, _ = inputs
+def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients. `args` are the inputs, and which gradients are needed."""
+    *tables, points, projection, logits, image_size, pair_scale, mask = args
     if mask[0] and torch.are_deterministic_algorithms_enabled():
-        return composition.backward(_NAME, deformable_aggregation.backward)(grad, value, shapes, starts, *args)
-    samples, of_locations = _normalised(*inputs), mask[1] or mask[2]
-    others = [
-        logits.new_empty(shape if needed else 0, dtype=torch.float32)
-        for shape, needed in ((samples.locations.shape, of_locations), (logits.shape, mask[3]))
-    ]
-    needed = (mask[0], of_locations, mask[3])
-    grad_value, *others = deformable_aggregation.differentiate(grad, value, shapes, starts, samples, others, needed)
+        return composition.backward(_NAME, deformable_aggregation.backward)(grad, *args)
+    samples = _normalised(points, projection, logits, image_size, pair_scale)
+    locations, sums, scale, _ = samples.tensors
+    needed = (mask[0], mask[1] or mask[2], mask[3])
+    shapes = zip((locations.shape, logits.shape), needed[1:], strict=True)
+    others = [logits.new_empty(shape if needs else 0, dtype=torch.float32) for shape, needs in shapes]
+    grad_value, *others = kernels.differentiate(grad, tables, samples, others, needed)
     grad_points = points.new_zeros(points.shape if mask[1] else 0)
     grad_logits = logits.new_empty(logits.shape if mask[3] else 0)
     if mask[1] or mask[3]:
         size = projection if image_size is None else image_size
-        tensors = (points, projection, logits, size, samples.sums, samples.pair_scale, *others, grad_points, grad_logits)
-        flags = {"SIZED": image_size is not None, "SCALED": samples.flags["SCALED"], "OF_POINTS": mask[1], "OF_LOGITS": mask[3]}
+        tensors = (points, projection, logits, size, sums, scale, *others, grad_points, grad_logits)
+        flags = {"SIZED": image_size is not None, "SCALED": pair_scale is not None, "OF_POINTS": mask[1], "OF_LOGITS": mask[3]}
         _run(_backward, logits, tensors, **flags)
+    inputs = points, projection, logits, image_size, pair_scale
     return grad_value, grad_points, _grad_projection(inputs, others) if mask[2] else projection.new_empty(0), grad_logits
 
 

@@ -48,33 +48,36 @@ def _ordered_sums(
 class Sums:
     """How the gradient of `value` is made, and the memory that the operator's kernel writes for it."""
 
-    def __init__(self, value: Tensor, needed: bool, corners: int) -> None:
-        self.value, device = value, value.device
+    def __init__(self, value: Tensor, needed: bool, per_sample: int, samples: int) -> None:
+        """Make memory for so many samples of so many corners each."""
+        self.value, self.samples = value, samples
         ordered = needed and torch.are_deterministic_algorithms_enabled()
         self.how = (RECORDED if ordered else ADDED if needed else NOT_NEEDED).value
         # 16-bit gradients are summed in float32 and rounded once
-        self.buffer = torch.zeros(value.shape if self.how == ADDED.value else 0, dtype=torch.float32, device=device)
+        like = value if self.how == ADDED.value else value.new_empty(0)
+        self.buffer = torch.zeros_like(like, dtype=torch.float32, memory_format=torch.contiguous_format)
         self.targets = self.parts = self.buffer  # not read or written
         if ordered:
-            self.targets = torch.full((corners,), -1, dtype=torch.int64, device=device)  # -1: adds to no row
-            self.parts = torch.empty(corners, dtype=torch.float32, device=device)
+            self.targets = torch.full((per_sample * samples,), -1, dtype=torch.int64, device=value.device)  # -1: adds to no row
+            self.parts = torch.empty_like(self.targets, dtype=torch.float32)
 
-    def finish(self, grad: Tensor, weights: Tensor, per_row: int, groups: int = 1) -> Tensor:
+    def finish(self, grad: Tensor, weights: Tensor) -> Tensor:
         """Return the gradient in value's dtype, or an empty tensor. `grad` and `weights` must be contiguous."""
         if self.how == ADDED.value:
             return self.buffer.to(self.value.dtype)
         if self.how == NOT_NEEDED.value:
             return torch.empty(0, dtype=self.value.dtype, device=self.value.device)
-        return self._ordered(grad, weights, per_row, groups)
+        return self._ordered(grad, weights)
 
-    def _ordered(self, grad: Tensor, weights: Tensor, per_row: int, groups: int) -> Tensor:
+    def _ordered(self, grad: Tensor, weights: Tensor) -> Tensor:
         channels = self.value.shape[-1]
         rows = self.value.numel() // channels
         targets, order = torch.sort(self.targets, stable=True)
         ends = torch.searchsorted(targets, torch.arange(rows + 1, device=targets.device))
         output = torch.empty(self.value.shape, dtype=self.value.dtype, device=self.value.device)
         columns, warps = launch.tile(channels, 4, 1, launch.gpu().lanes)[1:]
-        options = {"PER_SAMPLE": self.targets.numel() * groups // weights.numel(), "PER_ROW": per_row, "GROUPS": groups}
+        per_sample, per_row = self.targets.numel() // self.samples, self.samples * channels // grad.numel()
+        options = {"PER_SAMPLE": per_sample, "PER_ROW": per_row, "GROUPS": weights.numel() // self.samples}
         options |= {"CHANNELS": channels, "COLUMNS": columns, "num_warps": warps}
         launch.run(_ordered_sums, rows, (order, ends, self.parts, grad, weights, output), (), options)
         return output

@@ -1,4 +1,4 @@
-"""geometric_kernel_attention on a GPU: the kernels. attention.py launches them."""
+"""geometric_kernel_attention on a GPU: the kernels. sampler.py launches them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ..._operator.description import OPERATORS
-from . import attention
-from .attention import VARYING, tile_of
+from .attention import VARYING, plan, tile_of
+from .sampler import Kernels
 from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one
 from .softmax import read_pair, start_row, weigh
 
@@ -128,5 +128,5 @@ def _backward(
 
 
 _OPERATOR = OPERATORS["geometric_kernel_attention"]
-kernels = attention.Kernels(_OPERATOR, _forward, _backward, ("WEIGHTS",), {"LOGITS": False})
+kernels = Kernels(_OPERATOR, _forward, _backward, ("WEIGHTS",), plan, 3, {"LOGITS": False})
 forward, backward = kernels.forward_of, kernels.backward_of

@@ -77,7 +77,8 @@ def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: 
 class Plan(NamedTuple):
     """What a launch depends on besides its tensors. Kept for each layout, because working it out is a third of a small call."""
 
-    rows: int  # of a tile
+    queries: int  # of a program
+    parts: int  # programs that share these queries: heads, or points
     strides: tuple[int, ...]
     options: dict[str, int]  # what the kernel is compiled for: the model's sizes, never batch, queries or map sizes
 
@@ -110,7 +111,7 @@ def _warps(elements: int, per_thread: int, lanes: int) -> int:
     return min(_MOST_THREADS // lanes, elements // (lanes * per_thread))
 
 
-def plan(layout: Layout, tile: Tile, registers: int | None, **sizes: int) -> Plan:
+def plan(layout: Layout, tile: Tile, queries: int, parts: int, registers: int | None, **sizes: int) -> Plan:
     """Return a plan. `sizes` are the operator's own constants; `registers` is the most that a thread may take.
 
     The compiler takes more registers under such a limit than without one, and has more reads in flight. On an H100 the float32
@@ -119,7 +120,7 @@ def plan(layout: Layout, tile: Tile, registers: int | None, **sizes: int) -> Pla
     """
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LANE": layout.lane, "KEY": layout.key}
     options = {**sizes, **shape, "num_warps": tile.warps, **({"maxnreg": registers} if registers else {})}
-    return Plan(tile.rows, layout.strides, options)
+    return Plan(queries, parts, layout.strides, options)
 
 
 def unroll(points: int) -> int:

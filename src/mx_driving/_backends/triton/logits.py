@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .sampler import Samples
 
 _ELEMENTS = 512  # of a tile
-MOST_SAMPLES = 4096  # of a row; more would not fit into registers
+_MOST_SAMPLES = 4096  # of a row; more would not fit into registers
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -26,12 +30,17 @@ def _differentiate(logits, grad_weights, grad_logits, rows, SAMPLES: tl.constexp
     tl.store(grad_logits + at, grad.to(grad_logits.dtype.element_ty), mask=here)
 
 
-def differentiate_softmax(logits: Tensor, grad_weights: Tensor, samples: int) -> Tensor:
-    """Return the gradient of logits, whose rows have so many samples: at most MOST_SAMPLES."""
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+def weights_are_needed(samples: Samples, mask: Sequence[bool]) -> bool:
+    """Return whether a backward needs ready weights: to record them in deterministic mode, or because rows are too long."""
+    return (mask[0] and torch.are_deterministic_algorithms_enabled()) or math.prod(samples.sizes[1:]) > _MOST_SAMPLES
+
+
+def differentiate_softmax(samples: Samples, grad_weights: Tensor) -> Tensor:
+    """Return the gradient of logits."""
+    logits, count = samples.tensors[-1].contiguous(), math.prod(samples.sizes[1:])
+    gradient = torch.empty_like(logits)
     if logits.numel():
-        columns, rows = triton.next_power_of_2(samples), logits.numel() // samples
-        options = {"SAMPLES": samples, "ROWS": max(1, _ELEMENTS // columns), "COLUMNS": columns}
-        tensors = logits.contiguous(), grad_weights, gradient
-        launch.run(_differentiate, -(-rows // options["ROWS"]), tensors, (rows,), options)
+        columns, rows = triton.next_power_of_2(count), logits.numel() // count
+        options = {"SAMPLES": count, "ROWS": max(1, _ELEMENTS // columns), "COLUMNS": columns}
+        launch.run(_differentiate, -(-rows // options["ROWS"]), (logits, grad_weights, gradient), (rows,), options)
     return gradient

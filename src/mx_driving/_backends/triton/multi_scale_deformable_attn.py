@@ -1,4 +1,4 @@
-"""multi_scale_deformable_attn on a GPU: the kernels. attention.py launches them."""
+"""multi_scale_deformable_attn on a GPU: the kernels. sampler.py launches them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ..._operator.description import OPERATORS
-from . import attention
-from .attention import VARYING, tile_of
+from .attention import VARYING, plan, tile_of
+from .sampler import Kernels
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
 from .softmax import locate, read_pair, start_row, store_pair, weigh
 
@@ -129,5 +129,5 @@ def _backward(
 
 _BARE = {"REFERENCES": 0, "BY_POINT": False, "BOX": False}
 _GRADIENTS = "LOCATIONS", "WEIGHTS"
-kernels = attention.Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward, _GRADIENTS, _BARE)
+kernels = Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward, _GRADIENTS, plan, 3, _BARE)
 forward, backward = kernels.forward_of, kernels.backward_of

@@ -1,0 +1,97 @@
+"""The launches of the operators that sample value at locations: what attention and aggregation have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._operator.description import Operator, empty_gradients
+from . import deterministic, launch
+
+
+class Samples(NamedTuple):
+    """What a kernel reads of samples."""
+
+    tensors: Sequence[Tensor]  # locations, or what locations are made of; the last one is weights or logits
+    sizes: Sequence[int]  # heads, levels, points; or points, cameras, scales, groups
+    flags: Mapping[str, int]  # of the kernel
+
+
+class Kernels(NamedTuple):
+    """The kernels of an operator, and their launches. `tables` below are value, shapes and starts."""
+
+    operator: Operator
+    forward: Any
+    backward: Any
+    gradients: tuple[str, ...]  # that the backward makes besides that of value
+    plan: Callable[..., launch.Plan]
+    tensors: int  # that a kernel reads of samples; a bare kernel reads two of them, locations and weights
+    flags: Mapping[str, int]  # of the bare operator
+
+    def _bare(self, locations: Tensor, weights: Tensor) -> Samples:
+        return Samples((*(locations,) * (self.tensors - 1), weights), weights.shape[2:], self.flags)
+
+    def forward_of(
+        self,
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return self.sum_samples((value, shapes, starts), self._bare(locations, weights), dtype)
+
+    def sum_samples(self, tables: Sequence[Tensor], samples: Samples, dtype: torch.dtype | None) -> Tensor:
+        """Return the output."""
+        value, shapes, starts = tables
+        bs, num_keys, *row = value.shape
+        weights = samples.tensors[-1]
+        queries = weights.shape[1]
+        launch.check(*self.operator.tables, shapes, starts, num_keys)
+        output = value.new_empty((bs, queries, math.prod(row)), dtype=dtype)
+        if not output.numel() or not weights.numel() or not num_keys:
+            return output.zero_()
+        value = launch.packed(value)
+        plan = self.plan(value.shape, value.stride(), value.element_size(), samples.sizes, launch.gpu(), False)
+        tensors = (value, shapes.contiguous(), starts.contiguous(), *map(Tensor.contiguous, samples.tensors), output)
+        programs = bs * plan.parts * -(-queries // plan.queries)
+        launch.run(self.forward, programs, tensors, (queries, num_keys, *plan.strides), plan.options, **samples.flags)
+        return output
+
+    def backward_of(
+        self, grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
+    ) -> tuple[Tensor, ...]:
+        inputs = (value, shapes, starts, locations, weights)
+        others = empty_gradients([inputs[i] for i in self.operator.differentiable[1:]], mask[1:])
+        return self.differentiate(grad, inputs[:3], self._bare(locations, weights), others, mask)
+
+    def differentiate(
+        self, grad: Tensor, tables: Sequence[Tensor], samples: Samples, others: Sequence[Tensor], mask: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """Return the gradient of value, and `others` after the kernel has written them. `mask` has a number for each."""
+        value, shapes, starts = tables
+        bs, num_keys, *_ = value.shape
+        weights, sparse = samples.tensors[-1].contiguous(), self.operator.kind == "aggregation"
+        queries = weights.shape[1]
+        launch.check(*self.operator.tables, shapes, starts, num_keys)
+        nothing = not (grad.numel() and weights.numel() and num_keys)
+        if nothing or sparse:  # such a kernel writes nothing for points outside of images
+            others = [g.zero_() for g in others]
+        if nothing:
+            return empty_gradients((value,), mask[:1])[0].zero_(), *others
+        value, grad = launch.packed(value), grad.contiguous()
+        plan = self.plan(value.shape, value.stride(), value.element_size(), samples.sizes, launch.gpu(), True)
+        sums = deterministic.Sums(
+            value, bool(mask[0]), self.operator.rows, weights.numel() // (samples.sizes[-1] if sparse else 1)
+        )
+        tensors = (grad, value, shapes.contiguous(), starts.contiguous(), *map(Tensor.contiguous, samples.tensors))
+        tensors += (sums.buffer, *others, sums.targets, sums.parts)
+        flags = dict(zip(self.gradients, mask[1:], strict=True)) | samples.flags
+        programs = bs * plan.parts * -(-queries // plan.queries)
+        launch.run(self.backward, programs, tensors, (queries, num_keys, *plan.strides), plan.options, VALUE=sums.how, **flags)
+        return sums.finish(grad, weights), *others
