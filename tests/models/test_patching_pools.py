@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import attention_modules
@@ -31,42 +32,35 @@ def library(source):
     return attention_modules.library(Extension("ext"), source=source)
 
 
-BEVDET = """
-class QuickCumsumCuda(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths):
-        return ext.bev_pool_v2_forward(depth)
+def over(name, parameters, rest):
+    """An autograd function over the extension, and what is written beside it."""
+    forward = f"    @staticmethod\n    def forward(ctx, {parameters}):\n        return ext.forward({parameters})\n"
+    return f"class {name}(torch.autograd.Function):\n{forward}{rest}"
 
-def bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths):
-    x = QuickCumsumCuda.apply(
-        depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths
-    )
-    return x.permute(0, 4, 1, 2, 3).contiguous()
-"""
-BEVFUSION = """
-class QuickCumsumCuda(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, geom_feats, ranks, B, D, H, W):
-        return ext.bev_pool_forward(x)
 
+LIFT = "depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths"
+BEVDET = over("QuickCumsumCuda", LIFT, f"""
+def bev_pool_v2({LIFT}):
+    return QuickCumsumCuda.apply({LIFT}).permute(0, 4, 1, 2, 3).contiguous()
+""")  # fmt: skip
+BEVFUSION = over("QuickCumsumCuda", "x, geom_feats, ranks, B, D, H, W", """
 def bev_pool(feats, coords, B, D, H, W):
     order = (coords @ torch.tensor([W * D * B, D * B, B, 1])).argsort()
     return QuickCumsumCuda.apply(feats[order], coords[order], order, B, D, H, W).permute(0, 4, 1, 2, 3).contiguous()
-"""
-BEVDEPTH = """
-class VoxelPooling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, geom_xyz, input_features, voxel_num):
-        return ext.voxel_pooling_forward_wrapper(geom_xyz)
-
+""")  # fmt: skip
+BEVDEPTH = over("VoxelPooling", "geom_xyz, input_features, voxel_num", """
     @staticmethod
     def backward(ctx, grad):
         return None, ext.backward(grad), None
 
 voxel_pooling = VoxelPooling.apply
-"""
-PLAIN = """
-def bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths):
+""")  # fmt: skip
+# BEVDepth has no backward of it; ours has the right one.
+IN_INFERENCE = over("VoxelPoolingInference", "geom_xyz, depth_features, context_features, voxel_num", """
+voxel_pooling_inference = VoxelPoolingInference.apply
+""")  # fmt: skip
+PLAIN = f"""
+def bev_pool_v2({LIFT}):
     b, d, h, w, c = bev_feat_shape
     rows = depth.flatten()[ranks_depth.long(), None] * feat.reshape(-1, c)[ranks_feat.long()]
     return feat.new_zeros(b * d * h * w, c).index_add(0, ranks_bev, rows).view(b, d, h, w, c).permute(0, 4, 1, 2, 3)
@@ -83,7 +77,12 @@ def voxel_pooling(geom_xyz, input_features, voxel_num):
     out = input_features.new_zeros(len(geom_xyz), Y, X, input_features.shape[-1])
     return out.index_put((b, y[inside], x[inside]), input_features[inside], accumulate=True).permute(0, 3, 1, 2)
 """
-TRUTH = library(PLAIN)
+LIFTED_BY_HAND = """
+def voxel_pooling_inference(places, depth, context, number):
+    rows = (depth[:, None] * context[:, :, None]).permute(0, 2, 3, 4, 1)
+    return voxel_pooling(places.flatten(1, 4), rows.reshape(len(places), -1, rows.shape[-1]), number)
+"""
+TRUTH = library(PLAIN + LIFTED_BY_HAND)
 
 
 def lifted():
@@ -104,101 +103,92 @@ def rows():
 
 def frustum():
     generator = torch.Generator().manual_seed(5)
-    return (
-        torch.randint(-1, 5, (B, 60, 3), generator=generator),
-        torch.randn(B, 60, C, generator=generator),
-        torch.tensor([W, H, D]),
-    )
+    places = torch.randint(-1, 5, (B, 60, 3), generator=generator)
+    return places, torch.randn(B, 60, C, generator=generator), torch.tensor([W, H, D])
+
+
+def images(dtype):
+    generator = torch.Generator().manual_seed(6)
+    places = torch.randint(-1, 5, (B, 3, 4, 2, 3, 3), generator=generator).to(dtype)
+    depth, context = torch.rand(B * 3, 4, 2, 3, generator=generator), torch.randn(B * 3, C, 2, 3, generator=generator)
+    return places, depth, context, torch.tensor([W, H, D])
 
 
 INPUTS = {"bev_pool_v2": lifted, "bev_pool": rows, "voxel_pooling": frustum}
 
 
-def is_right(name, function):
-    """Beside float64 truth, output and gradients."""
-    args = INPUTS[name]()
+def is_right(name, function, args):
+    """Beside float64 truth, output and gradients, by one operator."""
     wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     for got, true in zip(results(function, *args), results(getattr(TRUTH, name), *wide), strict=True):
         assert got.dtype == torch.float32
         assert_close(got.double(), true, rtol=1e-5, atol=1e-5)
+    assert operators(function, *args) == POOL
 
 
-OVER_EXTENSIONS = {
-    "bev_pool_v2": (BEVDET, ("QuickCumsumCuda", "bev_pool_v2")),
-    "bev_pool": (BEVFUSION, ("QuickCumsumCuda", "bev_pool")),
-    "voxel_pooling": (BEVDEPTH, ("VoxelPooling",)),
-}
+OVER_EXTENSIONS = [
+    ("bev_pool_v2", BEVDET, ("QuickCumsumCuda", "bev_pool_v2"), lifted),
+    ("bev_pool", BEVFUSION, ("QuickCumsumCuda", "bev_pool"), rows),
+    ("voxel_pooling", BEVDEPTH, ("VoxelPooling",), frustum),
+    *(
+        ("voxel_pooling_inference", IN_INFERENCE, ("VoxelPoolingInference",), functools.partial(images, dtype))
+        for dtype in (torch.int32, torch.int64)
+    ),
+]
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("name", OVER_EXTENSIONS)
-def test_over_an_extension(name, alone):
+@pytest.mark.parametrize(("name", "source", "replaced", "inputs"), OVER_EXTENSIONS)
+def test_over_an_extension(name, source, replaced, inputs, alone):
     """The class is taken by name; the function around it is tried after it. A name for `apply` from before is served, too. A
     model's file may import the function alone: the class is where the function was defined."""
-    source, replaced = OVER_EXTENSIONS[name]
     module, model = library(source), types.ModuleType("a_model")
     function = vars(model)[name] = getattr(module, name)
     before = [dict(vars(thing)) for thing in vars(module).values() if isinstance(thing, type)]
     with mx_driving.patched(model if alone and len(replaced) > 1 else module) as done:
         assert done.replaced == tuple(f"a_library.{one}" for one in replaced)
         assert done.skipped == {}
-        is_right(name, function)
-        assert operators(function, *INPUTS[name]()) == POOL
+        is_right(name, function, inputs())
     with pytest.raises(RuntimeError, match="must be a CUDA tensor"):
-        function(*INPUTS[name]())
-    after = [dict(vars(thing)) for thing in vars(module).values() if isinstance(thing, type)]
-    assert before == after
+        function(*inputs())
+    assert before == [dict(vars(thing)) for thing in vars(module).values() if isinstance(thing, type)]
 
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_in_plain_torch(name):
     module = library(PLAIN)
-    function = getattr(module, name)
-    expected = results(function, *INPUTS[name]())
+    function, args = getattr(module, name), INPUTS[name]()
+    expected = results(function, *args)
     with mx_driving.patched(module) as done:
         assert set(done.replaced) == {f"a_library.{one}" for one in INPUTS}
-        is_right(name, function)
-        assert operators(function, *INPUTS[name]()) == POOL
-    assert operators(function, *INPUTS[name]()) == []
-    assert_close(results(function, *INPUTS[name]()), expected)
+        is_right(name, function, args)
+    assert operators(function, *args) == []
+    assert_close(results(function, *args), expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (("* feat", "+ feat"), "bev_pool_v2"),
-        (("h, w, d, b = coords", "w, h, d, b = coords"), "bev_pool"),
-        ((" & (z >= 0) & (z < Z)", ""), "voxel_pooling"),
-        (("x, y, z = geom", "y, x, z = geom"), "voxel_pooling"),
-    ],
-)
-def test_what_computes_something_else_is_left_alone(change, name):
-    module = library(PLAIN.replace(*change))
-    with pytest.warns(UserWarning, match=f"left a_library.{name} alone"):
-        done = mx_driving.patch(module)
-    done.restore()
-    assert set(done.replaced) == {f"a_library.{one}" for one in INPUTS if one != name}
-    assert list(done.skipped) == [f"a_library.{name}"]
+CHANGES = [
+    *(("bev_pool_v2", "* feat", "+ feat", True), ("bev_pool", "h, w, d, b = coords", "w, h, d, b = coords", True)),
+    *(("voxel_pooling", " & (z >= 0) & (z < Z)", "", True), ("voxel_pooling", "x, y, z = geom", "y, x, z = geom", True)),
+    *((name, f"def {name}(", "def something(", False) for name in INPUTS),
+]
 
 
-@pytest.mark.parametrize("name", INPUTS)
-def test_other_functions_of_these_parameters_are_not_looked_at(name):
-    module = library(PLAIN.replace(f"def {name}(", "def something("))
-    with mx_driving.patched(module) as done:
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left")
+@pytest.mark.parametrize(("name", "words", "others", "said"), CHANGES)
+def test_what_computes_something_else_or_has_another_name_is_left_alone(name, words, others, said):
+    """Another name is not looked at."""
+    with mx_driving.patched(library(PLAIN.replace(words, others))) as done:
         assert set(done.replaced) == {f"a_library.{one}" for one in INPUTS if one != name}
-        assert done.skipped == {}
+        assert list(done.skipped) == [f"a_library.{name}"] * said
 
 
-def test_what_calls_a_compiled_file_is_not_tried():
+@pytest.mark.parametrize("called", ["inner(feats)", "zeros(1)"])
+def test_what_calls_a_compiled_file_is_not_tried(called):
     """It might end the process."""
     compiled = (getattr(np, "_core", None) or np.core)._multiarray_umath  # _core from NumPy 2 on
     inner = "def inner(*args):\n    inner2()\n    return ext.zeros(1)\n\ndef inner2():\n    inner\n"
-    module = library(f"{inner}\ndef bev_pool(feats, coords, B, D, H, W):\n    return inner(feats)\n")
-    module.ext = compiled
-    with pytest.raises(ValueError, match="it calls a compiled file"):
-        mx_driving.patch(module)
-    module = library("\ndef bev_pool(feats, coords, B, D, H, W):\n    return zeros(1)\n")
-    module.zeros = compiled.zeros
+    module = library(f"{inner}\ndef bev_pool(feats, coords, B, D, H, W):\n    return {called}\n")
+    vars(module).update(ext=compiled, zeros=compiled.zeros)
     with pytest.raises(ValueError, match="it calls a compiled file"):
         mx_driving.patch(module)
 
@@ -220,37 +210,6 @@ def test_sizes_that_are_elements_of_a_tensor_and_points_outside():
     places[40:50, 0], places[50:, 3] = H, -1
     with mx_driving.patched(module):
         assert_close(module.bev_pool(feats, places, B, *torch.tensor(sizes[1:])), expected)
-
-
-IN_INFERENCE = """
-class VoxelPoolingInference(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, geom_xyz, depth_features, context_features, voxel_num):
-        return ext.voxel_pooling_inference_forward_wrapper(geom_xyz)
-
-voxel_pooling_inference = VoxelPoolingInference.apply
-"""
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_bevdepths_pool_of_inference(dtype):
-    """It lifts the context itself. BEVDepth has no backward of it; ours has the right one."""
-    generator = torch.Generator().manual_seed(6)
-    places = torch.randint(-1, 5, (B, 3, 4, 2, 3, 3), generator=generator).to(dtype)
-    depth, context = torch.rand(B * 3, 4, 2, 3, generator=generator), torch.randn(B * 3, C, 2, 3, generator=generator)
-    number = torch.tensor([W, H, D])
-
-    def lifted_by_hand(places, depth, context, number):
-        rows = (depth[:, None] * context[:, :, None]).permute(0, 2, 3, 4, 1)
-        return TRUTH.voxel_pooling(places.flatten(1, 4), rows.reshape(B, -1, C), number)
-
-    module = library(IN_INFERENCE)
-    expected = results(lifted_by_hand, places, depth.double(), context.double(), number)
-    with mx_driving.patched(module) as done:
-        assert done.replaced == ("a_library.VoxelPoolingInference",)
-        found = results(module.voxel_pooling_inference, places, depth, context, number)
-        assert operators(module.voxel_pooling_inference, places, depth, context, number) == POOL
-    assert_close([t.double() for t in found], expected, rtol=1e-5, atol=1e-5)
 
 
 MAPTR = """
@@ -276,25 +235,23 @@ def test_pools_that_have_no_gradient_have_none_afterwards():
         assert (set(done.replaced), done.skipped) == ({"a_library.Quickcumsum_cpu", "a_library.bev_pool"}, {})
         out = module.bev_pool(*args)
         assert operators(module.bev_pool, *args) == POOL
-        ranks = torch.arange(len(args[0]))
-        sorted_out = module.Quickcumsum_cpu(*args[:2], ranks, *args[2:])
+        sorted_out = module.Quickcumsum_cpu(*args[:2], torch.arange(len(args[0])), *args[2:])
     assert [out.requires_grad, sorted_out.requires_grad] == [False, False]
-    assert_close(out, TRUTH.bev_pool(*args).detach())
-    assert_close(sorted_out.permute(0, 4, 1, 2, 3), out)
+    assert_close([out, sorted_out.permute(0, 4, 1, 2, 3)], [TRUTH.bev_pool(*args).detach()] * 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "index", "change"),
     [
-        ("bev_pool", lambda feats, places, *sizes: (feats, places + 0.5, *sizes)),
-        ("bev_pool", lambda feats, places, *sizes: ((feats * 8).long(), places, *sizes)),
-        ("voxel_pooling", lambda places, feats, number: (places + 0.5, feats, number)),
-        ("bev_pool_v2", lambda depth, feat, ranks, *rest: (depth, feat, ranks.to(torch.int16), *rest)),
+        ("bev_pool", 1, lambda places: places + 0.5),
+        ("bev_pool", 0, lambda feats: (feats * 8).long()),
+        ("voxel_pooling", 0, lambda places: places + 0.5),
+        ("bev_pool_v2", 2, lambda ranks: ranks.to(torch.int16)),
     ],
 )
-def test_what_operators_refuse_runs_the_pools_own_code(name, change):
-    module = library(PLAIN)
-    args = change(*INPUTS[name]())
+def test_what_operators_refuse_runs_the_pools_own_code(name, index, change):
+    module, args = library(PLAIN), list(INPUTS[name]())
+    args[index] = change(args[index])
     expected = getattr(module, name)(*args)
     with mx_driving.patched(module):
         assert torch.equal(getattr(module, name)(*args), expected)
@@ -304,8 +261,6 @@ def test_rows_without_a_place_are_the_pools_own_matter():
     module, over_extension, (feats, places, *sizes) = library(PLAIN), library(BEVFUSION), rows()
     with mx_driving.patched(module), pytest.raises(RuntimeError, match="shape mismatch"):
         module.bev_pool(feats, places[:40], *sizes)
-    with (
-        mx_driving.patched(over_extension),
-        pytest.raises(ValueError, match=r"feats must have shape \(n=40, C\); got \(60, 3\)"),
-    ):
+    words = r"feats must have shape \(n=40, C\); got \(60, 3\)"
+    with mx_driving.patched(over_extension), pytest.raises(ValueError, match=words):
         over_extension.QuickCumsumCuda.apply(feats, places[:40], places[:40, 0], *sizes)
