@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ._operator import composition, geometry
-from ._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL, Operator, SamplingInputs
+from ._operator.description import OPERATORS, Operator, SamplingInputs
 from ._operator.rules import flag
 
 # The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
@@ -124,7 +124,7 @@ def _look(operator: Operator, args: tuple[Any, ...]) -> None:
             _warn(operator.name, f"NaN in {name}", name, "have no NaN", _percent(fraction))
     if bare.kind != "pooling":
         inputs = SamplingInputs(*inputs), SamplingInputs(*bare.inputs)
-    for look in _LOOKS[bare.name]:
+    for look in _looks_of(bare):
         for finding in look(*inputs) if look is not _softmaxed or not operator.bare else ():
             _warn(operator.name, *finding)
 
@@ -300,10 +300,12 @@ def _pooled(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
         yield "exchanged", "bev_feat_shape", "be (B, D, H, W, C)", fact
 
 
-_MAPS = (_softmaxed, _swapped_levels, _row_ends, _rows_of_maps)
-_LOOKS: dict[str, tuple[Callable[..., Iterator[Finding]], ...]] = {
-    MULTI_SCALE: (_as_fractions, *_MAPS),
-    AGGREGATION: (_as_fractions, *_MAPS, _scale_major),
-    GEOMETRIC: (_in_pixels, *_MAPS),
-    POOL: (_pooled,),
-}
+def _looks_of(operator: Operator) -> Iterator[Callable[..., Iterator[Finding]]]:
+    """Yield what looks at a bare operator's inputs. Operators that read one row for a sample have locations in pixels."""
+    if operator.kind == "pooling":
+        yield _pooled
+        return
+    yield _in_pixels if operator.rows == 1 else _as_fractions
+    yield from (_softmaxed, _swapped_levels, _row_ends, _rows_of_maps)
+    if operator.kind == "aggregation":
+        yield _scale_major
