@@ -239,7 +239,8 @@ def _read(text: str) -> Iterator[Operator]:
 
 
 OPERATORS = {operator.name: operator for operator in _read(TEXT)}
-MULTI_SCALE, AGGREGATION, GEOMETRIC, POOL = (name for name, operator in OPERATORS.items() if not operator.bare)
+MULTI_SCALE, AGGREGATION = "multi_scale_deformable_attn", "deformable_aggregation"
+GEOMETRIC, POOL = "geometric_kernel_attention", "bev_pool_v3"
 # The operators that read maps at locations.
 SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.kind != "pooling"}
 

@@ -6,67 +6,43 @@ Like the vendor's, they know neither autograd nor autocast; gradients are separa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from .._dispatch.functions import as_compiled, backward_as_compiled
+from mx_driving_portable.record import Function
+
+from .._dispatch.functions import backward_as_compiled
+from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE
 from .._operator.rules import explain_missing
 from ..ops import _extension
 from ..ops._arguments import explain_arguments
-from ..ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
-from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn as _multi_scale
-from ..ops.npu_deformable_aggregation import deformable_aggregation as _aggregation
+from ..ops._stand_ins import FORWARDS, stand_in
 
-__all__ = [
-    "geometric_kernel_attention",
-    "geometric_kernel_attention_backward",
-    "geometric_kernel_attention_forward",
-    "multi_scale_deformable_attn",
-    "multi_scale_deformable_attn_backward",
-    "multi_scale_deformable_attn_grad",
-    "npu_bev_pool",
-    "npu_bev_pool_backward",
-    "npu_bev_pool_v2",
-    "npu_bev_pool_v2_backward",
-    "npu_bev_pool_v3",
-    "npu_bev_pool_v3_backward",
-    "npu_deformable_aggregation",
-    "npu_deformable_aggregation_backward",
-    "npu_geometric_kernel_attention",
-    "npu_geometric_kernel_attention_backward",
-    "npu_geometric_kernel_attention_func",
-    "npu_multi_scale_deformable_attn_function",
-]
+# operator -> the names of its forward and of its backward
+_NAMES = {
+    MULTI_SCALE: (
+        "multi_scale_deformable_attn npu_multi_scale_deformable_attn_function",
+        "multi_scale_deformable_attn_backward multi_scale_deformable_attn_grad",
+    ),
+    AGGREGATION: ("npu_deformable_aggregation", "npu_deformable_aggregation_backward"),
+    GEOMETRIC: (
+        "geometric_kernel_attention npu_geometric_kernel_attention npu_geometric_kernel_attention_func",
+        "geometric_kernel_attention_backward npu_geometric_kernel_attention_backward",
+    ),
+}
+_WRITES = Function("", "geometric_kernel_attention_forward", GEOMETRIC, "value shapes starts locations weights output=")
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    _WRITES.name: torch.no_grad()(stand_in(_WRITES)),
+    **{"npu_bev_pool": _extension.bev_pool_forward, "npu_bev_pool_backward": _extension.bev_pool_backward},
+    **{"npu_bev_pool_v2": _extension.bev_pool_v2_forward, "npu_bev_pool_v3": _extension.bev_pool_v3_forward},
+    **dict.fromkeys(("npu_bev_pool_v2_backward", "npu_bev_pool_v3_backward"), _extension.bev_pool_v3_backward),
+}
+for _operator, (_forwards, _backwards) in _NAMES.items():
+    _backward = explain_arguments(backward_as_compiled(_operator, tuple))
+    _FUNCTIONS |= dict.fromkeys(_forwards.split(), torch.no_grad()(FORWARDS[_operator]))
+    _FUNCTIONS |= dict.fromkeys(_backwards.split(), torch.no_grad()(_backward))
 
-
-def _make_backward(operator: str) -> Callable[..., tuple[Tensor, ...]]:
-    return torch.no_grad()(explain_arguments(backward_as_compiled(operator, tuple)))
-
-
-multi_scale_deformable_attn = torch.no_grad()(as_compiled(_multi_scale))
-multi_scale_deformable_attn_backward = _make_backward("multi_scale_deformable_attn")
-npu_deformable_aggregation = torch.no_grad()(as_compiled(_aggregation))
-npu_deformable_aggregation_backward = _make_backward("deformable_aggregation")
-geometric_kernel_attention = torch.no_grad()(as_compiled(_geometric))
-geometric_kernel_attention_backward = _make_backward("geometric_kernel_attention")
-
-
-@explain_arguments
-def geometric_kernel_attention_forward(
-    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, output: Tensor
-) -> None:
-    """Writes to the caller's output."""
-    _extension.write_outputs([geometric_kernel_attention(value, shapes, starts, locations, weights)], {"output": output})
-
-
-npu_multi_scale_deformable_attn_function = multi_scale_deformable_attn
-multi_scale_deformable_attn_grad = multi_scale_deformable_attn_backward
-npu_geometric_kernel_attention = npu_geometric_kernel_attention_func = geometric_kernel_attention
-npu_geometric_kernel_attention_backward = geometric_kernel_attention_backward
-
-npu_bev_pool, npu_bev_pool_backward = _extension.bev_pool_forward, _extension.bev_pool_backward
-npu_bev_pool_v2, npu_bev_pool_v3 = _extension.bev_pool_v2_forward, _extension.bev_pool_v3_forward
-npu_bev_pool_v2_backward = npu_bev_pool_v3_backward = _extension.bev_pool_v3_backward
-
+globals().update(_FUNCTIONS)
+__all__ = sorted(_FUNCTIONS)  # pyright: ignore[reportUnsupportedDunderAll]
 __getattr__ = explain_missing("mx_driving._C")

@@ -28,7 +28,7 @@ from .npu_deformable_aggregation import deformable_aggregation
 from .voxel_pooling_train import npu_voxel_pooling_train
 
 Facts = dict[str, Any]  # arguments by our names
-_FORWARDS = {
+FORWARDS = {
     operator: as_compiled(public)
     for operator, public in (
         ("multi_scale_deformable_attn", multi_scale_deformable_attn),
@@ -36,14 +36,14 @@ _FORWARDS = {
         ("deformable_aggregation", deformable_aggregation),
     )
 }
-_BACKWARDS = {operator: backward_as_compiled(operator, list) for operator in _FORWARDS}
+_BACKWARDS = {operator: backward_as_compiled(operator, list) for operator in FORWARDS}
 
 
 def _sample(row: Function, facts: Facts) -> Any:
     """Return the output of a sampling operator, or the list of its gradients in the inputs' own shapes."""
     inputs = sampling_inputs(row.operator, facts)
     if not row.backward:
-        return _FORWARDS[row.operator](*inputs)
+        return FORWARDS[row.operator](*inputs)
     gradients = _BACKWARDS[row.operator](*inputs, facts["grad_output"])
     return [g.view(facts[name].shape) for name, g in zip(DIFFERENTIABLE[row.operator], gradients, strict=True)]
 
@@ -178,7 +178,7 @@ def differentiable(row: AutogradFunction) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
         facts = dict(zip(words, args, strict=False))  # without a step, which may have a default
         if operator != POOL:
-            return _FORWARDS[operator](*sampling_inputs(operator, facts))
+            return FORWARDS[operator](*sampling_inputs(operator, facts))
         output = _pool(**facts)
         return output.permute(0, 2, 3, 4, 1) if is_last else output
 
