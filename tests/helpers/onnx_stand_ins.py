@@ -105,6 +105,7 @@ PLUGINS = [
     MultiScaleDeformableAttn,
     MultiScaleDeformableAttnTRT,
     MultiScaleDeformableAttnTRT2,
+    _in_domain(MultiScaleDeformableAttnTRT, "MultiScaleDeformableAttnTRT", "trt.plugins"),
     *(_in_domain(_Joined, "MMCVMultiScaleDeformableAttention", domain) for domain in ("mmdeploy", "")),
     *(_in_domain(_Joined, "MultiScaleDeformableAttentionPlugin", domain) for domain in ("custom_op", "")),
     _in_domain(_Pool, "bev_pool_v2", "mmdeploy"),

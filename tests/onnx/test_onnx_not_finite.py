@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnx_writings as writings
 import pytest
 import torch
 import wrong_runtime
 from onnx_stand_ins import run_plugins
-from test_onnx_plugins import arrays as plugin_arrays
-from test_onnx_plugins import model as plugin_model
+from test_onnx_other_nodes import PLUGIN, save
+from test_onnx_other_nodes import feeds as feeds_of
 
 import mx_driving.onnx
 from mx_driving._measure import onnx_files
@@ -104,8 +103,8 @@ def test_other_differences_are_still_told(tmp_path):
 
 
 def test_plugins_have_locations_too(tmp_path):
-    onnx.save(plugin_model(), tmp_path / "before.onnx")
-    arrays = plugin_arrays()
+    save(tmp_path / "before.onnx", PLUGIN)
+    arrays = feeds_of(PLUGIN)
     arrays["references"][0, 1] = np.nan
     report = check(tmp_path / "before.onnx", run_plugins, arrays)
     assert report.right
