@@ -16,6 +16,8 @@ from torch.nn.functional import grid_sample
 import mx_driving
 import mx_driving.onnx
 from mx_driving import _needs
+from mx_driving.onnx import _runtimes
+from mx_driving.onnx._check import check
 
 MAPS = [(6, 5), (3, 4)]
 AREAS = [h * w for h, w in MAPS]
@@ -272,9 +274,19 @@ def set_size(path, tensor, axis, size):
     onnx.save(model, path)
 
 
+def feeds(arguments=None):
+    """Arrays by the names of a file's inputs."""
+    return {name: t.numpy().copy() for name, t in zip("vlw", arguments or inputs(), strict=True)}
+
+
 def run(path, arguments, **more):
     session = onnx_nodes.session(path, mx_driving.onnx.library())
-    return session.run(None, {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)} | more)[0]
+    return session.run(None, feeds(arguments) | more)[0]
+
+
+def verified(path, arguments=None):
+    """What `verify` says of onnxruntime."""
+    return check(path, _runtimes.find_runtime("onnxruntime"), feeds(arguments))
 
 
 def kinds(path):

@@ -37,8 +37,8 @@ def in_onnx(module, args, form=None, opset=20, **options):
 
 
 @functools.cache
-def exported(operator, form, opset=20, dtype=torch.float32):
-    args = cases.cast(GROWING[operator](3, 5), dtype)
+def exported(operator, form, opset=20):
+    args = cases.cast(GROWING[operator](3, 5), torch.float32)
     return in_onnx(One(operator, args), args, form, opset, dynamic_shapes=(DYNAMIC,))
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from onnx_stand_ins import beside_the_nodes
-from onnx_writings import WRITINGS, Calls, Stacked, export, inputs, kinds, masked, run
+from onnx_writings import WRITINGS, Calls, Stacked, export, inputs, kinds, masked, run, verified
 
 import mx_driving.onnx
-from mx_driving.onnx import FUSED_FORMS, _runtimes
-from mx_driving.onnx._check import check
+from mx_driving.onnx import FUSED_FORMS
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
@@ -104,8 +103,7 @@ def test_half_files_of_torch_s_exporter(form, opset, tmp_path):
 @pytest.mark.needs("An ONNX file of opset 20")
 def test_verify_sees_half_files(tmp_path):
     arguments = save_dynamo(tmp_path / "before.onnx", torch.float16, 20)
-    fed = {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)}
-    report = check(tmp_path / "before.onnx", _runtimes.find_runtime("onnxruntime"), fed)
+    report = verified(tmp_path / "before.onnx", arguments)
     assert (report.right, report.left, len(report.comparisons)) == (True, {}, 2)
 
 

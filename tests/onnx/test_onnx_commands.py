@@ -17,10 +17,6 @@ import mx_driving.onnx
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 
 
-def feeds():
-    return {name: t.numpy() for name, t in zip("vlw", writings.inputs(), strict=True)}
-
-
 @pytest.fixture(scope="module")
 def stacked(tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "stacked.onnx"
@@ -54,7 +50,7 @@ def test_weights_in_a_link_to_itself(tmp_path):
 
 
 def test_numbers_in_the_other_order_of_bytes_are_read(mx, stacked, tmp_path):
-    swapped = {name: array.astype(array.dtype.newbyteorder()) for name, array in feeds().items()}
+    swapped = {name: array.astype(array.dtype.newbyteorder()) for name, array in writings.feeds().items()}
     assert not swapped["v"].dtype.isnative
     np.savez(tmp_path / "inputs.npz", **swapped)
     assert mx("verify", stacked, "--runtime", "onnxruntime", "--inputs", tmp_path / "inputs.npz")[::2] == (0, "")

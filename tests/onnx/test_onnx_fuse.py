@@ -22,6 +22,7 @@ from onnx_writings import (
     Summed,
     at_the_border,
     export,
+    feeds,
     inputs,
     kinds,
     masked,
@@ -161,7 +162,7 @@ def test_of_many_candidates_few_are_tried(order, tmp_path):
 def test_the_command_compares_and_times(mx, tmp_path):
     before, after, arrays = tmp_path / "before.onnx", tmp_path / "after.onnx", tmp_path / "inputs.npz"
     export(Stacked(), before, "older")
-    np.savez(arrays, **{name: t.numpy() for name, t in zip("vlw", inputs(), strict=True)})
+    np.savez(arrays, **feeds())
     status, said, problem = mx("fuse", before, after, "--time", "--inputs", arrays, "--seconds", 0)
     assert (status, problem) == (0, "")
     words = re.search(r"outputs differ by (\S+) of their magnitude; \S+ ms before, \S+ ms after, medians of 3 rounds", said)

@@ -6,11 +6,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_writings import Calls, Joined, Stacked, Summed, export, inputs, kinds, run
+from onnx_writings import Calls, Joined, Stacked, Summed, export, inputs, kinds, run, verified
 
 import mx_driving.onnx
-from mx_driving.onnx import _runtimes
-from mx_driving.onnx._check import check
 
 pytestmark = [
     pytest.mark.long,
@@ -70,7 +68,7 @@ def test_constants_of_levels_are_found(writing, fixed, batch, tmp_path):
     assert {name for names in report.nodes.values() for name in names} <= {node.name for node in onnx.load(before).graph.node}
     true = module.double()(*(tensor.double() for tensor in arguments))
     np.testing.assert_allclose(run(after, arguments), true.numpy(), rtol=0, atol=3e-6)
-    report = check(before, _runtimes.find_runtime("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", arguments, strict=True)})
+    report = verified(before, arguments)
     assert report.right
     assert len(report.comparisons) == 2
 
@@ -92,7 +90,7 @@ def test_constants_of_two_attentions(tmp_path):
     export(Twice(), before, "fixed sizes")
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
     np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-5)
-    report = check(before, _runtimes.find_runtime("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", arguments, strict=True)})
+    report = verified(before, arguments)
     assert (report.right, len(report.comparisons)) == (True, 4)
 
 

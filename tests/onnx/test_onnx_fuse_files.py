@@ -10,7 +10,7 @@ import onnx_ir
 import pytest
 import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
-from onnx_writings import WRITINGS, Projected, Stacked, export, inputs, masked, run
+from onnx_writings import WRITINGS, Projected, Stacked, export, feeds, inputs, masked, run
 
 import mx_driving.onnx
 
@@ -194,7 +194,7 @@ def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, tmp_pat
     write_inside(before, kind, beside)
     where = f"it lies in a subgraph of {kind} ({'branches' if kind == 'If' else 'loop'})"
     status, said, problem = mx("fuse", before, after)
-    np.savez(tmp_path / "inputs.npz", **{name: t.numpy() for name, t in zip("vlw", inputs(), strict=True)})
+    np.savez(tmp_path / "inputs.npz", **feeds())
     checked = mx("verify", before, "--runtime", "onnxruntime", "--inputs", tmp_path / "inputs.npz")
     if kind.startswith("function"):
         assert (status, f"{1 + beside} replaced, 0 left" in said) == (0, True)

@@ -8,7 +8,7 @@ import onnx_nodes
 import pytest
 import torch
 from onnx_stand_ins import beside_the_nodes
-from onnx_writings import WRITINGS, Calls, Joined, Logits, Stacked, export, inputs, kinds, masked, run
+from onnx_writings import WRITINGS, Calls, Joined, Logits, Stacked, export, feeds, inputs, kinds, masked, run
 
 import mx_driving
 import mx_driving.onnx
@@ -29,7 +29,7 @@ def result(path, form, arguments):
         return beside_the_nodes(onnx.load(path), *arguments).numpy()
     if form == "onnxruntime":
         return run(path, arguments)
-    return onnx_nodes.session(path).run(None, {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)})[0]
+    return onnx_nodes.session(path).run(None, feeds(arguments))[0]
 
 
 def judge(path, form, writing):

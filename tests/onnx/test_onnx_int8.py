@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx_writings import Stacked, Summed, export, inputs, kinds, run
+from onnx_writings import Stacked, Summed, export, feeds, inputs, kinds, run
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
 import mx_driving.onnx
@@ -32,7 +32,7 @@ class Layer(torch.nn.Module):
 
 class Reader(CalibrationDataReader):
     def __init__(self):
-        self.fed = itertools.chain([{name: t.numpy() for name, t in zip("vlw", inputs(), strict=True)}])
+        self.fed = itertools.chain([feeds()])
 
     def get_next(self):
         return next(self.fed, None)
@@ -93,7 +93,7 @@ def test_a_fused_file_is_calibrated(exported, tmp_path):
 
 
 def test_verify_names_nodes_and_numbers_in_json(exported, mx, tmp_path):
-    np.savez(tmp_path / "inputs.npz", **{name: t.numpy() for name, t in zip("vlw", inputs(), strict=True)})
+    np.savez(tmp_path / "inputs.npz", **feeds())
     status, said, problem = mx("verify", exported, "--runtime", "onnxruntime", "--inputs", tmp_path / "inputs.npz", "--json")
     facts = json.loads(said)
     assert (status, problem, facts["right"], facts["left"]) == (0, "", True, [])

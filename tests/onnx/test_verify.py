@@ -19,6 +19,7 @@ import test_onnxruntime as nodes
 import torch
 import wrong_runtime
 from onnx_stand_ins import run_plugins
+from onnx_writings import feeds
 from onnxscript import ir
 from small_cases import GROWING
 from test_onnx_fuse import NEAR_MISSES
@@ -40,8 +41,7 @@ WORDS = {
 }
 
 
-def feeds(bs=2, queries=7):
-    return {name: t.numpy() for name, t in zip("vlw", writings.inputs(bs, queries), strict=True)}
+RIGHT = _runtimes.find_runtime("onnxruntime")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_right_runtimes(name, runtime, tmp_path):
     pytest.importorskip(runtime)
     module, exporter = WRITINGS[name]
     writings.export(module, tmp_path / "before.onnx", exporter)
-    report = check(tmp_path / "before.onnx", _runtimes.find_runtime(runtime), feeds(3, 11))
+    report = check(tmp_path / "before.onnx", _runtimes.find_runtime(runtime), feeds(writings.inputs(3, 11)))
     assert report.right, reasons(report)
     assert len(report.comparisons) == 2
     assert all(one.judged.device < 0.2 for one in report.comparisons)
@@ -117,7 +117,7 @@ def test_a_size_of_one_that_the_file_broadcasts(tmp_path):
     path, arrays = tmp_path / "before.onnx", feeds()
     writings.export(writings.Summed(), path, "older")
     writings.set_size(path, "w", 1, 1)
-    report = check(path, _runtimes.find_runtime("onnxruntime"), arrays | {"w": arrays["w"][:, :1]})
+    report = check(path, RIGHT, arrays | {"w": arrays["w"][:, :1]})
     assert report.right
     assert [one.inputs for one in report.comparisons] == ["in the file", "across borders"]
 
@@ -130,7 +130,7 @@ class Both(torch.nn.Module):
 
 def test_what_is_no_match_is_named(tmp_path):
     writings.export(Both(), tmp_path / "before.onnx", "older")
-    report = check(tmp_path / "before.onnx", _runtimes.find_runtime("onnxruntime"), feeds())
+    report = check(tmp_path / "before.onnx", RIGHT, feeds())
     assert report.right
     assert len(report.comparisons) == 2
     assert ["padding_mode is border" in why for why in report.left.values()] == [True]
@@ -148,13 +148,13 @@ def save_node(model, operator, path):
 def test_our_nodes_are_matches(operator, tmp_path):
     """Random locations across borders are made where locations are shares of a map and come one for each sample."""
     arrays = save_node(nodes.one_node(operator), operator, tmp_path / "node.onnx")
-    report = check(tmp_path / "node.onnx", _runtimes.find_runtime("onnxruntime"), arrays)
+    report = check(tmp_path / "node.onnx", RIGHT, arrays)
     assert report.right, reasons(report)
     assert len(report.comparisons) == (2 if operator == cases.MULTI_SCALE else 1)
     assert {one.match.bare for one in report.comparisons} == {OPERATORS[operator].bare or operator}
 
     def doubled(path, fed):
-        return {name: 2 * array for name, array in _runtimes.find_runtime("onnxruntime")(path, fed).items()}
+        return {name: 2 * array for name, array in RIGHT(path, fed).items()}
 
     report = check(tmp_path / "node.onnx", doubled, arrays)
     assert not report.right
@@ -167,21 +167,20 @@ def test_a_file_in_another_form_has_the_matches_of_the_original(name, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     writings.export(writings.WRITINGS[name], before, "older")
     mx_driving.onnx.fuse(before, after, "gather")
-    right = _runtimes.find_runtime("onnxruntime")
 
     def swapped(path, arrays):
-        return right(path, {n: a[..., ::-1].copy() if n == "locations" else a for n, a in arrays.items()})
+        return RIGHT(path, {n: a[..., ::-1].copy() if n == "locations" else a for n, a in arrays.items()})
 
     for original in (before, None):
-        report = check(after, right, feeds(3, 11), original=original)
+        report = check(after, RIGHT, feeds(writings.inputs(3, 11)), original=original)
         assert report.right, reasons(report)
         assert len(report.comparisons) == 2
-    report = check(after, swapped, feeds(3, 11), original=before)
+    report = check(after, swapped, feeds(writings.inputs(3, 11)), original=before)
     assert not any(one.right for one in report.comparisons)
     assert all("x and y are swapped" in why for why in reasons(report))
     writings.export(writings.Projected(), after, "older")
     with pytest.raises(Problem, match=r"path_in must be made of --original, with its names of tensors; got .*: it has no "):
-        check(after, right, feeds(3, 11), original=before)
+        check(after, RIGHT, feeds(writings.inputs(3, 11)), original=before)
 
 
 @pytest.mark.needs("An ONNX file of opset 20")
