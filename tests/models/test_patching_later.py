@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
-from attention_modules import PAPER, SIZES, WITH_LOGITS, Paper, build, close, make_forward, operators, patched
-from torch import nn
+from attention_modules import WITH_LOGITS, Paper, build, close, make_forward, operators, patched
+from test_patching_proof import PAPERS, Varied, inputs_of, set_to
 
-PAPERS = PAPER + ", input_level_start_index, input_padding_mask=None"
 pytestmark = pytest.mark.filterwarnings("ignore:mx_driving.patch")
 LOG: list[int] = []
+MAPS = [(4, 4), (2, 2)]
+SQUARE = inputs_of(sizes=MAPS, hidden=())
+
+
+def share_a_temperature(layer):
+    """Logits of zero, as a fresh layer has them, hide it."""
+    layer.change_logits = lambda logits: 3 * logits
+    layer.attention_weights.requires_grad_(False)
+    for p in layer.attention_weights.parameters():
+        p.zero_()
+
+
+def freeze(layer):
+    layer.change_logits = torch.detach
+    layer.attention_weights.requires_grad_(False)
+
+
+# how the layer is made otherwise before its first call, what changes then, the next inputs
+CASES = {
+    "a number": (lambda layer: None, set_to("times", 2.0), SQUARE),
+    "a buffer": (lambda layer: None, lambda layer: layer.gain.fill_(2.0), SQUARE),
+    "a tensor": (
+        lambda layer: setattr(layer, "tensor", torch.ones(())),
+        lambda layer: layer.tensor.fill_(2.0),
+        SQUARE,
+    ),
+    "oblong maps": (
+        set_to("change_offsets", lambda offsets, shapes: offsets * (shapes[0, 0] / shapes[0, 1])),
+        lambda layer: None,
+        inputs_of(sizes=[(2, 8), (1, 4)], hidden=()),
+    ),
+    "a mask": (set_to("change_mask", lambda mask: None), lambda layer: None, inputs_of(sizes=MAPS, hidden=(1, 5))),
+    "a parameter that is no longer frozen": (freeze, lambda layer: layer.requires_grad_(True), SQUARE),
+    "zeros that were learned": (
+        share_a_temperature,
+        lambda layer: layer.attention_weights.weight.data.normal_(),
+        SQUARE,
+    ),
+}
+
+
+def run(layer, inputs, recorded):
+    """Return the output and the gradients of all parameters that record them."""
+    with torch.set_grad_enabled(recorded):
+        out, parameters = layer(*inputs), [p for p in layer.parameters() if p.requires_grad and recorded]
+    gradients = torch.autograd.grad(out.square().sum(), parameters, allow_unused=True) if recorded else ()
+    return [out, *(torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True))]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_what_changes_after_the_proof(name, recorded):
+    prepare, change, following = CASES[name]
+    layer = build(Varied)
+    with torch.no_grad():
+        prepare(layer)
+    with patched(Varied) as done:
+        for _ in range(2):
+            run(layer, SQUARE, recorded)
+        assert done.kept == {} or name == "a mask"  # which random numbers show
+        with torch.no_grad():
+            change(layer)
+        found = run(layer, following, recorded)
+    close(found, run(layer, following, recorded))
+
+
+def test_a_layer_with_equal_numbers_stays_proven():
+    layer = build(Varied)
+    with patched(Varied), torch.no_grad():
+        layer(*SQUARE)
+        layer.gain.fill_(1.0)
+        assert operators(layer, *SQUARE) == [WITH_LOGITS]
 
 
 class Recorder:
@@ -27,130 +101,59 @@ class Slots:
         self.count = 0
 
 
-class Later(Paper):
-    """`kind` says what it does otherwise than the library's layer."""
+class Writes(Varied):
+    """`kind` says what it writes."""
 
     forward = make_forward(PAPERS)
-    kind, table, seen = "", torch.ones(()), []
+    kind, seen = "", []
 
     def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4):
         super().__init__(d_model, n_levels, n_heads, n_points)
-        self.register_buffer("gain", torch.ones(()))
         self.register_buffer("counts", torch.zeros(()))
-        self.recorder, self.slots = Recorder(), Slots()
-        self.tap = nn.Identity()
-
-    def samples(self, reference, shapes, offsets, logits):
-        if self.kind == "oblong":
-            offsets = offsets * shapes[:, 0].div(shapes[:, 1])[:, None, None]
-        if self.kind == "frozen":
-            logits = logits.detach()
-        return super().samples(reference, shapes, offsets * self.gain * self.table, logits)
-
-    def rows(self, value, mask=None):
-        return super().rows(value, None if self.kind == "mask" else mask)
+        self.recorder, self.slots, self.taps = Recorder(), Slots(), 0
 
     def attend(self, **named):
-        out = self.tap(super().attend(**named))
         if self.kind == "a global list":
             LOG.append(1)
         if self.kind in WRITES:
             WRITES[self.kind][0](self)
-        return out + (1 if self.kind == "inference" and torch.is_inference_mode_enabled() else 0)
+        return super().attend(**named)
 
 
-def inputs_of(sizes=SIZES, hidden=()):
-    generator, keys = torch.Generator().manual_seed(1), sum(h * w for h, w in sizes)
-    query, reference, value = (torch.rand(s, generator=generator).double() for s in ((2, 9, 16), (2, 9, 2, 2), (2, keys, 16)))
-    mask = torch.zeros(2, keys, dtype=torch.bool)
-    mask[:, list(hidden)] = True
-    starts = torch.tensor([0, sizes[0][0] * sizes[0][1]])
-    return [query - 0.5, reference, value - 0.5, torch.tensor(sizes), starts, mask]
+def count_up(thing, name):
+    setattr(thing, name, getattr(thing, name) + 1)
 
 
-def give_table(layer):
-    layer.table = torch.ones(())
-
-
-def unfreeze(layer):
-    layer.attention_weights.requires_grad_(True)
-
-
-SQUARE = inputs_of([(4, 4), (2, 2)])
-# what differs, how the layer is made otherwise before its first call, the first inputs, what changes then, the next inputs
-CASES = {
-    "a buffer": ("", None, SQUARE, lambda layer: layer.gain.fill_(2.0), SQUARE),
-    "a tensor": ("", give_table, SQUARE, lambda layer: layer.table.fill_(2.0), SQUARE),
-    "oblong": ("oblong", None, SQUARE, None, inputs_of([(2, 8), (1, 4)])),
-    "mask": ("mask", None, SQUARE, None, inputs_of([(4, 4), (2, 2)], hidden=(1, 5))),
-    "frozen": ("frozen", lambda layer: layer.attention_weights.requires_grad_(False), SQUARE, unfreeze, SQUARE),
-    "zeros": ("oblong", lambda layer: nn.init.zeros_(layer.sampling_offsets.weight), SQUARE,
-              lambda layer: layer.sampling_offsets.weight.data.normal_(), SQUARE),
-}  # fmt: skip
-
-
-def run(layer, inputs):
-    """Return the output and the gradients of all parameters that record them."""
-    out, parameters = layer(*inputs), [p for p in layer.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(out.square().sum(), parameters, allow_unused=True)
-    return [out, *(torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True))]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_changes_after_the_proof(name):
-    kind, make, first, change, following = CASES[name]
-    layer = build(Later)
-    layer.kind = kind
-    if make:
-        make(layer)
-    with patched(Later):
-        for _ in range(2):
-            run(layer, first)
-        if change:
-            change(layer)
-        found = run(layer, following)
-    close(found, run(layer, following))
-
-
-def test_a_layer_with_equal_numbers_stays_proven():
-    layer = build(Later)
-    with patched(Later), torch.no_grad():
-        layer(*SQUARE)
-        layer.gain.fill_(1.0)
-        assert operators(layer, *SQUARE) == [WITH_LOGITS]
-
-
-# what a forward does, and how often it was done
+# what a forward does, how often it was done, and what patch says of it
 WRITES = {
-    "a global list": (lambda layer: None, lambda layer: len(LOG)),
-    "a list of the class": (lambda layer: layer.seen.append(1), lambda layer: len(layer.seen)),
-    "an object that is called": (lambda layer: layer.recorder(1), lambda layer: len(layer.recorder.calls)),
-    "an object with slots": (
-        lambda layer: setattr(layer.slots, "count", layer.slots.count + 1),
-        lambda layer: layer.slots.count,
-    ),
-    "a buffer by data": (lambda layer: layer.counts.data.add_(1), lambda layer: int(layer.counts)),
-    "a hook": (lambda layer: None, lambda layer: layer.taps),
+    "a global list": (lambda layer: None, lambda layer: len(LOG), "LOG"),
+    "a list of the class": (lambda layer: layer.seen.append(1), lambda layer: len(layer.seen), "writes seen"),
+    "an attribute": (lambda layer: count_up(layer, "taps"), lambda layer: layer.taps, "writes taps"),
+    "an object that is called": (lambda layer: layer.recorder(1), lambda layer: len(layer.recorder.calls), "writes recorder"),
+    "an object with slots": (lambda layer: count_up(layer.slots, "count"), lambda layer: layer.slots.count, "writes slots"),
+    "a buffer by data": (lambda layer: layer.counts.data.add_(1), lambda layer: int(layer.counts), "writes counts"),
+    "a hook": (lambda layer: None, lambda layer: layer.taps, "runs the hooks of after"),
 }
 
 
 @pytest.mark.parametrize("name", WRITES)
 def test_what_a_forward_writes_is_written_once_in_each_call(name):
-    layer = build(Later)
-    layer.kind, layer.taps = name, 0
+    layer = build(Writes)
     if name == "a hook":
-        layer.tap.register_forward_hook(lambda *_: setattr(layer, "taps", layer.taps + 1))
+        layer.after.register_forward_hook(lambda *_: count_up(layer, "taps"))
     LOG.clear()
-    Later.seen.clear()
-    with patched(Later), torch.no_grad():
+    Writes.seen.clear()
+    with patched(Writes) as done, torch.no_grad():
+        layer.kind = name
         for call in range(1, 4):
             layer(*SQUARE)
             assert WRITES[name][1](layer) == call
+        assert WRITES[name][2] in done.kept[f"{__name__}.Writes"]
 
 
 def test_inference_mode_is_a_situation():
-    layer = build(Later)
-    layer.kind = "inference"
+    layer = build(Varied)
+    layer.change = lambda out, query: out + (1 if torch.is_inference_mode_enabled() else 0)
     modes = (torch.no_grad, torch.inference_mode, torch.no_grad)
 
     def run_in(mode):
@@ -158,7 +161,19 @@ def test_inference_mode_is_a_situation():
             return layer(*SQUARE).clone()
 
     expected = list(map(run_in, modes))
-    with patched(Later):
+    with patched(Varied):
         for mode, right in zip(modes, expected, strict=True):
             for _ in range(2):
                 close(run_in(mode), right)
+
+
+def test_copies_of_a_patched_layer_are_proven_anew():
+    module = build(Paper)
+    expected = module(*SQUARE)
+    with patched(Paper):
+        module(*SQUARE)
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            twin.scale = 2.0
+            close(twin(*SQUARE), expected)
+            assert operators(twin, *SQUARE) == [WITH_LOGITS]
+    close(pickle.loads(pickle.dumps(module))(*SQUARE), expected)
