@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from ._graph import MOVES, constant, dims, is_node, producer, sources
+from ._graph import MOVES, are_fixed, constant, dims, is_node, producer, sources
 from ._samples import split_levels
 from ._search import Pairs
 
@@ -57,7 +57,7 @@ def _array(value: ir.Value) -> Array | None:
 def _as_large_as_samples(array: Array | None, samples: ir.Value) -> Array | None:
     """Return weights broadcast to [batch * heads, 1, queries, points]."""
     sizes = dims(samples)
-    if array is None or len(sizes) != 4 or not all(isinstance(size, int) for size in sizes):
+    if array is None or len(sizes) != 4 or not are_fixed(sizes):
         return array
     shape: Any = (sizes[0], 1, *sizes[2:])
     return np.broadcast_to(array, shape) if np.broadcast_shapes(array.shape, shape) == shape else array

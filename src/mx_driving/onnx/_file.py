@@ -16,7 +16,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferenc
 
 from .._operator.rules import first_line
 from ._forms import JOINED, NODES, TENSORRT, WITH_LOGITS, has_logits
-from ._graph import SAID_DOMAIN, constant, dims, is_node
+from ._graph import SAID_DOMAIN, are_fixed, constant, dims, is_node
 from ._order import check, sort_nodes, walk_graphs
 from ._pools import POOLS, give_shape
 
@@ -84,8 +84,7 @@ def _give_shape(node: ir.Node) -> bool:
         return False
     blocks = value[2:]
     if node.op_type in JOINED:
-        sizes = [size for size in blocks if isinstance(size, int)]
-        blocks = (math.prod(sizes) if len(sizes) == 2 else None,)
+        blocks = (math.prod(blocks) if are_fixed(blocks) else None,)
     output.shape = ir.Shape([value[0] if isinstance(value[0], int) else batch, queries, *blocks])
     output.type = inputs[0].type
     return True
@@ -213,7 +212,7 @@ def _find_fault(tensor: ir.ExternalTensor) -> str | None:
 
 
 def _all_sizes_are_fixed(model: ir.Model) -> bool:
-    return all(value.shape is not None and all(isinstance(size, int) for size in dims(value)) for value in list_outputs(model))
+    return all(value.shape is not None and are_fixed(dims(value)) for value in list_outputs(model))
 
 
 def _follow_sizes(model: ir.Model) -> None:

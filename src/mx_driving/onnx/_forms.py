@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from .._operator.description import MULTI_SCALE
-from ._graph import Unfit, constant, dims
+from ._graph import Unfit, are_fixed, constant, dims
 from ._writer import Writer
 
 OURS, NPU, TENSORRT = "mx_driving", "npu", "trt.plugins"
@@ -40,8 +39,7 @@ def has_logits(node: ir.Node) -> bool:
     return node.op_type in WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The five inputs of the operator in a graph."""
 
     value: ir.Value
@@ -53,7 +51,7 @@ class Call:
 
     @property
     def inputs(self) -> tuple[ir.Value, ...]:
-        return self.value, self.shapes, self.starts, self.locations, self.weights
+        return self[:5]
 
     @property
     def floating(self) -> tuple[ir.Value, ...]:
@@ -67,7 +65,7 @@ class Call:
         return self.value.dtype
 
 
-def _ours(write: Writer, call: Call, **options: Any) -> ir.Value:
+def _ours(write: Writer, call: Call) -> ir.Value:
     output = write.op(NODES[OURS], *call.inputs, domain=OURS)
     output.type = call.value.type
     return output
@@ -85,7 +83,7 @@ def _call_theirs(write: Writer, call: Call, domain: str, halves: bool = False, *
     return output
 
 
-def _npu(write: Writer, call: Call, **options: Any) -> ir.Value:
+def _npu(write: Writer, call: Call) -> ir.Value:
     return write.cast(_call_theirs(write, call, NPU), call.dtype())
 
 
@@ -94,10 +92,6 @@ def _tensorrt(write: Writer, call: Call, plugin_version: str | None = None) -> i
     version = {"plugin_version": plugin_version} if plugin_version else {}
     blocks = _call_theirs(write, call, TENSORRT, halves=True, **version)
     return write.cast(write.like(blocks, "Reshape", write.table("shape", [0, 0, -1])), call.dtype())
-
-
-def _gather(write: Writer, call: Call, **options: Any) -> ir.Value:
-    return _Gathers(write, call).output()
 
 
 class _Gathers:
@@ -114,13 +108,13 @@ class _Gathers:
         if maps is None or starts is None:
             raise Unfit("the file does not fix the sizes of its maps, which gathers need")
         batch, *sizes = (*dims(call.value), *dims(call.locations)[4:5]) or (None,)
-        if len(sizes) != 4 or not all(isinstance(size, int) for size in sizes):
+        if len(sizes) != 4 or not are_fixed(sizes):
             raise Unfit("the file does not fix the sizes of its tensors, which gathers need")
         if batch != 1 and self.opset < 11:
             raise Unfit("gathers of more than one scene need opset 11 or later")
         self.output_dtype = call.dtype()
         self.sides, self.starts, self.batch = np.array(maps)[:, ::-1], np.array(starts), batch  # width before height
-        self.keys, self.heads, self.channels, self.points = (size for size in sizes if isinstance(size, int))
+        self.keys, self.heads, self.channels, self.points = sizes
         self.axes = 0, 0, self.heads, len(self.starts) * self.points
 
     def number(self, x: Any) -> ir.Value:
@@ -188,5 +182,10 @@ class _Gathers:
         return [self.op("Gather", pairs, self.write.table("axis", index), axis=-1) for index in (0, 1)]
 
 
-WRITE: dict[str, Callable[..., ir.Value]] = {"gather": _gather, "npu": _npu, "onnxruntime": _ours, "tensorrt": _tensorrt}
+WRITE: dict[str, Callable[..., ir.Value]] = {
+    "gather": lambda write, call: _Gathers(write, call).output(),
+    "npu": _npu,
+    "onnxruntime": _ours,
+    "tensorrt": _tensorrt,
+}
 DOMAIN = {"npu": NPU, "onnxruntime": OURS, "tensorrt": TENSORRT}  # domain of the form's nodes

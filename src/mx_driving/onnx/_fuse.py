@@ -21,7 +21,7 @@ from ._graph import Unfit, dims, label
 from ._nodes import find_nodes, is_of_form, name_unknown, rewrite
 from ._save import save
 from ._search import Sampling, find_tables
-from ._trial import collect_part, make_tables, pad_points
+from ._trial import collect_part, pad_points
 from ._writer import Writer
 
 
@@ -101,9 +101,9 @@ def _call(write: Writer, sampling: Sampling) -> Call:
     value = write.reshape(value, sampling.num_heads, sampling.channels)
     value.shape = ir.Shape([dims(value)[0], sampling.num_keys, sampling.num_heads, sampling.channels])
     locations, weights = _samples(write, locations, sampling, 2), _samples(write, weights, sampling)
-    shapes, starts = make_tables(sampling)
-    tables = write.table("spatial_shapes", shapes), write.table("level_start_index", starts)
-    return Call(_widen(write, value, sampling), *tables, locations, weights, sampling.dtype == ir.DataType.FLOAT)
+    return Call(
+        _widen(write, value, sampling), *write.tables(sampling.maps), locations, weights, sampling.dtype == ir.DataType.FLOAT
+    )
 
 
 def _widen(write: Writer, value: ir.Value, sampling: Sampling) -> ir.Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -25,6 +25,10 @@ def dims(value: ir.Value) -> tuple[int | str | None, ...]:
     if value.shape is None:
         return ()
     return tuple(d if isinstance(d, int) else d.value for d in value.shape)
+
+
+def are_fixed(sizes: Sequence[int | str | None]) -> TypeGuard[Sequence[int]]:
+    return all(isinstance(size, int) for size in sizes)
 
 
 def label(node: ir.Node) -> str:

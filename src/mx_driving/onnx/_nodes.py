@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from ._forms import DOMAIN, NODES, OURS, TENSORRT, WITH_LOGITS, WRITE, Call, has_logits, is_attention
-from ._graph import Unfit, constant, dims, label
+from ._graph import Unfit, are_fixed, constant, dims, label
 from ._pools import POOLS, rewrite_pool
 from ._writer import Writer
 
@@ -113,15 +113,11 @@ class LogitInputs:
         if (logits, offsets) != (samples, 2 * samples) or references % 2 or self.points % max(self.references_of_points, 1):
             raise Unfit("its reference points, offsets and logits do not fit each other")
 
-    def tables(self, write: Writer) -> tuple[ir.Value, ir.Value]:
-        starts = [0, *itertools.accumulate(height * width for height, width in self.maps)][:-1]
-        return write.table("spatial_shapes", self.maps), write.table("level_start_index", starts)
-
     def write_ours(self, write: Writer) -> ir.Value:
         references = write.reshape(self.references, self.references_of_points, 2)
         offsets = write.reshape(self.offsets, self.heads, len(self.maps), self.points, 2)
         logits = write.reshape(self.logits, self.heads, len(self.maps) * self.points)
-        inputs = self.value, *self.tables(write), references, offsets, logits
+        inputs = self.value, *write.tables(self.maps), references, offsets, logits
         return write.op(f"{NODES[OURS]}_with_logits", *inputs, domain=OURS, reference_axis="point")
 
     def call(self, write: Writer) -> Call:
@@ -135,14 +131,14 @@ class LogitInputs:
         located = write.like(moved, "Add", write.reshape(self.references, 1, 1, 1, references, 2))
         locations = write.reshape(located, self.heads, levels, self.points, 2)
         weights = write.like(write.reshape(self.logits, self.heads, levels * self.points), "Softmax", axis=3)
-        return Call(self.value, *self.tables(write), locations, write.reshape(weights, self.heads, levels, self.points))
+        return Call(self.value, *write.tables(self.maps), locations, write.reshape(weights, self.heads, levels, self.points))
 
 
-def _fixed(value: ir.Value, first: int) -> list[int]:
+def _fixed(value: ir.Value, first: int) -> Sequence[int]:
     sizes = dims(value)[first:]
-    if len(sizes) == 0 or not all(isinstance(size, int) for size in sizes):
+    if not sizes or not are_fixed(sizes):
         raise Unfit(f"the file does not fix the sizes of {value.name}")
-    return [size for size in sizes if isinstance(size, int)]
+    return sizes
 
 
 def use_our_nodes(model: ir.Model, others: list[ir.Node]) -> None:
@@ -164,7 +160,7 @@ def _inputs(node: ir.Node) -> list[ir.Value]:
 def _split_heads(write: Writer, new: ir.Value, value: ir.Value) -> ir.Value:
     """Split the last axis into heads and channels, as in the plugin's output."""
     blocks = dims(value)[2:]
-    if len(blocks) == 2 and all(isinstance(size, int) for size in blocks):
+    if len(blocks) == 2 and are_fixed(blocks):
         return write.op("Reshape", new, write.table("shape", [0, 0, *blocks]))
     sizes = write.op("Gather", write.op("Shape", value), write.table("axes", [2, 3]), axis=0)
     return write.op("Reshape", new, write.op("Concat", write.table("shape", [0, 0]), sizes, axis=0))

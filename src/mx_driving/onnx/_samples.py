@@ -22,6 +22,7 @@ from ._graph import (
     PAIRS,
     VIEWS,
     Unfit,
+    are_fixed,
     constant,
     dims,
     intersect,
@@ -85,12 +86,12 @@ def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Sampl
     image, grid = node.inputs[:2]
     assert image is not None
     assert grid is not None
-    sizes: Any = (*dims(image)[2:], _points(grid)) if len(dims(image)) == len(dims(grid)) == 4 else ()
-    if len(sizes) != 3 or not all(isinstance(s, int) for s in sizes):
+    sizes = (*dims(image)[2:], _points(grid)) if len(dims(image)) == len(dims(grid)) == 4 else ()
+    if len(sizes) != 3 or not are_fixed(sizes):
         raise Unfit(_UNKNOWN)
     images = [constants["value"]] if "value" in constants else list(sources(image, *MOVES))
     fixed = [constants["locations"]] if "locations" in constants else None
-    return Samples(images, fixed or list(sources_of_chosen(_before_scaling(grid))), [(sizes[:2],)], sizes[2])
+    return Samples(images, fixed or list(sources_of_chosen(_before_scaling(grid))), [((sizes[0], sizes[1]),)], sizes[2])
 
 
 def _points(grid: ir.Value) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import PAIRS, VIEWS, dims, intersect, is_node, producer, sources, sources_of_chosen
+from ._graph import PAIRS, VIEWS, are_fixed, dims, intersect, is_node, producer, sources, sources_of_chosen
 from ._samples import (
     Maps,
     Samples,
@@ -185,9 +185,9 @@ def _width(value: ir.Value, keys: int, heads: int) -> int:
     """Return num_heads * channels if the tensor has value's shape; else 0."""
     sizes = dims(value)
     fits = (len(sizes) == 4 and sizes[2] == heads) or len(sizes) == 3
-    if not fits or not _may_be(sizes[1], keys) or not all(isinstance(s, int) for s in sizes[2:]):
+    if not fits or not _may_be(sizes[1], keys) or not are_fixed(last := sizes[2:]):
         return 0
-    width = math.prod(s for s in sizes[2:] if isinstance(s, int))
+    width = math.prod(last)
     return width if width % heads == 0 else 0
 
 

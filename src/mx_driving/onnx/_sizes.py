@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import MOVES, Unfit, constant, dims, is_node, read_attribute, sources
+from ._graph import MOVES, Unfit, are_fixed, constant, dims, is_node, read_attribute, sources
 from ._search import Sampling
 
 Size = int | str | None
@@ -94,7 +94,7 @@ def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[in
         size, seen = find_fixed(sampling, axis)
         if size is None:
             choices.append((few, max(most, few) + 1 + 3 * axis))
-        elif size <= most and not all(isinstance(one, int) for one in seen):
+        elif size <= most and not are_fixed(seen):
             raise Unfit(f"the file fixes its {('batch', 'queries')[axis]} in one tensor and not in another")
         else:
             choices.append((size,))
@@ -133,7 +133,7 @@ def _is_fixed(data: ir.Value, axis: int | None) -> bool:
     """Return whether the file fixes the size of an axis; None stands for all axes."""
     sizes = dims(data)
     if axis is None:
-        return data.shape is not None and all(isinstance(size, int) for size in sizes)
+        return data.shape is not None and are_fixed(sizes)
     return -len(sizes) <= axis < len(sizes) and isinstance(sizes[axis], int)
 
 
@@ -166,7 +166,7 @@ def _free(nodes: list[ir.Node]) -> set[ir.Value]:
         inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
         if is_node(node, "Shape", "Size"):
             axes = slice(read_attribute(node, "start"), read_attribute(node, "end"))
-            is_free = any(v is None or v.shape is None or not all(isinstance(s, int) for s in dims(v)[axes]) for v in inputs)
+            is_free = any(v is None or v.shape is None or not are_fixed(dims(v)[axes]) for v in inputs)
         else:
             is_free = any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
         free.update(node.outputs if is_free else ())

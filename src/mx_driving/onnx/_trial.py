@@ -10,6 +10,7 @@ in float32 only if onnxruntime lacks a kernel for it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ from .._operator.rules import first_line
 from . import _sizes
 from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, constant, dims, is_node, read_attribute
 from ._search import Sampling
+from ._writer import make_tables
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
 _SIZES = {"Shape", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Range", "Size"}
@@ -148,12 +150,6 @@ def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[T
     )
 
 
-def make_tables(sampling: Sampling) -> tuple[list[list[int]], list[int]]:
-    """Return spatial_shapes and level_start_index."""
-    areas = [height * width for height, width in sampling.maps]
-    return [list(m) for m in sampling.maps], [0, *itertools.accumulate(areas)][:-1]
-
-
 def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
     """Return indices of samples that pad all levels to the same number of points, and a mask with 0 for padding."""
     most, starts = max(points), [0, *itertools.accumulate(points)]
@@ -176,14 +172,8 @@ def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Te
     value = value.reshape(bs, sampling.num_keys, sampling.num_heads, sampling.channels)
     locations = locations.reshape(bs, queries, sampling.num_heads, -1, 2)[:, :, :, indices].unflatten(3, (levels, most))
     weights = weights.reshape(bs, queries, sampling.num_heads, -1)[..., indices] * torch.tensor(mask, dtype=weights.dtype)
-    shapes, starts = (torch.tensor(table) for table in make_tables(sampling))
+    shapes, starts = (torch.tensor(table) for table in make_tables(sampling.maps))
     return value, shapes, starts, locations, weights.unflatten(3, (levels, most))
-
-
-def _run_ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-    """Return the operator's output in float64 and the scale of rounding errors, the largest sum of absolute terms."""
-    called = make_bare_inputs(sampling, tuple(t.double() for t in inputs))
-    return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
 
 
 def cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
@@ -194,8 +184,7 @@ def cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
 
 def _open_session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> tuple[Any, set[ir.DataType]]:
     """Return a session of the part of the graph, and the dtypes that became float32 in it."""
-    import onnxruntime
-
+    onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     for dtypes in (HALVES, {*HALVES, ir.DataType.DOUBLE}):
@@ -205,14 +194,11 @@ def _open_session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) ->
             value.const_value = None
             value.type = value.type or ir.TensorType(ir.DataType.INT64)  # sizes
         _compute_in_float32(part.graph, dtypes)
-        with _as_unfit(), contextlib.suppress(*[_lacks_a_kernel(onnxruntime)] * (dtypes is HALVES)):
+        lacks_kernel = onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented
+        with _as_unfit(), contextlib.suppress(*[lacks_kernel] * (dtypes is HALVES)):
             data = ir.serde.serialize_model(part).SerializeToString()
             return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"]), dtypes
     raise AssertionError
-
-
-def _lacks_a_kernel(onnxruntime: Any) -> type[Exception]:
-    return onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented
 
 
 def _compute_in_float32(graph: ir.Graph, dtypes: set[ir.DataType]) -> None:
@@ -264,10 +250,7 @@ def prove(model: ir.Model, sampling: Sampling) -> Sampling:
     for index, (bs, queries) in enumerate(pairs):
         samples = bs * queries * sampling.num_heads * min(sampling.points)
         for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
-            _compare(
-                sampling,
-                *_run(session, sampling, sizes, draw_inputs(sampling, seed, _sizes.make_shapes(sampling, bs, queries))),
-            )
+            _compare(session, sampling, sizes, seed, _sizes.make_shapes(sampling, bs, queries))
     one_name = {size for tensor in sampling.ends for size in dims(tensor)[:2]} & model.meta.get("merged", set())
     broadcasts = bool(one_name) or _broadcasts(session, sampling, sizes)
     return replace(sampling, broadcasts=broadcasts)
@@ -278,15 +261,17 @@ def _broadcasts(session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes
     runs = False
     for shapes in _sizes.vary_ones(sampling):
         try:
-            results = _run(session, sampling, sizes, draw_inputs(sampling, 0, shapes))
-        except Unfit:
+            _compare(session, sampling, sizes, 0, shapes)
+        except _DoesNotRun:
             continue
-        try:
-            _compare(sampling, *results)
         except Unfit as unfit:
             raise Unfit(f"with value, locations and weights of {', '.join(map(str, shapes))} {unfit}") from None
         runs = True
     return runs
+
+
+class _DoesNotRun(Unfit):
+    pass
 
 
 @contextlib.contextmanager
@@ -294,12 +279,17 @@ def _as_unfit() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # onnxruntime raises a dozen classes
-        raise Unfit(f"a trial in onnxruntime failed: {first_line(error)}") from None
+        raise _DoesNotRun(f"a trial in onnxruntime failed: {first_line(error)}") from None
 
 
-def _compare(sampling: Sampling, result: Tensor, inputs: tuple[Tensor, ...]) -> None:
+def _compare(
+    session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value], seed: int, shapes: _sizes.Shapes
+) -> None:
+    """Raise Unfit unless the part of the graph equals the operator on random inputs."""
+    result, inputs = _run(session, sampling, sizes, draw_inputs(sampling, seed, shapes))
     dtype = max((t.dtype for t in inputs), key=lambda dtype: torch.finfo(dtype).eps)
-    expected, scale = _run_ours(sampling, inputs)
+    called = make_bare_inputs(sampling, tuple(t.double() for t in inputs))
+    expected, scale = ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
     if result.shape != expected.shape:
         raise Unfit(f"it gives {tuple(result.shape)}; the operator gives {tuple(expected.shape)}")
     limit = rounding_limit(dtype, dtype, 0.0, scale, 4 * sum(sampling.points), max(map(max, sampling.maps)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,11 @@ def list_names(model: ir.Model) -> set[str]:
     nodes = [node for graph in graphs for node in graph]
     values = [*(v for g in graphs for v in (*g.inputs, *g.initializers.values())), *(v for n in nodes for v in n.outputs)]
     return {str(named.name) for named in (*values, *nodes)}
+
+
+def make_tables(maps: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return spatial_shapes and level_start_index."""
+    return [*maps], [0, *itertools.accumulate(height * width for height, width in maps)][:-1]
 
 
 class Writer:
@@ -37,6 +43,10 @@ class Writer:
     def table(self, what: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
         name = self.make_name(what)
         return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
+
+    def tables(self, maps: Sequence[tuple[int, int]]) -> tuple[ir.Value, ir.Value]:
+        shapes, starts = make_tables(maps)
+        return self.table("spatial_shapes", shapes), self.table("level_start_index", starts)
 
     def copy(self, value: ir.Value) -> ir.Value:
         """Write a constant that is not in the graph as a table."""
