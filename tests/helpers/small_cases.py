@@ -44,6 +44,12 @@ TINY = GOOD | {
 }
 
 
+TWO_PIXELS = {
+    MULTI_SCALE: lambda: cases.multi_scale(1, 9, 8, 2, [(1, 2)], 5),
+    AGGREGATION: lambda: cases.aggregation(1, 9, 5, 8, 2, [[(1, 2)]]),
+    GEOMETRIC: lambda: cases.geometric(1, 9, 8, 2, [(1, 2)], 5),
+}
+
 # in float64, which finite differences need
 SMALL = {
     MULTI_SCALE: lambda: cases.multi_scale(2, 2, 3, 2, [(3, 4), (2, 1)], 2),

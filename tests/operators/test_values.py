@@ -10,13 +10,12 @@ from cases import (
     AGGREGATION,
     CASES,
     EVERY,
-    GEOMETRIC,
     LATTICE,
     MULTI_SCALE,
     MULTI_SCALE_LOGITS,
     OPERATORS,
 )
-from small_cases import GOOD
+from small_cases import GOOD, TWO_PIXELS
 from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each, first, run, skip_unless_every_kernel
 
 from mx_driving._operator import description
@@ -124,12 +123,7 @@ def test_one_element_stands_for_many(implementation, operator, dtype):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rows_too_far_apart_for_32_bits(implementation, operator):
     """Of a map of two pixels. What lies between them is never touched, so it takes no memory."""
-    args = {
-        MULTI_SCALE: lambda: cases.multi_scale(1, 9, 8, 2, [(1, 2)], 5),
-        GEOMETRIC: lambda: cases.geometric(1, 9, 8, 2, [(1, 2)], 5),
-        AGGREGATION: lambda: cases.aggregation(1, 9, 5, 8, 2, [[(1, 2)]]),
-    }[operator]()
-    value, *others = cases.cast(args, torch.float32)
+    value, *others = cases.cast(TWO_PIXELS[operator](), torch.float32)
     step = 2**29 + 64  # elements; 2 GiB and 256 bytes
     apart = torch.empty(step + value[0, 0].numel()).as_strided(value.shape, (0, step, *value.stride()[2:]))
     apart.copy_(value)

@@ -160,6 +160,8 @@ constexpr Function function_of(const Description &op, bool backward) {
     return f;
 }
 
+static_assert(FUNCTIONS == 2 * std::size(DESCRIPTIONS));
+
 constexpr std::array<Function, FUNCTIONS> all_functions() {
     std::array<Function, FUNCTIONS> all;
     for (int i = 0; i < FUNCTIONS; ++i) all[size_t(i)] = function_of(DESCRIPTIONS[i / 2], i % 2);
