@@ -3,9 +3,6 @@ and in cameras, and the C interface. test_with_logits.py has what holds for all 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -122,48 +119,6 @@ def test_gradients_of_any_stride_and_dtype(dtype, reverse):
         found.append(room[(slice(None, None, 2),) * like.dim()].permute(axes))
     assert getattr(_backends.native.loaded(), BACKWARD)(pack(grad), *map(pack, args), *map(pack, found), 2) == 0
     assert all(torch.equal(a, b.to(dtype)) for a, b in zip(found, run(args, grad)[1:], strict=True))
-
-
-PEAK = """
-import pathlib, sys, torch
-import mx_driving
-from mx_driving._operator import composition
-
-def status(name):
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-def peak(call):
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # it starts from here
-    results = call()
-    return status("VmHWM") - status("VmRSS")
-
-maps, logits = torch.randn(1, 600, 32), torch.randn(1, 3000, 6, 4, 13, 8)
-tables = torch.tensor([[[5, 5]] * 4] * 6), torch.arange(24).view(6, 4) * 25
-projection = torch.tensor([[1.0, 0, 0, 0.5], [0, 1, 0, 0.5], [0, 0, 0, 1], [0, 0, 0, 0]]).expand(1, 6, 4, 4)
-args = maps, *tables, torch.rand(1, 3000, 13, 3) - 0.5, projection, logits, None, None
-grad, mask = maps.new_ones(1, 3000, 32), [True] * 4
-name, ops = "deformable_aggregation_with_logits", torch.ops.mx_driving
-kernel = getattr(ops, name), getattr(ops, name + "_backward")
-bare = ops.deformable_aggregation, ops.deformable_aggregation_backward
-composed = composition.forward(name, bare[0]), composition.backward(name, bare[1])
-few = tuple(t[:, :40] if i in (3, 5) else t for i, t in enumerate(args))
-for forward, backward in (kernel, composed):
-    forward(*few), backward(grad[:, :40], *few, mask)  # loads what it needs
-    print(peak(lambda: forward(*args)), peak(lambda: backward(grad, *args, mask)))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory in /proc")
-@pytest.mark.parametrize("isa", NATIVE[-1:], indirect=True)
-def test_nothing_of_the_size_of_locations_is_written():
-    """In KB, peak memory beside the results, forward and backward. The locations alone are 1800, the weights 29000, and the
-    composition writes both. The allocator of the fresh process gives every block above 64 KB back at once."""
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, "-c", PEAK], env=env, capture_output=True, text=True, check=True)
-    *kernel, of_forward, of_backward = map(int, done.stdout.split())
-    assert max(kernel) < 1024
-    assert min(of_forward, of_backward) > 29000
 
 
 ENDLESS = 10**12
