@@ -1,4 +1,5 @@
-"""The published modules once more, in plain torch and by loops, from their papers' equations: truth for test_nn.py.
+"""The published modules once more, in plain torch, from their papers' equations: truth for test_nn.py. attention_modules.py has
+the attentions as libraries write them.
 
 Each takes a module's state_dict and the inputs of its forward. Nothing of mx_driving is used.
 """
@@ -7,9 +8,11 @@ from __future__ import annotations
 
 import math
 
+import attention_modules
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 
 def _linear(state: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -33,42 +36,26 @@ def _sample(plane: Tensor, points: Tensor) -> Tensor:
 def multi_scale(state, sizes, query, reference, value, shapes, starts, padding=None) -> Tensor:
     """Deformable-DETR, equation 3, its appendix for boxes; sizes = (heads, levels, points)."""
     heads, levels, points = sizes
-    bs, queries, _ = query.shape
-    rows = _linear(state, "value_proj", value)
-    if padding is not None:
-        rows = torch.where(padding[..., None], torch.zeros_like(rows), rows)
-    offsets = _linear(state, "sampling_offsets", query).view(bs, queries, heads, levels, points, 2)
-    weights = _linear(state, "attention_weights", query).view(bs, queries, heads, -1)
-    weights = (weights.exp() / weights.exp().sum(-1, keepdim=True)).view(bs, queries, heads, levels, points)
-    batches = []
-    for b in range(bs):
-        places = [reference[b, :, l] for l in range(levels) for _ in range(points)]
-        batches.append(_read(rows[b], offsets[b], weights[b], places, shapes, starts))
-    return _linear(state, "output_proj", torch.stack(batches))
+    module = attention_modules.Paper(query.shape[-1], levels, heads, points)
+    return functional_call(module, state, (query, reference, value, shapes, starts, padding))
 
 
 def temporal(state, sizes, query, reference, value, shapes, starts, pos=None) -> Tensor:
     """BEVFormer, equation 5, scene by scene: {previous map, current map}, each read with offsets and weights of its own."""
     heads, levels, points = sizes
-    outputs = []
-    for b, cells in enumerate(query):
-        maps = [cells, cells] if value is None else list(value[b])
-        both = torch.cat([maps[0], cells if pos is None else cells + pos[b]], -1)
-        offsets = _linear(state, "sampling_offsets", both).view(-1, heads, 2, levels, points, 2)
-        logits = _linear(state, "attention_weights", both).view(-1, heads, 2, levels * points)
-        found = 0
-        for t, rows in enumerate(maps):
-            looks = offsets[:, :, t], logits[:, :, t].softmax(-1).view(-1, heads, levels, points)
-            places = [reference[b, t, :, l] for l in range(levels) for _ in range(points)]
-            found = found + _read(_linear(state, "value_proj", rows), *looks, places, shapes, starts)
-        outputs.append(_linear(state, "output_proj", found / 2) + cells)
-    return torch.stack(outputs)
+    module, scenes = attention_modules.Temporal(query.shape[-1], heads, levels, points).eval(), []
+    for b in range(len(query)):
+        position, maps = None if pos is None else pos[b : b + 1], None if value is None else value[b]
+        inputs = {"value": maps, "query_pos": position, "reference_points": reference[b], "spatial_shapes": shapes}
+        scenes.append(functional_call(module, state, (query[b : b + 1],), inputs))
+    return torch.cat(scenes)
 
 
 def spatial(state, sizes, query, reference, value, shapes, starts, mask, pos=None) -> Tensor:
     """BEVFormer, equation 3, scene by scene. A camera's queries are padded to the camera with most, as published."""
     heads, levels, points = sizes
-    heights = reference.shape[3]
+    module, heights = attention_modules.Pillars(query.shape[-1], heads, levels, points), reference.shape[3]
+    inner = {name.partition(".")[2]: t for name, t in state.items() if name.startswith("deformable_attention.")}
     outputs = []
     for b, cells in enumerate(query):
         asked = cells if pos is None else cells + pos[b]
@@ -78,31 +65,12 @@ def spatial(state, sizes, query, reference, value, shapes, starts, mask, pos=Non
         for c, chosen in enumerate(visible):
             padded = torch.cat([asked[chosen], asked.new_zeros(longest - len(chosen), asked.shape[1])])
             pillars = torch.cat([reference[b, c][chosen], reference.new_zeros(longest - len(chosen), heights, 2)])
-            offsets = _linear(state, "deformable_attention.sampling_offsets", padded).view(-1, heads, levels, points, 2)
-            logits = _linear(state, "deformable_attention.attention_weights", padded).view(-1, heads, levels * points)
-            places = [pillars[:, p % heights] for _ in range(levels) for p in range(points)]
-            rows = _linear(state, "deformable_attention.value_proj", value[b, c])
-            found = _read(rows, offsets, logits.softmax(-1).view(-1, heads, levels, points), places, shapes, starts)
-            slots = slots + torch.zeros_like(cells).index_put((torch.tensor(chosen, dtype=torch.long),), found[: len(chosen)])
+            inputs = {"value": value[b, c, None], "reference_points": pillars[None], "spatial_shapes": shapes}
+            found = functional_call(module, inner, (padded[None],), inputs)[0, : len(chosen)]
+            slots = slots + torch.zeros_like(cells).index_put((torch.tensor(chosen, dtype=torch.long),), found)
         count = (mask[b].sum(-1) > 0).sum(0).clamp(min=1)
         outputs.append(_linear(state, "output_proj", slots / count[:, None]) + cells)
     return torch.stack(outputs)
-
-
-def _read(rows, offsets, weights, places, shapes, starts) -> Tensor:
-    """One scene's weighted samples, [queries, c]. `places` has the reference points of each level and point in turn."""
-    by_head = []
-    for h, rows_of_head in enumerate(rows.chunk(weights.shape[1], -1)):
-        total = 0
-        for l, plane in enumerate(_maps(rows_of_head, shapes, starts)):
-            size = torch.tensor([plane.shape[2], plane.shape[1]])
-            for p in range(weights.shape[3]):
-                point, step = places[l * weights.shape[3] + p], offsets[:, h, l, p]
-                boxes = point.shape[-1] == 4
-                place = point[:, :2] + (step * point[:, 2:] / (2 * weights.shape[3]) if boxes else step / size)
-                total = total + weights[:, h, l, p, None] * _sample(plane, place)
-        by_head.append(total)
-    return torch.cat(by_head, -1)
 
 
 def geometric(state, sizes, query, reference, value, shapes, starts, padding=None) -> Tensor:

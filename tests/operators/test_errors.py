@@ -181,7 +181,8 @@ def test_a_call_off_the_cpu_is_checked_once(operator, gradients, monkeypatch):
     keeps_rules = checks._keeps_rules
     monkeypatch.setattr(checks, "_keeps_rules", lambda *call: checked.append(1) or keeps_rules(*call))
     with torch.set_grad_enabled(gradients):
-        getattr(mx_driving, operator)(args[0].requires_grad_(gradients), *args[1:])
+        output = getattr(mx_driving, operator)(args[0].requires_grad_(gradients), *args[1:])
+        assert (output.device.type, output.requires_grad) == ("meta", gradients)
         assert len(checked) == (1 if plain else 2)
         for at, wrong in spoilt(args):
             given = [*args[:at], wrong, *args[at + 1 :]]

@@ -77,10 +77,3 @@ def test_compiled_autograd_of_an_eager_forward(operator):
         for i in wanted:
             assert eager[i].grad.any()
             torch.testing.assert_close(compiled[i].grad, eager[i].grad)
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
-def test_meta_device(operator):
-    args = cases.cast(GROWING[operator](2, 5), torch.float32)
-    args = tuple(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)
-    assert getattr(mx_driving, operator)(*args).device.type == "meta"
