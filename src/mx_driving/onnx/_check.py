@@ -138,7 +138,9 @@ class _Checker:
         defaults = {str(v.name): v.meta["default"].numpy() for v in self.model.graph.inputs if "default" in v.meta}
         values = prepare_reference(self.model, self.matches)
         fed, true = self.run_reference(inputs, defaults)
-        arrays = {name: _array(v, {**fed, **true}) for name, v in values.items()}
+        constants = {name: numbers.copy() for name, v in values.items() if (numbers := constant(v)) is not None}
+        known = {**fed, **true, **constants}
+        arrays = {name: known[name] for name in values}
         names_of_bad = [name for match in self.matches for name in match.locations if not np.isfinite(arrays[name]).all()]
         others: Arrays = {}
         if names_of_bad:
@@ -224,11 +226,6 @@ class _Checker:
         arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # sequences are lists
         near_by_name = {name: [one[name] for one in near] for name in arrays}
         return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), others.get(n)) for n in arrays]
-
-
-def _array(value: ir.Value, arrays: Arrays) -> Array:
-    numbers = constant(value)
-    return arrays[str(value.name)] if numbers is None else numbers.copy()
 
 
 def _output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str) -> torch.Tensor:

@@ -18,8 +18,6 @@ from ._samples import split_levels
 from ._search import Pairs
 
 Array = np.ndarray[Any, Any]
-# The operator's order of the axes of a level's block, and the axis along which levels are joined.
-_AXES = {"value": ((0, 3, 1, 2), 1), "locations": ((0, 2, 1, 3, 4), 3), "weights": ((0, 2, 1, 3), 3)}
 
 
 def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
@@ -34,11 +32,12 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
     arrays = {role: [_array(v) for v in tensors if v is not None] for role, tensors in values.items()}
     arrays["weights"] = [_as_large_as_samples(a, samples) for a, (samples, _) in zip(arrays["weights"], pairs, strict=True)]
     whole = {role: numbers for role, numbers in arrays.items() if numbers and all(a is not None for a in numbers)}
+    name = pairs[0][0].name
     sizes = {size for tensors in values.values() for v in tensors for s in sources(v, *MOVES) for size in dims(s)[:1]}
     for batch in sorted({1, *(size for size in sizes if isinstance(size, int) and size > 0)}) if whole else ():
         joined = {role: _join_levels(numbers, batch, role) for role, numbers in whole.items()}
-        if any(array is not None for array in joined.values()):
-            yield {role: _name(array, f"{pairs[0][0].name}/{role}") for role, array in joined.items() if array is not None}
+        if constants := {role: ir.val(f"{name}/{role}", const_value=t) for role, t in joined.items() if t is not None}:
+            yield constants
     yield {}
 
 
@@ -63,27 +62,22 @@ def _as_large_as_samples(array: Array | None, samples: ir.Value) -> Array | None
     return np.broadcast_to(array, shape) if np.broadcast_shapes(array.shape, shape) == shape else array
 
 
-def _name(array: Array, name: str) -> ir.Value:
-    type_of = ir.TensorType(ir.DataType.from_numpy(array.dtype))
-    return ir.Value(name=name, const_value=ir.tensor(array), shape=ir.Shape(array.shape), type=type_of)
-
-
-def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> Array | None:
+def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> ir.TensorProtocol | None:
     """Return one tensor with all levels; None if the batch does not fit."""
-    perm, axis = _AXES[role]
+    axis = 1 if role == "value" else 3
     if any(array.ndim != 4 or array.size == 0 or array.shape[0] % batch for array in arrays):
         return None
-    blocks = [_split_batch(array, batch, role).transpose(perm) for array in arrays]
+    blocks = [_order_axes(array, batch, role) for array in arrays]
     if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) > 1:
         return None
     dtype = np.float32 if role == "locations" and arrays[0].dtype.itemsize == 2 else arrays[0].dtype  # grid + 1 needs more bits
-    return np.concatenate(blocks, axis).astype(dtype)
+    return ir.tensor(np.concatenate(blocks, axis).astype(dtype))
 
 
-def _split_batch(array: Array, batch: int, role: str) -> Array:
-    """Split batch and heads into two axes, and flatten axes that are one axis of the operator."""
+def _order_axes(array: Array, batch: int, role: str) -> Array:
+    """Return a level with the operator's axes: batch and heads apart, and height and width as one axis of keys."""
     if role == "value":
-        return array.reshape(batch, -1, array.shape[1], array.shape[2] * array.shape[3])
+        return array.reshape(batch, -1, array.shape[1], array.shape[2] * array.shape[3]).transpose(0, 3, 1, 2)
     if role == "locations":
-        return ((array.astype(np.float64) + 1) / 2).reshape(batch, -1, *array.shape[1:])
-    return array.reshape(batch, -1, *array.shape[2:])
+        return ((array.astype(np.float64) + 1) / 2).reshape(batch, -1, *array.shape[1:]).transpose(0, 2, 1, 3, 4)
+    return array.reshape(batch, -1, *array.shape[2:]).transpose(0, 2, 1, 3)

@@ -116,12 +116,6 @@ def _widen(write: Writer, value: ir.Value, sampling: Sampling) -> ir.Value:
     return cast
 
 
-def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | None) -> None:
-    with Writer(model, sampling.output) as write:
-        output, dtype = WRITE[form](write, _call(write, sampling), **options), sampling.output.dtype
-        write.put_in_place(output if dtype is None else write.cast(output, dtype))
-
-
 def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
     report, others = Fused(path), find_nodes(model.graph)
     for name, sampling in find_samplings(model, tables=form != "gather"):
@@ -130,7 +124,9 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
                 raise Unfit(sampling)
             names = tuple(str(node.name) for node in collect_part(sampling)[0])
             locations = sampling.inputs.get("locations")
-            _replace(model, sampling, form, **options)
+            with Writer(model, sampling.output) as write:
+                output, dtype = WRITE[form](write, _call(write, sampling), **options), sampling.output.dtype
+                write.put_in_place(output if dtype is None else write.cast(output, dtype))
             report.replaced[name], report.nodes[name] = sampling.words, names
             report.locations.update({name: str(locations.name)} if locations else {})
         except Unfit as unfit:
@@ -185,12 +181,6 @@ def _write(path_in: Path, path_out: Path, form: str, **options: str | None) -> F
     return replace(report, problem=problem) if problem and form in ("onnxruntime", "gather") else report
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
     source, target = check_path("path_in", path_in), check_path("path_out", path_out)
     if os.path.realpath(source) == os.path.realpath(target):
@@ -199,4 +189,7 @@ def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form
         with silent():
             return _write(source, target, form, **options)
     except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
-        raise ValueError(f"path_in must be an ONNX file; got {source}: {_first_cause(error)}") from None
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ValueError(f"path_in must be an ONNX file; got {source}: {cause}") from None

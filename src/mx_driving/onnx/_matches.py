@@ -81,14 +81,11 @@ def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
             left[name] = sampling
     for node in model.graph:
         try:
-            matches += [_match_of_node(model, node)] if _is_sampler(node) else []
+            if (node.domain == OURS and node.op_type in SAMPLING) or is_other(node):
+                matches.append(_match_of_node(model, node))
         except Unfit as unfit:
             left[str(node.outputs[0].name)] = str(unfit)
     return matches, left
-
-
-def _is_sampler(node: ir.Node) -> bool:
-    return (node.domain == OURS and node.op_type in SAMPLING) or is_other(node)
 
 
 def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:

@@ -92,6 +92,9 @@ def _hold_to_rules(sampling: Sampling, nodes: list[ir.Node]) -> None:
     for node in reversed(nodes):
         if not _allowed(node, linear):
             raise Unfit(f"{node.op_type} ({node.name}) takes part")
+    for end in sampling.ends:
+        if end.dtype not in {ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES}:
+            raise Unfit(f"its values are {end.dtype}; a trial needs float32, float64, float16 or bfloat16")
 
 
 def _follow(ends: set[ir.Value], nodes: list[ir.Node]) -> set[ir.Value]:
@@ -219,12 +222,6 @@ def _to_float32(tensor: Any) -> Any:
     return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
 
 
-def _check_dtypes(sampling: Sampling) -> None:
-    for end in sampling.ends:
-        if end.dtype not in {ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES}:
-            raise Unfit(f"its values are {end.dtype}; a trial needs float32, float64, float16 or bfloat16")
-
-
 def _run(
     session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -244,7 +241,6 @@ def _run(
 def prove(model: ir.Model, sampling: Sampling) -> Sampling:
     """Return the sampling if the part of the graph equals the operator within rounding; else raise Unfit."""
     nodes, sizes = collect_part(sampling)
-    _check_dtypes(sampling)
     pairs = _sizes.choose_trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
     session = _open_session(model, sampling, sizes)
     for index, (bs, queries) in enumerate(pairs):
