@@ -3,8 +3,6 @@
 Without a GPU the PTX of the Triton kernels is executed on the CPU by gpu/ptx.py, on small inputs unless "triton" is named.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import ctypes
@@ -199,6 +197,9 @@ def pytest_collection_modifyitems(config, items):
     """All implementations of the same inputs run in one process, which works their truth out once. Long tests start first, so
     that no process is left with one at the end."""
     for item in items:
+        if item.path.parent.name == "onnx" and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.long)
+            item.add_marker(pytest.mark.xdist_group("onnx"))  # so that each file is exported once
         if "implementation" in getattr(item, "fixturenames", ()):
             inputs = item.callspec.id.replace(str(item.callspec.params["implementation"]), "", 1)
             item.add_marker(pytest.mark.xdist_group(f"{item.originalname} {inputs}"))

@@ -1,7 +1,5 @@
 """Launches from C++, with functions in Python that stand in for CUDA's driver and execute the kernels' PTX."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -3,8 +3,6 @@
 A kernel takes 0.2 to 0.5 s to compile, and then milliseconds. operators/ has what holds for every implementation.
 """
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import pytest

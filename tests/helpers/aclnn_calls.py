@@ -1,7 +1,5 @@
 """Calls of the two phases over torch tensors, for the tests of mx_driving.aclnn."""
 
-from __future__ import annotations
-
 import cases
 import torch
 

@@ -1,7 +1,5 @@
 """For tests/models/test_npu.py: installs the stand-in for torch_npu and gives all back, twice; then beside a real one."""
 
-from __future__ import annotations
-
 import operator
 import sys
 

@@ -1,7 +1,5 @@
 """Stand-ins for nodes of others that compute the operator: their inputs, dtypes and output, by the equation in float64."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Recordings made by hand: calls with results that are right or have a fault, and `mx-driving replay` of them."""
 
-from __future__ import annotations
-
 import json
 
 import cases

@@ -1,7 +1,5 @@
 """Tests in the form of the vendor's operator tests: small writings of their calls, for tests/models/test_npu.py to run."""
 
-from __future__ import annotations
-
 import unittest
 from unittest.mock import Mock
 

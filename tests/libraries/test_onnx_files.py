@@ -1,7 +1,5 @@
 """`mx_driving.onnx.fuse` on files that the libraries' own exporters write: every place is found, and the outputs stay."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 import pytest

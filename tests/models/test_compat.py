@@ -1,7 +1,5 @@
 """compat.install: code written against compiled extensions imports, runs and differentiates on a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

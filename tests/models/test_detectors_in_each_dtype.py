@@ -1,8 +1,6 @@
 """Patched detectors in 32 and 16 bits. Torch's own grid_sample loses its place in 16 bits on a CPU: docs/pytorch.md has the
 report. test_transformers.py has every model in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Functions of compiled extensions: the number of their arguments, and the outputs that they write to."""
 
-from __future__ import annotations
-
 import inspect
 
 import cases

@@ -1,7 +1,5 @@
 """The operator in LibreYOLO's registry of kernels, without that package: tests/libraries/test_libreyolo.py has it."""
 
-from __future__ import annotations
-
 import sys
 import types
 

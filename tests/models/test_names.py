@@ -1,7 +1,5 @@
 """Every name a caller can use, by position and by keyword, and what each of them warns."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

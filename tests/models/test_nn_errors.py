@@ -1,7 +1,5 @@
 """A wrong input of mx_driving.nn is refused before any work, compiled or not: a sentence of each kind, and every size."""
 
-from __future__ import annotations
-
 import functools
 import re
 

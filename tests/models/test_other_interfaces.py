@@ -1,7 +1,5 @@
 """Extensions of one name with other arguments: TrackFormer's attention, which has no level starts, and FlashOCC's pool."""
 
-from __future__ import annotations
-
 import pathlib
 import types
 

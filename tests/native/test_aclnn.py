@@ -1,7 +1,5 @@
 """mx_driving.aclnn computes the operator's own bits, in any layout, on streams and threads, and remembers errors."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import ctypes
 import os

@@ -2,8 +2,6 @@
 
 test_streams.cpp has formats and numbers that name no dtype."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 

@@ -1,7 +1,5 @@
 """What C and C++ programs get: headers, the library, the CMake package, and the examples built with every warning on."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

@@ -28,7 +28,6 @@ from strategies import SEEDS, change_model, fuzz
 
 import mx_driving.onnx
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 MOST = 2**26  # numbers of an input
 CORPUS: dict[str, Callable[[Path], Any]] = {
     "stacked": lambda path: export(Stacked(), path, "older"),

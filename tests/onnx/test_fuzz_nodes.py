@@ -1,7 +1,5 @@
 """Random calls of our nodes in onnxruntime under a sanitizer: `make fuzz-native`. FUZZ_LIBRARY names the library."""
 
-from __future__ import annotations
-
 import os
 
 import onnx_nodes

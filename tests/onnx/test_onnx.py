@@ -1,7 +1,5 @@
 """torch.onnx.export(dynamo=True): the nodes of each form, and onnxruntime's numbers with batch and queries of any size."""
 
-from __future__ import annotations
-
 import functools
 
 import cases
@@ -17,11 +15,7 @@ from small_cases import GROWING, One
 import mx_driving
 from mx_driving._operator.description import OPERATORS
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.xdist_group("onnx"),  # so that each graph is exported once
-    pytest.mark.needs("An ONNX file of opset 20"),
-]
+pytestmark = pytest.mark.needs("An ONNX file of opset 20")
 
 BATCH, QUERIES = torch.export.Dim("batch"), torch.export.Dim("queries")
 DYNAMIC = ({0: BATCH}, None, None, {0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES})

@@ -1,7 +1,5 @@
 """`mx_driving.onnx.fuse` on files in 16 bits, whose exporters and converters write Cast nodes in many places."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest
@@ -12,8 +10,6 @@ from onnx_writings import WRITINGS, Calls, Stacked, export, inputs, kinds, maske
 
 import mx_driving.onnx
 from mx_driving.onnx import FUSED_FORMS
-
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
 WRITTEN = {**WRITINGS, "gathers": Stacked(masked), "one table": Calls()}
 PARTS = {

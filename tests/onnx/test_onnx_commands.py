@@ -1,7 +1,5 @@
 """Wrong uses of `fuse` and `verify`: one sentence that names what is wrong."""
 
-from __future__ import annotations
-
 import errno
 import tempfile
 from pathlib import Path
@@ -13,8 +11,6 @@ import onnx_writings as writings
 import pytest
 
 import mx_driving.onnx
-
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 
 
 @pytest.fixture(scope="module")

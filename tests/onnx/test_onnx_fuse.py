@@ -37,8 +37,6 @@ from torch.nn.functional import grid_sample
 import mx_driving.onnx
 from mx_driving.onnx import _find
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
-
 
 class Chosen(torch.nn.Module):
     """The older exporter computes the numbers of Pad in the file, and onnx's inference knows no size behind it. Where ReduceMax

@@ -1,7 +1,5 @@
 """`fuse` and `verify` on files whose value, locations or weights depend on no input, so that exporters fold them."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest
@@ -10,11 +8,7 @@ from onnx_writings import Calls, Joined, Stacked, Summed, export, inputs, kinds,
 
 import mx_driving.onnx
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.xdist_group("onnx"),
-    pytest.mark.needs("An ONNX file of opset 20"),
-]
+pytestmark = pytest.mark.needs("An ONNX file of opset 20")
 
 
 class Ours(Calls):

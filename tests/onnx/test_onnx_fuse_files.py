@@ -1,7 +1,5 @@
 """`mx_driving.onnx.fuse`: which files it reads and writes, and which it refuses."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np
@@ -13,8 +11,6 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from onnx_writings import WRITINGS, Projected, Stacked, export, feeds, inputs, masked, run
 
 import mx_driving.onnx
-
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
 
 @pytest.fixture

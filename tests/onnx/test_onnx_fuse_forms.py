@@ -1,7 +1,5 @@
 """`mx_driving.onnx.fuse` in each form: from others' writings, and from another form."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_nodes
@@ -13,8 +11,6 @@ from onnx_writings import WRITINGS, Calls, Joined, Logits, Stacked, export, feed
 import mx_driving
 import mx_driving.onnx
 from mx_driving.onnx import FUSED_FORMS
-
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
 NODES = {
     "onnxruntime": "multi_scale_deformable_attn",

@@ -1,7 +1,5 @@
 """int8 beside our node: fuse after quantisation, and before it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -16,7 +14,6 @@ from onnxruntime.quantization import CalibrationDataReader, quantize_static
 
 import mx_driving.onnx
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 LINEAR = {"op_types_to_quantize": ["Conv", "MatMul", "Gemm"]}
 
 

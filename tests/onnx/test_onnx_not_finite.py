@@ -1,7 +1,5 @@
 """Locations that are NaN or infinite: `verify` and `fuse --time` leave out what depends on them, and say what makes them."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_writings as writings
 import pytest
@@ -16,7 +14,6 @@ from mx_driving._measure import onnx_files
 from mx_driving.onnx import _runtimes
 from mx_driving.onnx._check import check
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 SENTENCE = "queries are left out: their locations are NaN or infinite, "
 
 

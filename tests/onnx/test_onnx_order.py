@@ -1,7 +1,5 @@
 """Files that onnxruntime runs and onnx's checker refuses: `fuse` and `verify` read them, and name what is truly missing."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest
@@ -11,8 +9,6 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 
 import mx_driving.onnx
 from mx_driving.onnx import FUSED_FORMS
-
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
 
 def reverse(graph):

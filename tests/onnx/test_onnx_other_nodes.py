@@ -17,7 +17,6 @@ import mx_driving.onnx
 from mx_driving.onnx import FUSED_FORMS
 from mx_driving.onnx._check import check
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 TABLES, STEP = ("value", "shapes", "level_starts"), {"im2col_step": 64}
 FORK = "MultiScaleDeformableAttnTRT"  # BEVFormer_tensorrt's plugin; a fork of it has the operator's five inputs
 SHAPES = {

@@ -1,7 +1,5 @@
 """Our custom operators of onnxruntime: the bits of the operators in torch, their sentences, the session's threads."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import pathlib
@@ -28,7 +26,6 @@ import mx_driving.onnx
 from mx_driving import _needs
 from mx_driving._operator.description import OPERATORS
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 ONNX_TYPES = {
     torch.float32: "float32",
     torch.float16: "float16",

@@ -1,7 +1,5 @@
 """OpenVINO with gathers, and with examples/openvino: our kernels as an extension, built against its wheel."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 import subprocess
@@ -19,7 +17,7 @@ import mx_driving
 from mx_driving import config
 
 openvino = pytest.importorskip("openvino")
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx"), pytest.mark.needs("An ONNX file of opset 20")]
+pytestmark = pytest.mark.needs("An ONNX file of opset 20")
 SOURCE = pathlib.Path(__file__).parents[2] / "examples" / "openvino"
 
 

@@ -1,7 +1,5 @@
 """`mx-driving verify`: what it says of right runtimes, and of planted faults."""
 
-from __future__ import annotations
-
 import functools
 import io
 import sys
@@ -30,7 +28,6 @@ from mx_driving._operator.description import OPERATORS
 from mx_driving.onnx import _outputs, _runtimes
 from mx_driving.onnx._check import check
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 PROGRAM = Path(wrong_runtime.__file__)
 WORDS = {
     "align_corners": "as with align_corners=True",

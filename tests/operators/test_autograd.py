@@ -1,7 +1,5 @@
 """First and second derivatives, only what is asked for, and inputs left as they were."""
 
-from __future__ import annotations
-
 import itertools
 
 import cases

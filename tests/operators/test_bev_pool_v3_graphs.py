@@ -1,7 +1,5 @@
 """The names of bev_pool in graphs: torch.compile, torch.export and ONNX, with the batch and the number of points free."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

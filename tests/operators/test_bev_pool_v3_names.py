@@ -1,7 +1,5 @@
 """The names of bev_pool: the vendor's paths and extension, and stand-ins for those of BEVDet, BEVFusion and BEVDepth."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from unittest.mock import Mock

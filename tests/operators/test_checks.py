@@ -3,8 +3,6 @@
 test_errors.py has the sentences.
 """
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import pytest

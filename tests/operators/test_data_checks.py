@@ -1,7 +1,5 @@
 """data_checks() warns once of legal inputs that look wrong, not of others, and changes nothing else."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

@@ -1,8 +1,6 @@
 """The same bits wherever a sample stands, for any wanted gradients, and in 16 bits as in 32. native/test_plan.py has numbers of
 threads."""
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import pytest

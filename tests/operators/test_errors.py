@@ -1,7 +1,5 @@
 """A call that is wrong is refused in words: the whole sentence of each kind, and the same sentence wherever one calls."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

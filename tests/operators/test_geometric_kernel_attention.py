@@ -1,8 +1,6 @@
 """geometric_kernel_attention alone: the pixel is clamp(trunc(location), 0, size - 1) for locations of any dtype, also on maps
 of more pixels than float32 counts. Locations have no gradient."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """mx_driving.geometry against numpy written from the definitions, and against the operators that read its results."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

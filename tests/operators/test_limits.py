@@ -1,7 +1,5 @@
 """The vendor's documented limits: one past each is refused inside atlas_limits(), and only there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

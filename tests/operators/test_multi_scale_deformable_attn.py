@@ -1,7 +1,5 @@
 """multi_scale_deformable_attn alone: corners off the map, overlapping levels, NaN of any bits, the vendor's largest call."""
 
-from __future__ import annotations
-
 import cases
 import numpy as np
 import pytest

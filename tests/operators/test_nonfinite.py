@@ -1,7 +1,5 @@
 """NaN and infinity: exact zeros where the specification says so, and no finite number turned into another one."""
 
-from __future__ import annotations
-
 import cases
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Under autocast 16-bit inputs are read as they are, with the bits of converting them to float32 first."""
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import pytest

@@ -1,7 +1,5 @@
 """What only the operators with logits have: softmax and infinity, references, cameras. test_values.py has their values."""
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import pytest

@@ -1,7 +1,5 @@
 """A release names the repository that builds it, and its README has no link that only a clone can follow."""
 
-from __future__ import annotations
-
 import importlib.util
 import pathlib
 import re

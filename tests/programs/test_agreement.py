@@ -1,7 +1,5 @@
 """How far apart two results are: entries that are not finite, empty tensors, scales, dtypes and ties."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

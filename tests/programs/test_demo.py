@@ -1,7 +1,5 @@
 """examples/surround_view: the view matches the map, the descent descends, a bad rig file is named, the geometry closes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

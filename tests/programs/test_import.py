@@ -1,7 +1,5 @@
 """Importing registers and does nothing else; backends() says what runs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

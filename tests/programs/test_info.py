@@ -1,7 +1,5 @@
 """`mx-driving info` is a block to paste into a bug report; the command line says in a sentence that torch is missing."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

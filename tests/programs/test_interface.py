@@ -1,7 +1,5 @@
 """The public interface changes only where CHANGELOG.md says so."""
 
-from __future__ import annotations
-
 import pathlib
 
 import interface

@@ -1,7 +1,5 @@
 """Calls of functions that sum points into cells: recorded, read as calls of bev_pool_v3, judged, and their mistakes named."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

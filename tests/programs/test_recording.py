@@ -1,7 +1,5 @@
 """`mx_driving_portable/record.py` saves calls of what serves them, and changes nothing: bits, graph, errors."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import errno

@@ -1,7 +1,5 @@
 """`mx-driving replay` judges recorded calls, and names known mistakes."""
 
-from __future__ import annotations
-
 import re
 
 import cases

@@ -1,7 +1,5 @@
 """`mx-driving replay` reads all that can be read, and says in a sentence what cannot."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The package's rooms lie on floors, and imports go downwards. CONTRIBUTING.md says what each room is for."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import pathlib

@@ -1,7 +1,5 @@
 """viz.page without a browser: one file that loads nothing, harmless texts, every sample."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 

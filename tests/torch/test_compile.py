@@ -1,7 +1,5 @@
 """torch.library's own checks, torch.compile without graph breaks, and autocast."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The operators as standard operations, which exporters are given, against the truth."""
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import numpy as np

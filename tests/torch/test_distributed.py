@@ -1,7 +1,5 @@
 """DTensor, DDP and FSDP on two CPU processes (gloo), which start once; what they do: distributed_worker.py."""
 
-from __future__ import annotations
-
 import distributed_worker
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """torch.export, saved here and run in a process that knows nothing but mx_driving; Inductor. AOTInductor: test_from_cpp.py."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch

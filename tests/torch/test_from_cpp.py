@@ -1,7 +1,5 @@
 """PyTorch knows the operators in C++, with the Python package and without it, in either order."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """torch.func, forward mode, vmap, checkpointing, saved-tensor hooks, profiler, FLOP counter, pytrees."""
 
-from __future__ import annotations
-
 import functools
 
 import cases
