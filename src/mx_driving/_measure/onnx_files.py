@@ -71,10 +71,7 @@ def run(running: Any, arrays: Arrays) -> dict[str, Any]:
 
 
 def inputs(running: Any, arrays: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """Return `given`, which must have all inputs but those with a default.
-
-    If it is empty, make random floats from 0 to 1, ones, and a free batch of 1.
-    """
+    """Return `arrays`, which must have all inputs without a default. If it is empty, make random floats, ones, a batch of 1."""
     defaults, random = defaults or {}, np.random.default_rng(0)
     required = {one.name: one for one in running.get_inputs()}
     allowed = {**required, **{one.name: one for one in running.get_overridable_initializers()}}
