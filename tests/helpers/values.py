@@ -21,7 +21,8 @@ MIXED = [
     (torch.float64, torch.float32, torch.float16),
 ]
 
-
+NATIVE = [name for name in cases.wanted_implementations() if name.startswith("native")]
+natively = pytest.mark.parametrize("implementation", NATIVE, indirect=True)
 # Inputs are small, or those of `first`.
 everywhere = pytest.mark.parametrize("implementation", cases.wanted_implementations(small=True), indirect=True)
 

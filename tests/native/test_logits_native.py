@@ -5,28 +5,19 @@ test_plan.py has each way to a gradient; operators/test_with_logits.py has what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import cases
 import logits_cases
 import numpy as np
 import pytest
 import torch
-from cases import GEOMETRIC_LOGITS, wanted_implementations
+from cases import GEOMETRIC_LOGITS
 from torch import Tensor
-from values import compare
+from values import compare, natively
 
 import mx_driving
-from mx_driving import _backends
 
-NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
+pytestmark = [natively, pytest.mark.usefixtures("implementation")]
 PYRAMID = [(23, 31), (11, 17), (6, 7)]
-
-
-@pytest.fixture(autouse=True, params=NATIVE)
-def isa(request) -> Iterator[None]:
-    with _backends.native.use_isa(request.param.removeprefix("native-")):
-        yield
 
 
 def weights_of(logits: Tensor) -> Tensor:

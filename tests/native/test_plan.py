@@ -15,14 +15,13 @@ import logits_cases
 import pytest
 import torch
 import truth
-from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, wanted_implementations
+from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from torch import Tensor
-from values import covering
+from values import covering, natively
 
 import mx_driving
 from mx_driving import _backends
 
-NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
 PLAN = pathlib.Path(__file__).parents[2] / "native" / "src" / "call" / "plan.h"
 THREADS = (1, 2, 3, 8, 24)
 plan_of = _backends.native.describe_plan
@@ -265,7 +264,7 @@ def test_a_plan_at_a_bound_and_beyond_it(every_thread, row):
     assert plan[decision] == text or (text == "1 of 1" and plan[decision].startswith("1 of 1 levels"))
 
 
-@pytest.mark.parametrize("implementation", NATIVE, indirect=True)
+@natively
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rows_widened_once_give_the_same_bits(implementation, dtype):
     """Few queries leave rows as they are."""

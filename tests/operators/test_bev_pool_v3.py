@@ -12,17 +12,15 @@ from test_memory import embedded
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
-from values import DTYPES, assert_same_sums, covering, skip_unless_every_kernel
+from values import DTYPES, NATIVE, assert_same_sums, covering, natively, skip_unless_every_kernel
 
 import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._dispatch.registered import REGISTERED
 
-NATIVE = [name for name in cases.wanted_implementations() if name.startswith("native")]
 TRITON = ["triton"] if cases.EVERY_KERNEL and _backends.triton.why_not() is None else []
 everywhere = pytest.mark.parametrize("implementation", ["reference", *NATIVE, *TRITON], indirect=True)
 on_the_cpu = pytest.mark.parametrize("implementation", ["reference", *NATIVE], indirect=True)
-natively = pytest.mark.parametrize("implementation", NATIVE, indirect=True)
 # relative to the largest sum; sums of some hundred float32 products
 NEAR = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

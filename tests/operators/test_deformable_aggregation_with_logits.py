@@ -3,7 +3,7 @@ and in cameras, and the C interface. test_with_logits.py has what holds for all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cases
@@ -12,22 +12,15 @@ import pytest
 import torch
 import values
 from cases import AGGREGATION_LOGITS as NAME
-from cases import wanted_implementations
 from logits_cases import TWO_CAMERAS
 from torch import Tensor
-from values import compare
+from values import compare, natively
 
 from mx_driving import _backends
 
-NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
+pytestmark = [natively, pytest.mark.usefixtures("implementation")]
 INF, NAN = float("inf"), float("nan")
 BACKWARD = f"mxd_{NAME}_backward"
-
-
-@pytest.fixture(autouse=True, params=NATIVE)
-def isa(request) -> Iterator[None]:
-    with _backends.native.use_isa(request.param.removeprefix("native-")):
-        yield
 
 
 def drawn(*sizes: Any, dtype: torch.dtype = torch.float32, **options: bool) -> tuple[tuple[Any, ...], Tensor]:

@@ -1,6 +1,7 @@
 """The vendor's documented limits: one past each is refused inside atlas_limits(), and only there."""
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -227,12 +228,11 @@ def test_words_of_flags(name, word, monkeypatch):
         assert str(caught.value) == f"{name} must be 1, true, yes or on, or 0, false, no, off or empty; got {word!r}"
 
 
-@pytest.mark.parametrize(
-    "name", ["MX_DRIVING_CHECK", "MX_DRIVING_TRITON", "MX_DRIVING_GPU_LAUNCH", "MX_DRIVING_CTYPES", "MX_DRIVING_ATLAS_LIMITS"]
-)
-@pytest.mark.parametrize(
-    "command", ["-c from mx_driving_portable.command import main; main()", "-m mx_driving", "-m mx_driving.__main__"]
-)
+FLAGS = [f"MX_DRIVING_{name}" for name in ("CHECK", "TRITON", "GPU_LAUNCH", "CTYPES", "ATLAS_LIMITS")]
+COMMANDS = ["-c from mx_driving_portable.command import main; main()", "-m mx_driving", "-m mx_driving.__main__"]
+
+
+@pytest.mark.parametrize(("name", "command"), zip(FLAGS, itertools.cycle(COMMANDS), strict=False))
 def test_a_command_says_in_a_sentence_what_the_environment_must_be(name, command):
     env = {**os.environ, name: "2"}
     done = subprocess.run(

@@ -8,9 +8,9 @@ from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, 
 from small_cases import GROWING, TINY
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from values import natively
 
 import mx_driving
-from mx_driving import _backends
 from mx_driving._dispatch.registered import REGISTERED
 from mx_driving._operator.description import OPERATORS
 
@@ -47,18 +47,9 @@ CASES = {
 }
 
 
-@pytest.fixture(params=_backends.native.available_isas() if _backends.native.why_not() is None else [])
-def instruction_set(request):
-    with _backends.native.use_isa(request.param):
-        yield
-
-
 @pytest.fixture(params=[1, 2, 8])
 def threads(request):
-    before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def gradients_of(function, args, operator):
@@ -85,7 +76,8 @@ def op_of(operator):
     return getattr(torch.ops.mx_driving, operator).default
 
 
-@pytest.mark.usefixtures("instruction_set", "threads")
+@natively
+@pytest.mark.usefixtures("implementation", "threads")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_autocast_has_the_bits_of_converting_first(name, dtype):
