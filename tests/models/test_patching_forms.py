@@ -173,8 +173,6 @@ COUNTED = {"num_points_list": POINTS}
 # core, points, layout of value, shapes, further and other arguments, called operators
 CORES = [
     (listed_core, (2, 4), torch.clone, SIZES, {}, [BARE]),
-    (libraries.merged_core, (8,), torch.clone, SIZES, {}, [BARE]),
-    *((libraries.keys_last_core, points, keys_last, SIZES, {}, [BARE]) for points in ((2, 4), (8,))),
     (libraries.keys_last_core, (8,), keys_last, SWAPPED, {"value_spatial_shapes_hw": SIZES}, [BARE]),
     (libraries.by_level_core, (6,), levels, SIZES, COUNTED, [BARE]),
     (libraries.by_level_core, (6,), levels, SIZES, {**COUNTED, "method": "discrete"}, []),  # they clamp x by the height
@@ -200,6 +198,65 @@ def test_cores(core, points, layout, shapes, more, called):
         assert done.replaced == (f"{core.__module__}.{core.__name__}",)
         assert operators(core, **arguments) == called
         torch.testing.assert_close(results(core, **arguments), expected, rtol=0, atol=1e-11)
+
+
+def join(levels):
+    return torch.cat(list(levels), -1).permute(0, 3, 1, 2)
+
+
+# how a value lies in memory: from rows [bs, keys, heads, channels], and back for a number of heads
+LAYOUTS = {
+    "rows": (torch.clone, lambda value, heads: value),
+    "keys last": (keys_last, lambda value, heads: value.permute(0, 3, 1, 2)),
+    "levels": (levels, lambda value, heads: join(value)),
+    "images": (
+        lambda value: libraries.as_images(value.flatten(2)),
+        lambda value, heads: join([level.flatten(2).unflatten(0, (-1, heads)) for level in value]),
+    ),
+}
+AXES = {"split": (2, 4), "merged": (8,), "default": (6,), "discrete": (6,)}  # of the points, by what a core takes
+
+
+def nearest(locations, sizes):
+    """The centres of the nearest pixels of the maps."""
+    sides = [torch.tensor([w, h]) for h, w in sizes]
+    parts = zip(locations.split(POINTS, 3), sides, strict=True)
+    return torch.cat([((at * s + 0.5).long().clamp(min=0).minimum(s - 1).to(locations) + 0.5) / s for at, s in parts], 3)
+
+
+def make_core(layout, ways):
+    """A core that takes locations of some axes, or points of each level by some methods."""
+
+    def core(value, value_spatial_shapes, sampling_locations, attention_weights):
+        assert ("split" if sampling_locations.dim() == 6 else "merged") in ways
+        value = LAYOUTS[layout][1](value, sampling_locations.shape[2])
+        run = plain_core if sampling_locations.dim() == 6 else libraries.merged_core
+        return run(value, value_spatial_shapes, sampling_locations, attention_weights)
+
+    def counted(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method="default"):
+        assert method in ways
+        value = keys_last(LAYOUTS[layout][1](value, sampling_locations.shape[2]))
+        value = value.split([h * w for h, w in value_spatial_shapes], -1)
+        at = nearest(sampling_locations, value_spatial_shapes) if method == "discrete" else sampling_locations
+        return libraries.by_level_core(value, value_spatial_shapes, at, attention_weights, num_points_list)
+
+    return counted if "default" in ways else core
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "ways", [("split",), ("merged",), ("split", "merged"), ("default",), ("default", "discrete")], ids=" ".join
+)
+def test_each_layout_of_a_value_in_each_way_to_give_locations(layout, ways):
+    core = make_core(layout, ways)
+    methods = [{"num_points_list": POINTS, "method": way} if "default" in ways else {} for way in ways]
+    calls = [functools.partial(core, **more) for more in methods]
+    inputs = [core_arguments(AXES[way], LAYOUTS[layout][0]) for way in ways]
+    expected = [results(call, *arguments) for call, arguments in zip(calls, inputs, strict=True)]
+    with mx_driving.patched(library(core)):
+        for way, call, arguments, right in zip(ways, calls, inputs, expected, strict=True):
+            assert operators(call, *arguments) == [WHOLE if way == "discrete" else BARE]
+            torch.testing.assert_close(results(call, *arguments), right, rtol=0, atol=1e-11)
 
 
 def test_axes_that_the_core_cannot_take_are_its_own_matter():
