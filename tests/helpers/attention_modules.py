@@ -380,10 +380,10 @@ def arguments_for(
     def rand(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
-    batches = 2 * module.queue
+    batches = 2 * getattr(module, "queue", 1)
     mask = rand(batches, KEYS) < 0.4 if masked else None
     rows = [rand(batches, KEYS, 16), *(rand(2, KEYS, 16) for _ in range(3))]
-    memory, query, position, identity = rows if module.batch_first else (t.transpose(0, 1) for t in rows)
+    memory, query, position, identity = rows if getattr(module, "batch_first", True) else (t.transpose(0, 1) for t in rows)
     arguments = {
         **{"query": query, "position": position, "identity": identity, "value": layout(memory), "mask": mask},
         **{"reference": rand(batches, KEYS, *references), "table": torch.tensor(SIZES), "sizes": SIZES},
@@ -435,7 +435,8 @@ def results(run: Any, *args: Any, **named: Any) -> list[Tensor]:
     """Outputs, and gradients of all inputs and parameters."""
     args, named = tree_map(lambda t: t.detach().requires_grad_() if floating(t) else t, (args, named))
     outputs = floating(run(*args, **named))
-    leaves = floating((args, named)) + (list(run.parameters()) if isinstance(run, nn.Module) else [])
+    parameters = [p for p in run.parameters() if p.requires_grad] if isinstance(run, nn.Module) else []
+    leaves = floating((args, named)) + parameters
     gradients = torch.autograd.grad(outputs, leaves, list(map(direction_of, outputs)), allow_unused=True)
     return outputs + [g for g in gradients if g is not None]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
+from typing import Any
 
 import pytest
 import test_rt_detr_family as family
 import torch
+from attention_modules import build, floating, results
+from torch.utils._pytree import tree_map
 
 import mx_driving
 
@@ -33,35 +35,10 @@ def kernels():
     found.clear_cache()
 
 
-def built(model: str, dtype: torch.dtype) -> torch.nn.Module:
-    python, _, kind = model.partition(", ")[0].rpartition(".")
-    thing = getattr(importlib.import_module(python), kind)
-    torch.manual_seed(0)
-    known = {**family.COMMON, "num_points": [4, 4] if MORE[model.partition(", ")[0]] else 4}
-    module = thing(**{name: known[name] for name in inspect.signature(thing).parameters if name in known})
-    for p in module.parameters():
-        p.data = torch.rand_like(p) - 0.5
-    return module.to(dtype)
-
-
-def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sides = (2, 7, 12), (2, family.KEYS, 12), (2, 7, 1, 4)
-    return [torch.rand(s, generator=generator).to(dtype) for s in sides]
-
-
-def run(module: torch.nn.Module, how: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The output and all gradients."""
-    leaves = [t.clone().requires_grad_() for t in given]
-    out = module(**family.arguments(list(inspect.signature(module.forward).parameters), how, leaves))
-    moving = [*leaves, *(p for p in module.parameters() if p.requires_grad)]
-    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), moving)]
-
-
-def counted(module: torch.nn.Module, how: str, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-    """What `run` gives, and how often an operator of ours was called."""
+def counted(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
+    """The output and all gradients, and how often an operator of ours was called."""
     with mx_driving.viz.recording() as looks:
-        return run(module, how, given), len(looks)
+        return results(module, **arguments), len(looks)
 
 
 def error(found: list[torch.Tensor], true: list[torch.Tensor]) -> float:
@@ -72,16 +49,23 @@ def error(found: list[torch.Tensor], true: list[torch.Tensor]) -> float:
 @tried(*(str(dtype).removeprefix("torch.") for dtype in DTYPES))
 def test_a_module_with_its_slot(library, model, how):
     """No further from float64 than its own path, but for a factor of two, and a few ulps where that has no rounding at all."""
-    dtype = getattr(torch, model.rpartition(", ")[2])
-    module, given = built(model, dtype), inputs(dtype)
-    own, calls = counted(module, how, given)
-    true = run(copy.deepcopy(module).double(), how, [t.double() for t in given])
+    name, dtype = model.partition(", ")[0], getattr(torch, model.rpartition(", ")[2])
+    python, _, kind = name.rpartition(".")
+    more = {"num_points": [4, 4]} if MORE[name] else {}
+    module = build(getattr(importlib.import_module(python), kind), **more).to(dtype)
+    arguments = {n: cast(a, dtype) for n, a in family.inputs_for(module, how).items()}
+    own, calls = counted(module, arguments)
+    true = results(copy.deepcopy(module).double(), **{n: cast(a, torch.float64) for n, a in arguments.items()})
     assert calls == 0
     mx_driving.kernels.libreyolo.register()
-    found, calls = counted(module, how, given)
+    found, calls = counted(module, arguments)
     assert calls == 1
     assert found[0].dtype == own[0].dtype == dtype
     assert error(found, true) <= 2 * error(own, true) + 16 * torch.finfo(dtype).eps
+
+
+def cast(argument: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda t: t.to(dtype) if floating(t) else t, argument)
 
 
 @pytest.mark.parametrize(("library", "model"), [("libreyolo", "slot, order of kernels")])

@@ -10,18 +10,16 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
-import inspect
 import sys
 import types
-from types import SimpleNamespace
 
+import attention_modules
 import pytest
 import torch
+from attention_modules import ROLE, WITH_LOGITS, arguments_for, as_images, build, by_heads, close, recorded, results
 
 import mx_driving
 
-SIZES = [(4, 5), (3, 2)]
-KEYS = 26
 LIBRE = "libreyolo.models."
 OTX = "otx.backend.native.models.common.layers.transformer_layers"
 # Points of 2 and 4: these modules keep 1 / points in float32, which is exact there.
@@ -46,14 +44,7 @@ ROWS = (
 )
 # layers whose published configurations may ask for another sampling, which is no operator's
 DISCRETE = ("d-fine-project", "dfine-seg", "deim.", "models.dfine.", "ec.", "rtdetrv2.")
-COMMON = {
-    **dict.fromkeys(("embed_dim", "d_model"), 12),
-    **dict.fromkeys(("num_heads", "n_heads"), 3),
-    **dict.fromkeys(("num_levels", "n_levels"), 2),
-    **dict.fromkeys(("num_points", "n_points"), 4),
-    "batch_first": True,
-    "config": SimpleNamespace(d_model=12, num_feature_levels=2),
-}
+LAYOUTS = {"rows": lambda rows: rows, "levels": by_heads, "images": as_images}
 
 
 class _Anything(types.ModuleType):
@@ -114,51 +105,11 @@ def alone(monkeypatch):
         del sys.modules[name]
 
 
-def split(memory, how):
-    """Values [bs, keys, channels] as a module wants them."""
-    if how == "rows":
-        return memory
-    levels = memory.unflatten(-1, (3, -1)).permute(0, 2, 3, 1).split([h * w for h, w in SIZES], -1)
-    if how == "levels":
-        return levels
-    return tuple(level.flatten(0, 1).unflatten(-1, size) for level, size in zip(levels, SIZES, strict=True))
-
-
-def arguments(names, how, leaves):
-    query, memory, reference = leaves
-    table, starts = torch.tensor(SIZES), torch.tensor([0, 20])
-    known = {
-        **dict.fromkeys(("query", "hidden_states"), query),
-        **dict.fromkeys(("value", "encoder_hidden_states", "input_flatten"), split(memory, how)),
-        "reference_points": reference,
-        **dict.fromkeys(("spatial_shapes", "input_spatial_shapes"), table),
-        **dict.fromkeys(("value_spatial_shapes", "spatial_shapes_list", "input_spatial_shapes_hw"), SIZES),
-        **dict.fromkeys(("level_start_index", "input_level_start_index"), starts),
-        "attention_mask": None,
-    }
-    return {name: known[name] for name in names if name in known}
-
-
-def run_of(module, how):
-    """A function that returns the output and the gradients of an attention module with random weights."""
-    generator = torch.Generator().manual_seed(0)
-    for p in module.parameters():
-        p.data = torch.rand(p.shape, generator=generator, dtype=p.dtype) - 0.5
-    sides = (2, 7, 12), (2, KEYS, 12), (2, 7, 1, 4)
-    leaves = [torch.rand(s, generator=generator, dtype=torch.float64).requires_grad_() for s in sides]
-    names = list(inspect.signature(module.forward).parameters)
-
-    def run():
-        out = module(**arguments(names, how, leaves))
-        moving = [*leaves, *(p for p in module.parameters() if p.requires_grad)]
-        return [out, *torch.autograd.grad(out.square().sum(), moving, allow_unused=True)]
-
-    return run
-
-
-def build(python, kind, **more):
-    thing, known = getattr(python, kind), {**COMMON, **more}
-    return thing(**{name: known[name] for name in inspect.signature(thing).parameters if name in known}).double()
+def inputs_for(module, how):
+    """Seven queries with a box each, and no mask."""
+    arguments = arguments_for(module, (1, 4), masked=False, layout=LAYOUTS[how])
+    of_queries = "query", "position", "identity", "reference"
+    return {name: a[:, :7] if ROLE[name] in of_queries else a for name, a in arguments.items()}
 
 
 @pytest.mark.parametrize(("library", "model", "how", "more"), ROWS)
@@ -166,29 +117,30 @@ def test_an_attention_module(library, model, how, more, alone):
     """One operator with logits, and the module's own output and gradients."""
     name, _, kind = model.rpartition(".")
     python = alone(library, name)
-    run = run_of(build(python, kind, **more), how)
-    expected = run()
+    module = build(getattr(python, kind), batch_first=True, **more)
+    arguments = inputs_for(module, how)
+    expected = results(module, **arguments)
     with mx_driving.patched(python) as done:
-        run()  # proves the layer
-        with mx_driving.viz.recording() as looks:
-            found = run()
-    replaced = {name.rpartition(".")[2] for name in done.replaced}
-    assert kind in replaced, f"patch must replace {kind}; left alone: {done.skipped}"
-    assert [look.operator for look in looks] == ["multi_scale_deformable_attn"]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        replaced = {name.rpartition(".")[2] for name in done.replaced}
+        assert kind in replaced, f"patch must replace {kind}; left alone: {done.skipped}"
+        assert recorded(module, **arguments) == [WITH_LOGITS]
+        for _ in range(2):  # their own and ours
+            close(results(module, **arguments), expected)
+        assert not done.kept
 
 
 @pytest.mark.parametrize(("library", "model", "how", "more"), [r for r in ROWS if any(d in f"{r[0]} {r[1]}" for d in DISCRETE)])
 @pytest.mark.filterwarnings("ignore:mx_driving.patch")
 def test_a_layer_that_samples_discretely_keeps_its_own_code(library, model, how, more, alone, monkeypatch):
     """These libraries clamp x by the height, and read beyond a map that is higher than wide."""
-    monkeypatch.setattr(sys.modules[__name__], "SIZES", [(4, 5), (2, 3)])
+    monkeypatch.setattr(attention_modules, "SIZES", [(4, 5), (2, 3)])
     name, _, kind = model.rpartition(".")
     python = alone(library, name)
-    run = run_of(build(python, kind, method="discrete", **more), how)
-    expected = run()
+    module = build(getattr(python, kind), batch_first=True, method="discrete", **more)
+    arguments = inputs_for(module, how)
+    expected = results(module, **arguments)
     with mx_driving.patched(python) as done:
         for _ in range(2):
-            torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+            torch.testing.assert_close(results(module, **arguments), expected, rtol=0, atol=0)
         assert done.kept
         assert not done.proven

@@ -158,11 +158,12 @@ def test_the_first_call_is_the_callers_own():
         p.register_post_accumulate_grad_hook(lambda p: grads.append(p))
     runs = []
     for layer, wrap in ((twin, contextlib.nullcontext()), (module, patched(libraries.Mmcv))):
-        with wrap:
+        with wrap as done:
             torch.manual_seed(3)
             out = [layer(**arguments_for(layer)) for _ in range(2)]
             out[0].sum().backward()
             runs.append([*out, *(p.grad for p in layer.parameters()), *layer.buffers(), torch.rand(3)])
+            assert done is None or not done.kept
     close(runs[1], runs[0])
     assert not torch.equal(*runs[0][:2])
     assert len(grads) == 2 * len(list(module.parameters()))
