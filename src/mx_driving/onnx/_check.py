@@ -20,7 +20,6 @@ from .._operator.rules import first_line
 from .._vendor.replay.calls import RecordedCall
 from .._vendor.replay.judge import WRONG, Judged, judge
 from . import _file, _not_finite, _outputs
-from ._fuse import silent
 from ._graph import constant
 from ._matches import (
     Array,
@@ -96,12 +95,11 @@ def check(
     path = _file.check_path("path_in", path)
     original = None if original is None else _file.check_path("--original", original)
     name = "--original" if original else "path_in"
-    with silent():
-        try:
-            model = _file.load(original or path)
-        except ValueError as error:
-            raise Problem(str(error).replace("path_in", name, 1)) from None
-        matches, left = find_matches(model)
+    try:
+        model = _file.load(original or path)
+    except ValueError as error:
+        raise Problem(str(error).replace("path_in", name, 1)) from None
+    matches, left = find_matches(model)
     if not matches:
         why = "; ".join(f"{name}: {reason}" for name, reason in left.items())
         why = why or f"it has no weighted samples{name_unknown(model.graph)}"
@@ -114,8 +112,7 @@ def check(
 
 
 def _find_again(matches: list[Match], path: Path) -> list[Match]:
-    with silent():
-        model = _file.load(path)
+    model = _file.load(path)
     try:
         return [find_again(match, model) for match in matches]
     except ValueError as error:
@@ -183,8 +180,7 @@ class _Checker:
 
     def compare_within(self, fed: Arrays, arrays: Arrays) -> list[Comparison]:
         """Run the whole file with the matches' inputs and outputs as outputs, and judge each match on these inputs."""
-        with silent():
-            model = _file.load(self.path)
+        model = _file.load(self.path)
         names, file = arrays.keys() | {match.name for match in self.matches}, self.folder / "within.onnx"
         computed = (v for v in _file.list_outputs(model) if v.name in names and constant(v) is None)
         model.graph.outputs.extend(v for v in computed if not v.is_graph_output())

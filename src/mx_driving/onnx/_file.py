@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,23 @@ def check_path(name: str, path: str | os.PathLike[str]) -> Path:
     return Path(text)
 
 
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Silence the warnings and tracebacks that other libraries log about shapes that they cannot infer."""
+    loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "onnxruntime.tools.symbolic_shape_infer")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@silent()
 def load(path: Path) -> ir.Model:
     """Return the model with all sizes that can be inferred. `save` removes sizes that are not in the file."""
     try:
@@ -183,12 +203,11 @@ def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
 
 def _take_in_attributes(model: ir.Model, path: Path) -> None:
     """Load attributes that are stored in other files, because we write only initializers to other files."""
-    for graph in (model.graph, *model.functions.values()):
-        for node in ir.traversal.RecursiveGraphIterator(graph):
-            for name, attribute in list(node.attributes.items()):
-                if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                    _check_external(attribute.value, path)
-                    node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.value.numpy(), name=attribute.value.name))
+    for node in walk_nodes(model):
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                _check_external(attribute.value, path)
+                node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.value.numpy(), name=attribute.value.name))
 
 
 def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:

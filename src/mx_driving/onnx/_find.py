@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ._constants import find_constants
+from ._file import walk_nodes
 from ._graph import MOVES, Unfit, is_node, producer
 from ._nodes import find_nodes
 from ._samples import split_levels
@@ -68,12 +69,11 @@ def _single_samplers(graph: ir.Graph, sums: dict[ir.Node, Pairs]) -> list[ir.Nod
 def _find_in_subgraphs(model: ir.Model) -> dict[str, str]:
     """Return name -> reason for attention in branches of If, bodies of Loop, and functions that were not inlined."""
     graphs: dict[Any, str] = {f: f"the local function {f.domain}::{f.name}" for f in model.functions.values()}
-    for root in (model.graph, *model.functions.values()):
-        for node in ir.traversal.RecursiveGraphIterator(root):
-            for attribute in node.attributes.values():
-                is_graph, are_graphs = (attribute.type == kind for kind in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
-                subgraphs = [attribute.value] if is_graph else attribute.value if are_graphs else ()
-                graphs |= dict.fromkeys(subgraphs, f"a subgraph of {node.op_type} ({node.name})")
+    for node in walk_nodes(model):
+        for attribute in node.attributes.values():
+            is_graph, are_graphs = (attribute.type == kind for kind in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
+            subgraphs = [attribute.value] if is_graph else attribute.value if are_graphs else ()
+            graphs |= dict.fromkeys(subgraphs, f"a subgraph of {node.op_type} ({node.name})")
     left = {}
     for graph, where in graphs.items():
         sums = find_sums(graph)

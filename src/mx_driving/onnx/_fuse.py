@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from ._file import check_path, load
+from ._file import check_path, load, silent
 from ._find import find_samplings
 from ._forms import WRITE, Call
 from ._graph import Unfit, dims, label
@@ -153,22 +149,6 @@ def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, *
                 report.replaced[name], report.nodes[name] = rewrite(model, node, form, **options), (str(node.name),)
         except Unfit as unfit:
             report.left[name] = str(unfit)
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Silence the warnings and tracebacks that other libraries log about shapes that they cannot infer."""
-    loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "onnxruntime.tools.symbolic_shape_infer")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _write(path_in: Path, path_out: Path, form: str, **options: str | None) -> Fused:

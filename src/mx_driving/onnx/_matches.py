@@ -71,6 +71,7 @@ class Match:
         return [*self.inputs.values(), *self.tables.values()]
 
 
+@_file.silent()
 def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
     """Return all matches, and name -> reason for attention that is no match."""
     matches, left = [], {}

@@ -85,8 +85,7 @@ def check(path: Path, proto: onnx.ModelProto, has_changed: bool = False) -> None
 
 def _check_types(graph: onnx.GraphProto) -> None:
     for value in (*graph.input, *graph.output):
-        is_tensor = value.type.WhichOneof("value") == "tensor_type"
-        if is_tensor and not value.type.tensor_type.elem_type:
+        if value.type.WhichOneof("value") == "tensor_type" and not value.type.tensor_type.elem_type:
             raise ValueError(f"{value.name} has no dtype")
     if untyped := [value.name for value in graph.input if value.type.WhichOneof("value") is None]:
         raise ValueError(f"the input {untyped[0]} has no type")

@@ -48,10 +48,11 @@ class Writer:
         shapes, starts = make_tables(maps)
         return self.table("spatial_shapes", shapes), self.table("level_start_index", starts)
 
-    def copy(self, value: ir.Value) -> ir.Value:
-        """Write a constant that is not in the graph as a table."""
+    def copy(self, value: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
+        """Write a constant that is not in the graph as a table, in its own dtype or in another."""
         assert value.const_value is not None
-        return self.table(str(value.name).rpartition("/")[2], value.const_value.numpy(), value.const_value.dtype.numpy())
+        numbers, dtype = value.const_value.numpy(), dtype or value.const_value.dtype
+        return self.table(str(value.name).rpartition("/")[2], numbers, dtype.numpy())
 
     def op(self, kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
         name = self.make_name(kind)
@@ -75,8 +76,8 @@ class Writer:
         """Cast a value. A new table is replaced by a table of the dtype."""
         if value.dtype == dtype:
             return value
-        if value in self.tape.initializers and value.const_value is not None:
-            return self.table(str(value.name).rpartition("/")[2], value.const_value.numpy(), dtype.numpy())
+        if value in self.tape.initializers:
+            return self.copy(value, dtype)
         cast = self.op("Cast", value, to=dtype.value)
         cast.dtype = dtype
         return cast
