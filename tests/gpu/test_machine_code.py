@@ -31,10 +31,6 @@ def compiled() -> list[pathlib.Path]:
     return triton.runtime.driver.active.compiled
 
 
-def _target() -> int:
-    return triton.runtime.driver.active.get_current_target().arch
-
-
 # Operator, inputs by (batch, queries, height, width).
 MODELS = {
     MULTI_SCALE: lambda b, q, h, w: cases.multi_scale(b, q, 32, 8, [(h, w), (w, h)] * 2, 4),
@@ -61,6 +57,7 @@ def test_sizes_of_models(operator, dtype):
     for kernel in kernels:
         usage = subprocess.run([str(CUOBJDUMP), "-res-usage", str(kernel)], capture_output=True, text=True, check=True).stdout
         # 64 registers are two short in a kernel of sm_120
-        most = 8 if _target() == 120 and operator == MULTI_SCALE_LOGITS else 0
+        target = triton.runtime.driver.active.get_current_target().arch
+        most = 8 if target == 120 and operator == MULTI_SCALE_LOGITS else 0
         assert int(re.findall(r"STACK:(\d+) ", usage)[0]) <= most, usage
         assert "LOCAL:0" in usage, usage

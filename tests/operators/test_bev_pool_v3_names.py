@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
+from torch.testing import assert_close as close
 
 import mx_driving
 from mx_driving import _C
@@ -38,11 +39,6 @@ def results(out, *leaves):
     """Output and gradients, in the direction of a ramp."""
     direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(SHAPE)
     return [out.detach(), *torch.autograd.grad(out, leaves, direction)], direction
-
-
-def close(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def places_of(cells):

@@ -15,6 +15,7 @@ from small_cases import TINY
 import mx_driving
 from mx_driving import _data_checks
 from mx_driving._dispatch.registered import REGISTERED
+from mx_driving._operator.description import OPERATORS
 
 NAN, POOL = float("nan"), "bev_pool_v3"
 SIZES = [(12, 20), (6, 10)]
@@ -279,13 +280,9 @@ def test_same_results_and_one_warning_everywhere(operator, way):
     expected = gradients(run, operator, args)
     with mx_driving.data_checks():
         found = warned(lambda: gradients(run, operator, args))
-        assert found == [f"{operator}: {name_of_weights(operator)} should have no NaN; got 25 %"]
+        assert found == [f"{operator}: {OPERATORS[operator].inputs[4]} should have no NaN; got 25 %"]
         got = gradients(run, operator, args)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(got, expected, strict=True))
-
-
-def name_of_weights(operator):
-    return "weight" if operator == AGGREGATION else "attention_weights"
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)

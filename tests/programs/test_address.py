@@ -1,23 +1,18 @@
 """A release names the repository that builds it, and its README has no link that only a clone can follow."""
 
-import importlib.util
 import pathlib
 import re
 
+from programs import load_file
+
 ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = ROOT / "wheels" / "set_address.py"
 ADDRESS, COMMIT = "https://example.org/owner/name", "abc123"
-
-
-def load_program():
-    spec = importlib.util.spec_from_file_location("set_address", ROOT / "wheels" / "set_address.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_readme_links_lead_to_the_repository():
     text = (ROOT / "README.md").read_text()
-    absolute = load_program().make_links_absolute(text, ADDRESS, COMMIT)
+    absolute = load_file("set_address", PROGRAM).make_links_absolute(text, ADDRESS, COMMIT)
     before, after = (re.findall(r"\]\(([^)]+)\)", t) for t in (text, absolute))
     assert all(link.startswith(("https:", "#")) for link in after)
     files = [link for link in after if link.startswith(ADDRESS)]
@@ -27,6 +22,6 @@ def test_readme_links_lead_to_the_repository():
 
 
 def test_pyproject_names_the_repository_once():
-    text = load_program().add_urls((ROOT / "pyproject.toml").read_text(), ADDRESS, COMMIT)
+    text = load_file("set_address", PROGRAM).add_urls((ROOT / "pyproject.toml").read_text(), ADDRESS, COMMIT)
     assert text.count("[project.urls]") == 1
     assert text.count(ADDRESS) == 4

@@ -82,10 +82,6 @@ def test_the_reference_may_do_some_queries_at_a_time(name, monkeypatch):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def run_bench(*options: str):
-    return CliRunner().invoke(bench.app, ["--workload", SMALL, "--seconds", "0.05", *options])
-
-
 def rows_of_the_command(out: pathlib.Path):
     """The rows of `mx-driving bench`: ours against plain torch."""
     result = CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.05", "--csv", str(out)])
@@ -98,7 +94,8 @@ def rows_of_the_command(out: pathlib.Path):
 def test_rows_csv_and_bars(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     out, bars = tmp_path / "rows.csv", tmp_path / "rows.png"
-    result = run_bench("--csv", str(out), "--plot", str(bars))
+    options = ["--workload", SMALL, "--seconds", "0.05", "--csv", str(out), "--plot", str(bars)]
+    result = CliRunner().invoke(bench.app, options)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(out.open()))
     public = {

@@ -28,11 +28,6 @@ def floating(operator):
     return function, tuple(args[i] for i in places)
 
 
-def assert_all_close(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_forward_mode_and_batched_gradients(operator):
     """torch's own checks against finite differences: tangents, and vmap over gradients and over tangents, along a random
@@ -87,7 +82,7 @@ def test_gradients_per_sample(operator, in_dims):
         gradient = torch.func.grad(loss_of(getattr(mx_driving, operator)), argnums=argnums)
         found = torch.vmap(gradient, in_dims=in_dims)(*args)
         expected = [gradient(*chosen(args, in_dims, k)) for k in range(3)]
-        assert_all_close(found, [torch.stack(e) for e in zip(*expected, strict=True)])
+        torch.testing.assert_close(found, tuple(map(torch.stack, zip(*expected, strict=True))))
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
