@@ -186,11 +186,11 @@ class Registered:
         return self.kernels[backend](*args)
 
     def native_kernel(self) -> Callable[..., Any]:
-        return _backends.native.kernel(self.operator.name, False)
+        return _backends.native.kernel(self.operator.name, self.value > 0)
 
     def run_triton(self, *args: Any) -> Any:
         """Import the Triton kernel at the first call."""
-        return _backends.triton.kernel(self.operator.name, False)(*args)
+        return _backends.triton.kernel(self.operator.name, self.value > 0)(*args)
 
     def run_reference(self, *args: Any) -> Any:
         """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
@@ -281,12 +281,6 @@ class RegisteredBackward(Registered):
 
     def register_decomposition(self) -> None:
         pass
-
-    def native_kernel(self) -> Callable[..., Any]:
-        return _backends.native.kernel(self.operator.name, True)
-
-    def run_triton(self, *args: Any) -> Any:
-        return _backends.triton.kernel(self.operator.name, True)(*args)
 
 
 def is_recorded(value: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._operator import composition
 from .._operator.description import OPERATORS
 from . import plain
-from .report import BARE, OURS, PLAIN
+from .report import BARE, OURS
 from .timing import Call
 from .workloads import Args, Workload
 
@@ -53,8 +53,3 @@ def ours(workload: Workload, args: Args) -> dict[str, Rival]:
     if workload.row.bare:
         implementations[BARE] = operator_of(*workload.bare(args))
     return implementations
-
-
-def rivals(workload: Workload, args: Args) -> dict[str, Rival]:
-    """Return other implementations by name: plain torch."""
-    return {PLAIN: Rival(plain_form(workload.operator), args, workload.learned)}

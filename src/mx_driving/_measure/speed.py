@@ -10,8 +10,8 @@ import torch
 from .._cli_support.problems import Problem
 from .._operator.description import OPERATORS
 from .accuracy import check_one
-from .report import BARE, OURS, Row
-from .rivals import Rival, ours, recorded, rivals
+from .report import BARE, OURS, PLAIN, Row
+from .rivals import Rival, ours, plain_form, recorded
 from .timing import Call, interleaved
 from .workloads import Args, Workload
 
@@ -41,7 +41,7 @@ def measure(workload: Workload, dtype: str, seconds: float, others: Others = lam
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     calls: Calls = {name: calls_of(rival, grad) for name, rival in own.items()}
     if dtype in ("float32", "float64"):  # plain torch does not compute in 16 bits on a CPU
-        calls |= {name: calls_of(rival, grad) for name, rival in rivals(workload, args).items()}
+        calls[PLAIN] = calls_of(Rival(plain_form(workload.operator), args, workload.learned), grad)
     bare, bare_args = workload.bare(args)
     calls[OURS]["backward"] = _backward(workload.operator, args, grad, workload.learned)
     if BARE in calls:
