@@ -259,12 +259,6 @@ def test_each_layout_of_a_value_in_each_way_to_give_locations(layout, ways):
             torch.testing.assert_close(results(call, *arguments), right, rtol=0, atol=1e-11)
 
 
-def test_axes_that_the_core_cannot_take_are_its_own_matter():
-    """What was not tried runs the core's own code, and fails as it does."""
-    with mx_driving.patched(library(libraries.merged_core)), pytest.raises(RuntimeError, match="sizes"):
-        libraries.merged_core(*core_arguments((2, 4)))
-
-
 # module, constructor arguments, reference points, attributes and inputs that no operator has
 REFUSED = [
     (libraries.RtDetr, {}, (2, 6), {}, lambda mask: mask),  # OTX's third kind of references
