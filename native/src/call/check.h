@@ -49,7 +49,6 @@ Refusal refusal_of(const Function &function, const TensorInfo *tensors, int coun
 // Checks that every tensor of a function has memory for its elements, and that no result shares memory with another tensor.
 Refusal check_memory(const Function &function, const TensorInfo *tensors);
 
-// Returns the shape of a forward function's output.
 List<int64_t, MOST_AXES> output_shape(const Function &function, const AxisSizes &sizes);
 
 // Returns an error sentence if an output of this shape is too large, else an empty string. An axis of 0 counts as 1, because

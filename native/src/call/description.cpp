@@ -124,12 +124,7 @@ constexpr List<int, MOST_AXES> layout_of(Tensor Call::*tensor, const List<NamedA
 
 constexpr Argument argument_of(const char *name, Elements elements, bool required, Tensor Call::*tensor,
                                const List<NamedAxis, MOST_AXES> &axes) {
-    Argument argument;
-    argument.name = name;
-    argument.elements = elements;
-    argument.required = required;
-    argument.tensor = tensor;
-    argument.axes = axes;
+    Argument argument{name, elements, required, tensor, axes, {}, {}};
     for (const NamedAxis &axis : axes) {
         argument.split.push_back(axis.size);
         if (axis.times != NONE) argument.split.push_back(axis.times);

@@ -150,7 +150,6 @@ PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offs
     return choose_levels(call, {row_bytes, row_bytes}, most_packed_bytes(call, copies), PACK_READS, offset);
 }
 
-// Returns whether every row of value belongs to a packed level.
 bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
     int64_t rows = 0; // levels do not overlap if any is packed
     for (int64_t l = 0; packed.bytes > 0 && l < call.sizes.levels; ++l)
@@ -164,7 +163,6 @@ struct Cut {
     int64_t bands, parts;
 };
 
-// Returns the number of items of the busiest thread.
 int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / threads; }
 
 bool heads_keep_threads_busy(int64_t heads, int64_t threads) { return 4 * heads >= 3 * threads * rounds(heads, threads); }
@@ -182,7 +180,6 @@ bool levels_can_be_parts(const Call &call) {
     return call.op != AGGREGATION && call.sizes.points % ROWS == 0 && !levels_overlap(call);
 }
 
-// Returns the cut with the least time.
 Cut choose_cut(const Call &call, bool in_place) {
     const int64_t threads = num_threads(call), num_levels = call.sizes.levels;
     const int64_t heads = std::max<int64_t>(1, call.sizes.batch * call.sizes.heads);

@@ -118,7 +118,6 @@ int read_levels(Call &call, Prepared &prepared) {
     return MXD_OK;
 }
 
-// Copies value if kernels cannot read it in place.
 int make_readable(Call &call, Prepared &prepared, CopyElements *copy_elements) {
     Tensor &value = call.value;
     const Tensor before = value;

@@ -32,7 +32,6 @@ std::string fault_of_level(const Level &level, int64_t keys, const std::string &
                     std::to_string(level.start) + " (needs " + end_of(level) + " rows)");
 }
 
-// A table of ranks, and the rows that they select.
 struct Ranks {
     const char *name, *of;
     const Tensor &tensor;

@@ -34,7 +34,6 @@ constexpr Limit LIMITS_OF_310P[] = {
     {LOCATION, mxd::sizes::num_queries, [](int64_t n) { return n >= 32; }, "have num_queries >= 32 on 310P"},
     {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n == 4 || n == 8; }, "have num_points 4 or 8 on 310P"}};
 
-// Returns whether a program must also respect the limits of 310P.
 bool is_310p() {
     const char *variable = std::getenv("MX_DRIVING_CANN_PRODUCT");
     const std::string product = variable ? variable : "";
@@ -75,7 +74,6 @@ std::string dtype_name(aclDataType dtype) {
     return "aclDataType " + std::to_string(int(dtype));
 }
 
-// Checks format and dtype of an argument. All floating tensors must have value's dtype.
 void check_dtype(const Arguments &a, int argument) {
     const auto is_floating = [](aclDataType dtype) { return dtype == ACL_FLOAT || dtype == ACL_FLOAT16 || dtype == ACL_BF16; };
     const aclTensor &t = a.tensors[size_t(argument)];
@@ -129,7 +127,6 @@ bool find_elements(const aclTensor &t, int64_t &first, int64_t &last) {
     return first >= -MOST_ELEMENTS && last < MOST_ELEMENTS;
 }
 
-// Checks that a tensor with elements has aligned memory, and that its view is inside its storage.
 void check_view(Arguments &a, int argument) {
     aclTensor &t = a.tensors[size_t(argument)];
     a.infos[argument].strides = t.strides;

@@ -268,8 +268,8 @@ template <class T> bool gradients(const Call &call) {
     const Sizes &n = call.sizes;
     const Sorted by_feat(call.ranks_feat, n.points, n.keys, call.num_threads);
     const bool needs_depth = call.grad_depth.data;
-    const Memory memory(Arena::bytes<T>(n.cells * n.channels) + (needs_depth ? Arena::bytes<T>(n.points) : 0) +
-                        1); // + 1, because Memory of 0 bytes is null
+    const int64_t bytes = Arena::bytes<T>(n.cells * n.channels) + (needs_depth ? Arena::bytes<T>(n.points) : 0);
+    const Memory memory(bytes + 1); // Memory of 0 bytes is null
     if (!by_feat.ready() || !memory.begin()) return false;
     Arena arena(memory.begin());
     T *const rows = arena.take<T>(n.cells * n.channels), *const dots = needs_depth ? arena.take<T>(n.points) : nullptr;

@@ -9,7 +9,6 @@ namespace {
 
 // ---- forward: sums the rows of each anchor with a coefficient for each group
 
-// An item is a block of anchor_blocks.
 template <class V, class T> class Forward : AnchorWorker<V, T> {
     typedef AnchorWorker<V, T> Base;
 
@@ -74,7 +73,6 @@ template <class T> class AnchorGradients {
     // Returns memory for the gradients of the next pair's weights, [scales, groups].
     T *next_pair() { return grad_weights + num_pairs++ * n.scales * n.groups; }
 
-    // Adds the gradients of pair i of a bundle.
     void add(const AnchorReader<T> &reader, const Bundle<T> &bundle, int64_t i, const T *location, const T *grad_pair) {
         const int64_t pair = bundle.pairs[i];
         if (call.grad_locations.data || grad_matrices)
@@ -105,7 +103,6 @@ template <class T> class AnchorGradients {
     }
 };
 
-// An item is a block of anchor_blocks.
 template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     typedef AnchorWorker<V, T> Base;
 
@@ -195,7 +192,6 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 
 // ---- the gradient of feature_maps, in bands of rows
 
-// An item is (batch, band).
 template <class T> class FeatureGradient {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * job.plan.num_bands; }
@@ -304,8 +300,7 @@ bool deformable_aggregation_backward(const Call &call, const Plan &plan) {
         if (!call.with_logits) return all_gradients<V, T>({call, plan});
         const Tensor &grad = call.grad_projection;
         const int64_t totals = SoftmaxTotals<T>::bytes(call), blocks = anchor_blocks(call).per_range;
-        const Memory memory(totals + PartialSums<T>(grad, nullptr).bytes(call.sizes.batch * blocks) +
-                            1); // + 1, because Memory of 0 bytes is null
+        const Memory memory(1 + totals + PartialSums<T>(grad, nullptr).bytes(call.sizes.batch * blocks)); // 0 would be null
         char *const begin = memory.begin(), *const sums = grad.data ? begin + totals : nullptr;
         if (!begin || !all_gradients<V, T>({call, plan, nullptr, sums, begin})) return false;
         return !sums || add_parts<T>(call.num_threads, {grad, blocks, {grad, sums}});

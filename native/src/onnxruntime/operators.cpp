@@ -122,22 +122,13 @@ struct NodeTensor {
     }
 };
 
-// Names of element types, indexed by OrtType. Operators accept only types that dtype_of knows.
+// Names and mxd_dtypes of element types, indexed by OrtType. Operators accept only types with an mxd_dtype.
 constexpr const char *TYPE_NAMES[] = {"no type", "float32", "uint8",     "int8",       "uint16",  "int16",
                                       "int32",   "int64",   "string",    "bool",       "float16", "float64",
                                       "uint32",  "uint64",  "complex64", "complex128", "bfloat16"};
-
-int64_t dtype_of(OrtType type) {
-    switch (type) {
-    case ORT_FLOAT32: return MXD_FLOAT32;
-    case ORT_FLOAT64: return MXD_FLOAT64;
-    case ORT_FLOAT16: return MXD_FLOAT16;
-    case ORT_BFLOAT16: return MXD_BFLOAT16;
-    case ORT_INT32: return MXD_INT32;
-    case ORT_INT64: return MXD_INT64;
-    default: return -1;
-    }
-}
+constexpr int64_t DTYPES[] = {-1, MXD_FLOAT32, -1,          -1, -1, -1, MXD_INT32, MXD_INT64,   -1,
+                              -1, MXD_FLOAT16, MXD_FLOAT64, -1, -1, -1, -1,        MXD_BFLOAT16};
+static_assert(std::size(DTYPES) == std::size(TYPE_NAMES), "both have every type");
 
 void read_input(const OrtApi *api, const OrtKernelContext *context, size_t index, NodeTensor &to) {
     const OrtValue *value = nullptr;
@@ -155,7 +146,8 @@ void read_input(const OrtApi *api, const OrtKernelContext *context, size_t index
     to.shape.resize(std::max<size_t>(axes, 1));
     need(ort::sizes(api, info, to.shape.data(), axes));
     need(ort::tensor_data(api, const_cast<OrtValue *>(value), &data));
-    to.describe(int(axes), dtype_of(type), size_t(type) < std::size(TYPE_NAMES) ? TYPE_NAMES[type] : "another type", data);
+    const bool known = size_t(type) < std::size(TYPE_NAMES);
+    to.describe(int(axes), known ? DTYPES[type] : -1, known ? TYPE_NAMES[type] : "another type", data);
 }
 
 // Returns the sizes that no input has: attributes, or the elements of an additional last input.

@@ -58,7 +58,6 @@ int processors();
 // as long as the process. A forked child makes its own pool.
 class Pool {
   public:
-    // Returns the pool of this process.
     static Pool &here();
 
     // As run_on_threads. The pool serves one call at a time. Meanwhile a second call runs on its caller's thread alone.

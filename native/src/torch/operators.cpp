@@ -124,7 +124,6 @@ class BoxedCall {
             refuse(refusal_of(function, infos, function.first_written, option));
     }
 
-    // Finds the memory of the results that are wanted.
     void take_memory() {
         for (int i = function.first_written; i < count(); ++i)
             if (infos[i].shape) infos[i].data = ask(api->torch_get_mutable_data_ptr, tensors[i]);
@@ -288,20 +287,29 @@ std::string schema(const Function &f, const char *suffix = "") {
     return name + "(" + inputs + ", bool[" + std::to_string(gradients) + "] output_mask) -> (" + results + ")";
 }
 
+void need_api() {
+    std::string missing;
+    if (!api) api = find_api(missing);
+    if (!api) throw Refused{missing};
+}
+
 // The libraries that are registered in this process. torch withdraws their operators when they are deleted.
 struct Registered {
     LibraryHandle kernels = nullptr, schemas = nullptr, shapes = nullptr;
 };
 
-template <Device device> void add_kernels(LibraryHandle &to, const char *key) {
+// Adds the kernels of one operator, or of all operators if `op` is null.
+template <Device device> void add_kernels(LibraryHandle &to, const char *key, const char *op = nullptr) {
     const Kernels &kernels = KERNELS<device, OutputDtype::OF_VALUE>, &autocast = KERNELS<device, OutputDtype::AUTOCAST>;
     need(api->aoti_torch_library_init_impl("mx_driving", key, "mx_driving", 0, &to), "open the library mx_driving");
     const auto add = [&](const std::string &name, Kernel *kernel) {
         need(api->torch_library_impl(to, name.c_str(), kernel, VERSION), "register a kernel");
     };
     for (size_t i = 0; i < functions().size(); ++i) {
-        add(functions()[i].name, kernels[i]);
-        if (!functions()[i].backward) add(std::string(functions()[i].name) + AUTOCAST_SUFFIX, autocast[i]);
+        const Function &each = functions()[i];
+        if (op && each.op != std::string_view(op)) continue;
+        add(each.name, kernels[i]);
+        if (!each.backward) add(std::string(each.name) + AUTOCAST_SUFFIX, autocast[i]);
     }
 }
 
@@ -343,20 +351,8 @@ void set(Registered &registered, int what) {
 void register_gpu_kernels() {
     static LibraryHandle library = nullptr;
     if (library) return;
-    std::string missing;
-    if (!api) api = find_api(missing);
-    if (!api) throw Refused{missing};
-    need(api->aoti_torch_library_init_impl("mx_driving", "CUDA", "mx_driving", 0, &library), "open the library mx_driving");
-    const Kernels &kernels = KERNELS<Device::GPU, OutputDtype::OF_VALUE>,
-                  &autocast = KERNELS<Device::GPU, OutputDtype::AUTOCAST>;
-    for (size_t i = 0; i < kernels.size(); ++i) {
-        const Function &each = functions()[i];
-        const std::string name = each.name;
-        if (each.op != std::string_view("multi_scale_deformable_attn")) continue;
-        need(api->torch_library_impl(library, name.c_str(), kernels[i], VERSION), "register a kernel");
-        if (!each.backward)
-            need(api->torch_library_impl(library, (name + AUTOCAST_SUFFIX).c_str(), autocast[i], VERSION), "register a kernel");
-    }
+    need_api();
+    add_kernels<Device::GPU>(library, "CUDA", "multi_scale_deformable_attn");
 }
 
 } // namespace mxd::torch
@@ -367,9 +363,7 @@ extern "C" const char *mxd_register_with_torch(int what) {
     static Registered registered;
     const std::lock_guard<std::mutex> lock(mutex);
     return why_not([&] {
-        std::string missing;
-        if (!api) api = find_api(missing);
-        if (!api) throw Refused{missing};
+        need_api();
         try {
             set(registered, what);
         } catch (...) { // withdraw what was registered before the error

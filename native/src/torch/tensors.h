@@ -65,7 +65,6 @@ inline TensorInfo info_of(const Tensor &tensor) {
     return {axes ? shape : &no_axes, axes, dtype, nullptr, axes ? strides : &no_axes, -1, name};
 }
 
-// Makes a contiguous tensor on the device of `like`.
 inline Tensor made(const std::string &name, const Tensor &like, int32_t dtype, const int64_t *shape, int axes) {
     int64_t strides[MOST_AXES];
     for (int64_t a = axes, stride = 1; a-- > 0; stride *= std::max<int64_t>(shape[a], 1)) strides[a] = stride;

@@ -18,7 +18,6 @@ template <class T> class GroupedSoftmax {
     typedef Vec<T, N> Lanes;
 
   public:
-    // Returns the elements of memory for the exps of `count` logits.
     static int64_t room(int64_t count) { return round_up(count, STEP); }
     GroupedSoftmax(int64_t rows, int64_t row_size, Arena &arena)
         : groups(row_size), count(rows * row_size), whole(count / STEP * STEP), padded(room(count)),
@@ -167,7 +166,6 @@ template <class T> class SoftmaxTotals {
     T *all;
 };
 
-// The softmax of one anchor's logits.
 template <class T> struct AnchorSoftmax {
     T *exps;           // [camera, scale, point, group]
     T *most, *inverse; // [group], as in SoftmaxTotals

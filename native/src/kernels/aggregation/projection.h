@@ -101,7 +101,6 @@ template <class T> class Cameras {
         }
     }
 
-    // Finds the seen pairs of one camera and points p..p+LANES-1.
     MXD_INLINE void find_seen(int64_t cam, int64_t p, SeenPoints<T> &to) const {
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam;
         RealLanes<T> point[3], projected[3]; // projected is (u, v, d)

@@ -123,8 +123,7 @@ template <template <class> class Rule> inline bool attention_backward(const Call
         typedef __typeof__(*t) T;
         if (!call.grad_reference.data) return all_gradients<V, T, Rule>({call, plan});
         const Sizes &n = call.sizes;
-        const Memory memory(PartialSums<T>(call.grad_reference, nullptr).bytes(n.batch * n.heads) +
-                            1); // + 1, because Memory of 0 bytes is null
+        const Memory memory(1 + PartialSums<T>(call.grad_reference, nullptr).bytes(n.batch * n.heads)); // 0 would be null
         return memory.begin() && all_gradients<V, T, Rule>({call, plan, nullptr, memory.begin()}) &&
                add_parts<T>(call.num_threads, {call.grad_reference, n.heads, {call.grad_reference, memory.begin()}});
     });

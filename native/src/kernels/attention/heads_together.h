@@ -18,7 +18,6 @@ template <class T> struct WindowLanes {
     Int<T> last_x[PIXELS<T>], last_y[PIXELS<T>], bytes_of_row[PIXELS<T>], bytes_of_pixel[PIXELS<T>], start[PIXELS<T>];
 };
 
-// A query that is prepared and not finished yet.
 template <class T> struct PreparedHeads {
     int64_t *address; // addresses of rows, [head, sample], padded
     T *weights;       // softmax of the logits, [head, sample], padded
@@ -233,7 +232,6 @@ template <class V, class T> class WindowForward {
     T *sums; // the output of a query, if output has another dtype or stride
     WindowQueries<T, true> queries;
 
-    // Returns the bytes between two rows of a head.
     int64_t step_of_rows() const {
         return (same_type<V, T> ? call.value.strides[KEY] : n.heads * n.channels) * int64_t(sizeof(T));
     }

@@ -208,7 +208,6 @@ template <class T> class Logits {
         return copy;
     }
 
-    // Computes the locations of queries q..last-1.
     MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
         if (boxes)
             shared ? locate<true, true, 0>(q, last, offsets) : locate<true, false, 0>(q, last, offsets);
@@ -241,7 +240,6 @@ template <class T> class Logits {
             for (; i < count; i += 4) locate_some<BOXES, SHARED, 4>(i, of, r, o, to);
         }
     }
-    // Computes the locations of samples i..i+N-1 of a query.
     template <bool BOXES, bool SHARED, int N>
     static MXD_INLINE void locate_some(int64_t i, const Places &of, const T *reference, const T *offsets, T *locations) {
         Vec<T, 2 * N> offset = raw_load<T, 2 * N>(offsets + 2 * i);
@@ -273,7 +271,6 @@ template <class T> class Logits {
             to[3] += y == 0 ? y : y * offsets[2 * i + 1] * inverse[2 * i + 1];
         }
     }
-    // Adds the sum of four pairs to the pair at `to`.
     static MXD_INLINE void add_pair(Vec<T, 8> pairs, T *to) {
         const Vec<T, 2> sum = folded_lanes<T, 8, 2>(pairs, Total());
         to[0] += sum[0];

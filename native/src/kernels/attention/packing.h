@@ -15,7 +15,6 @@ struct HeadRows {
         : first(at(t, offset_of(t, b, 0, h))), step(t.strides[KEY] * element_size(t.dtype)) {}
 };
 
-// Returns the bytes of a packed row of a level.
 inline int64_t row_bytes_of(const PackedLevels &levels, int64_t level) {
     return level >= levels.far_begin && level < levels.far_end ? levels.far_row_bytes : levels.near_row_bytes;
 }

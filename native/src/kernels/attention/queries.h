@@ -160,7 +160,6 @@ template <class T> class QueryReader {
                               static_cast<T *>(query.xy_copy));
         query.weights = values(weights, weight, q <= weights_until, samples, padded, T(0), query.weight_copy);
     }
-    // Computes the gradients of offsets and logits.
     const Logits<T> &with_logits() const { return logits; }
 
   private:
@@ -194,7 +193,6 @@ template <class T> class QueryReader {
         }
         query.weights = logits.weights(q);
     }
-    // Copies offsets and logits of queries begin..end-1 as T.
     __attribute__((noinline)) void copy_inputs(int64_t begin, int64_t end, const PlainRows<T> &offsets,
                                                const PlainRows<T> &logit_rows) {
         if (!call.has_window)

@@ -45,7 +45,6 @@ struct SixteenCorners {
     }
 };
 
-// GCC 12 warns of intrinsics without maskz.
 template <int HALF> MXD_INLINE __m256i half_of(__m512i v) { return _mm512_maskz_extracti64x4_epi64(0xff, v, HALF); }
 template <int QUARTER> MXD_INLINE __m128 quarter_of(__m512 v) { return _mm512_maskz_extractf32x4_ps(0xf, v, QUARTER); }
 
@@ -55,7 +54,6 @@ MXD_INLINE void put_addresses(int64_t *to, __m512i eight) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + 4 * ROWS), half_of<1>(eight));
 }
 
-// Writes the rows of samples i..i+15 to a list.
 template <bool COEFFICIENTS>
 MXD_INLINE void put_sixteen(const Query<float> &query, int64_t i, const RowAddresses &rows, int64_t *address,
                             float *coefficient) {

@@ -79,7 +79,6 @@ template <class T, template <class> class Rule> class ValueByBands {
     Band<T> band;
     BandReach<T> reach;
 
-    // Adds the samples of levels first..last-1.
     void add_queries(int64_t b, int64_t h, int64_t first, int64_t last) {
         const OutputGradient<T> grad_output(call, b, h, row);
         while (first * n.points % ROWS != 0) --first; // lists have groups of ROWS samples, which must be the same in every band

@@ -11,7 +11,6 @@ template <int N, class T> MXD_INLINE Vec<T, N> around_reference(T reference, con
     return rounded(Vec<T, N>(reference * raw_load<T, N>(size))) + raw_load<T, N>(xy);
 }
 
-// Clamps x to 0..last.
 template <int N, class Ints> MXD_INLINE Ints on_map(Ints x, Ints last) {
     x = x > 0 ? x : Ints{};
     return x < last ? x : last;
@@ -27,7 +26,6 @@ template <class T> class Window {
     }
     bool exists() const { return x_of != nullptr; }
 
-    // Sets the pixels of samples, in the order of Maps::set_levels.
     void set(const Tensor &window, int64_t samples) {
         for (int64_t i = 0; i < samples; ++i) {
             T xy[2] = {0, 0};

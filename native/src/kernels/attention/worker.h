@@ -37,7 +37,6 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
           zero_row(arena.zeros<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, padded_samples(n), zero_row),
           num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {}
 
-    // Restricts this worker to levels first..last-1.
     void use_levels(int64_t first, int64_t last) {
         n.levels = last - first;
         num_rows = round_up(n.levels * n.points, ROWS) * CORNERS;

@@ -50,7 +50,7 @@ inline bool ascend(const Tensor &of, int64_t points) {
 struct Sorting {
     const Tensor &ranks;
     const int64_t points, rows, parts;
-    uint32_t *counters, *order;
+    uint32_t *counters, *order; // order is null while points are counted
 
     static int64_t parts_of(int64_t rows, int threads) {
         const int64_t most = (int64_t(1) << 22) / (rows + 1);
@@ -59,27 +59,17 @@ struct Sorting {
     int64_t begin(int64_t part) const { return points * part / parts; }
 };
 
-struct CountRanks {
+struct SortPart {
     const Sorting &s;
 
-    CountRanks(const Sorting &sorting, Arena &) : s(sorting) {}
+    SortPart(const Sorting &sorting, Arena &) : s(sorting) {}
     void operator()(int64_t part) {
-        uint32_t *const counter = s.counters + part * s.rows;
-        memset(counter, 0, size_t(s.rows) * sizeof *counter);
+        uint32_t *const counter = s.counters + part * s.rows, *const order = s.order;
+        if (!order) memset(counter, 0, size_t(s.rows) * sizeof *counter);
         with_ranks(s.ranks, [&](auto *ranks, int64_t stride) {
-            for (int64_t i = s.begin(part); i < s.begin(part + 1); ++i) ++counter[ranks[i * stride]];
-        });
-    }
-};
-
-struct PlacePoints {
-    const Sorting &s;
-
-    PlacePoints(const Sorting &sorting, Arena &) : s(sorting) {}
-    void operator()(int64_t part) {
-        uint32_t *const next = s.counters + part * s.rows;
-        with_ranks(s.ranks, [&](auto *ranks, int64_t stride) {
-            for (int64_t i = s.begin(part); i < s.begin(part + 1); ++i) s.order[next[ranks[i * stride]]++] = uint32_t(i);
+            const int64_t begin = s.begin(part), end = s.begin(part + 1);
+            for (int64_t i = begin; !order && i < end; ++i) ++counter[ranks[i * stride]];
+            for (int64_t i = begin; order && i < end; ++i) order[counter[ranks[i * stride]]++] = uint32_t(i);
         });
     }
 };
@@ -97,10 +87,11 @@ class Sorted {
         Arena arena(memory.begin());
         starts = arena.take<int64_t>(rows + 1);
         uint32_t *const counters = arena.take<uint32_t>(rows * parts), *const positions = arena.take<uint32_t>(points);
-        const Sorting s{ranks, points, rows, parts, counters, positions};
-        if (!parallel<CountRanks>(threads, parts, s)) return;
+        Sorting s{ranks, points, rows, parts, counters, nullptr};
+        if (!parallel<SortPart>(threads, parts, s)) return;
         find_starts(s);
-        if (parallel<PlacePoints>(threads, parts, s)) order = positions;
+        s.order = positions;
+        if (parallel<SortPart>(threads, parts, s)) order = positions;
     }
     bool ready() const { return in_order || order; }
 

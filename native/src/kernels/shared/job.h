@@ -28,7 +28,6 @@ struct Blocks {
 };
 inline int64_t between(int64_t least, int64_t n, int64_t most) { return n < least ? least : n > most ? most : n; }
 
-// Runs a worker over its items.
 template <class Worker> inline bool over_items(const Job &job) {
     return parallel<Worker>(job.call.num_threads, Worker::items(job), job);
 }
@@ -36,8 +35,10 @@ template <class Worker> inline bool over_items(const Job &job) {
 // Calls fn(V*, T*) for the storage type V of value and the type T of the computation.
 template <class Fn> inline bool with_types(const Call &call, Fn &&fn) {
     return with_elements(nullptr, call.value.dtype, [&](auto *v) {
-        constexpr bool wide = same_type<__typeof__(*v), double>;
-        return fn(v, static_cast<typename RealOfSize<wide ? 8 : 4>::type *>(nullptr));
+        if constexpr (same_type<__typeof__(*v), double>)
+            return fn(v, v);
+        else
+            return fn(v, static_cast<float *>(nullptr));
     });
 }
 

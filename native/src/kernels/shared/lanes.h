@@ -131,7 +131,7 @@ template <class T, int N> MXD_INLINE Vec<T, 2 * N> joined(Vec<T, N> a, Vec<T, N>
 
 // Interleaves lanes: low and high together are a0 b0 a1 b1 ...
 template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &low, Vec<T, N> &high) {
-    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    typedef Vec<Int<T>, N> I;
     if constexpr (N == 16) {
         low = MXD_SHUFFLE(a, b, I, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
         high = MXD_SHUFFLE(a, b, I, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
@@ -147,7 +147,7 @@ template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, V
 
 // The reverse of interleave: returns the even and the odd lanes of a followed by b.
 template <class T, int N> MXD_INLINE void separate(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &even, Vec<T, N> &odd) {
-    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    typedef Vec<Int<T>, N> I;
     if constexpr (N == 16) {
         even = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         odd = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
@@ -247,8 +247,7 @@ template <int N, class Real, class Ints> MXD_INLINE Real floor_of(Real x, Ints &
 // largest integer. A number that is not positive, and NaN, becomes 0 or a negative integer.
 template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x) {
     typedef __typeof__(x[0] + x[0]) T;
-    typedef typename IntOfSize<sizeof(T)>::type Int;
-    typedef Vec<Int, N> Ints;
+    typedef Vec<Int<T>, N> Ints;
     constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63); // the smallest number that no Int can hold
 #if defined(__AVX2__)
     // The instruction returns the least integer for a number that does not fit. The xor makes it the largest integer.
@@ -263,15 +262,15 @@ template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x
     constexpr T WHOLE = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52); // numbers from here on have no fraction
     if constexpr (ROUND) x = x < WHOLE ? (x + WHOLE) - WHOLE : x;
     x = x > 0 ? x : Real{};
-    return x < TOO_LARGE ? convert<Int, N>(x) : broadcast<Int, N>(sizeof(T) == 4 ? INT32_MAX : Int(INT64_MAX));
+    return x < TOO_LARGE ? convert<Int<T>, N>(x) : broadcast<Int<T>, N>(sizeof(T) == 4 ? INT32_MAX : Int<T>(INT64_MAX));
 }
 
 // Reads N pairs (x, y) of int64. With a 32-bit Int, a number that does not fit becomes the nearest integer that fits.
 template <class Int, int N> MXD_INLINE void whole_pairs(const int64_t *from, Vec<Int, N> &x, Vec<Int, N> &y) {
     const auto a = raw_load<int64_t, N>(from), b = raw_load<int64_t, N>(from + N);
 #if defined(__AVX2__)
-    if constexpr (same_type<Int, int32_t> &&
-                  N == 4) { // The 32-bit halves of pairs in the order 0, 2, 1, 3. One range test covers x and y.
+    // The 32-bit halves of pairs are in the order 0, 2, 1, 3. One range test covers x and y.
+    if constexpr (same_type<Int, int32_t> && N == 4) {
         const __m256i low = (__m256i)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
         const __m256i high = (__m256i)_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
         const __m256i fits = _mm256_cmpeq_epi32(high, _mm256_srai_epi32(low, 31));

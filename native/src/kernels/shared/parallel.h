@@ -98,7 +98,6 @@ template <class Worker, class Args, class Begin> struct Loop {
     }
 };
 
-// Returns the bytes of scratch memory that a worker takes.
 template <class Worker, class Args> int64_t scratch_of(const Args &args) {
     Arena arena;
     const Worker worker(args, arena);

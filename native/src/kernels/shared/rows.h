@@ -123,7 +123,6 @@ template <class V, class Row, class T, int N, int K> MXD_INLINE void store_row(V
     }
 }
 
-// Converts a row of V to T.
 template <class V, class T> inline void widen_row(const V *row, T *widened, int64_t channels) {
     for_vectors<T>(channels, [&](auto lanes, int64_t c) {
         constexpr int N = lanes.value;
@@ -303,7 +302,6 @@ inline void scatter_add_piece(const int64_t *address, const T *coefficient, cons
     }
 }
 
-// row[i] += coefficient[i] * g
 template <class T>
 inline void scatter_add(const int64_t *address, const T *coefficient, const int64_t *next, int64_t n, int64_t channels,
                         const T *g) {

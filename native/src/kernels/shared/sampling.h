@@ -7,8 +7,6 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-template <class T> using Int = typename IntOfSize<sizeof(T)>::type;
-
 template <class T> using RealLanes = Vec<T, LANES>;
 template <class T> using IntLanes = Vec<Int<T>, LANES>;
 typedef Vec<int64_t, LANES> AddressLanes;
@@ -110,7 +108,6 @@ template <class Real> MXD_INLINE Real corner_coefficient(int k, Real right, Real
     return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below);
 }
 
-// The corners of LANES samples.
 template <class T> struct Corners {
     IntLanes<T> valid, inside[4]; // in each lane all ones or all zeros
     IntLanes<T> pixel[4];         // index of the row of value; undefined where not inside
@@ -145,7 +142,6 @@ template <class T> MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T>
     return c;
 }
 
-// Reads LANES pairs (x, y).
 template <class T> MXD_INLINE void load_pairs(const T *xy, RealLanes<T> &x, RealLanes<T> &y) {
     separate<T, LANES>(raw_load<T, LANES>(xy), raw_load<T, LANES>(xy + LANES), x, y);
 }
@@ -225,7 +221,6 @@ struct RowAddresses {
         }
         far = far || is_far(bytes);
     }
-    // Puts the rows of samples i..i+LANES-1 into a list.
     template <int CORNERS, class Sampled> MXD_INLINE void put(int64_t *list, int64_t i, const Sampled &sampled) const {
         AddressLanes address[CORNERS];
         find_addresses(sampled, raw_load<int64_t, LANES>(base + i), raw_load<int64_t, LANES>(stride + i), far, address);

@@ -52,16 +52,15 @@ template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
 // The numbers of one row that are processed at once.
 template <class T> constexpr int SOFTMAX_LANES = VECTOR_BYTES / int(sizeof(T)) > LANES ? VECTOR_BYTES / int(sizeof(T)) : LANES;
 
-// Returns a mask of the first `count` lanes.
 template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
-    typedef typename IntOfSize<sizeof(T)>::type I;
+    typedef Int<T> I;
     static constexpr I NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return raw_load<I, N>(NUMBERS) < broadcast<I, N>(I(count));
 }
 
 // Folds each part of PART lanes into one number, and returns that number in all lanes of the part.
 template <class T, int N, int PART, class Fold> MXD_INLINE Vec<T, N> folded_parts(Vec<T, N> x, Fold &&fold) {
-    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    typedef Vec<Int<T>, N> I;
     static_assert((PART == 4 || PART == 8) && (N == 8 || N == 16), "parts and vectors that models need");
     if constexpr (N == 16) {
         if constexpr (PART == 8) x = fold(x, MXD_SHUFFLE(x, x, I, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
@@ -73,7 +72,6 @@ template <class T, int N, int PART, class Fold> MXD_INLINE Vec<T, N> folded_part
     }
 }
 
-// Returns the softmax of each part of PART lanes.
 template <class T, int N, int PART> MXD_INLINE Vec<T, N> softmax_of_parts(Vec<T, N> logits) {
     const Vec<T, N> e = exp_below_zero<T, N>(logits - folded_parts<T, N, PART>(logits, Larger()));
     return e / folded_parts<T, N, PART>(e, Total());

@@ -38,13 +38,7 @@ template <int BYTES> struct IntOfSize {
 template <> struct IntOfSize<8> {
     typedef int64_t type;
 };
-
-template <int BYTES> struct RealOfSize {
-    typedef float type;
-};
-template <> struct RealOfSize<8> {
-    typedef double type;
-};
+template <class T> using Int = typename IntOfSize<sizeof(T)>::type;
 
 template <class T, int N> struct VecOf {
     typedef T type __attribute__((vector_size(N * sizeof(T))));
