@@ -43,6 +43,7 @@ def compute_in(model, ops, dtype):
         name = node.output[0]
         node.output[0] = f"{name}/narrow"
         nodes += [node, helper.make_node("Cast", [node.output[0]], [name], to=TensorProto.FLOAT)]
+    assert len(nodes) > len(model.graph.node)
     del model.graph.node[:], model.graph.value_info[:]
     model.graph.node.extend(nodes)
     assert outputs <= {name for node in nodes for name in node.output}
@@ -52,8 +53,11 @@ def _is_float(value):
     return value.type.tensor_type.elem_type == TensorProto.FLOAT
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("writing", WRITTEN)
+NO_SUCH_NODES = {("summed", "sides"), ("gathers", "samples"), ("one table", "samples")}
+CHANGED = [(writing, part) for writing in WRITTEN for part in PARTS if (writing, part) not in NO_SUCH_NODES]
+
+
+@pytest.mark.parametrize(("writing", "part"), CHANGED)
 def test_casts_around_any_part_are_seen(writing, part, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     export(WRITTEN[writing], before, "fixed sizes" if writing == "one table" else "older")
