@@ -17,27 +17,22 @@ from mx_driving_portable.record import AUTOGRAD_FUNCTIONS, AutogradFunction, fin
 
 from .._operator.description import AGGREGATION, POOL
 from ..ops._stand_ins import differentiable
-from ._forms import AUTOGRAD, Arguments, Form, find_role, is_table
+from ._forms import AUTOGRAD, Arguments, ExactForm, is_table
 from ._parameters import Parameters
 from ._pools import make_frustum, make_image, make_lifted, make_sorted_rows, make_sorted_xyzb
 
 
 @dataclass(frozen=True)
-class OverExtension(Form):
+class OverExtension(ExactForm):
     """An autograd function of a row."""
 
     row: AutogradFunction
     tried: Any = None  # a function that needs a compiled file is not tried
     kind = AUTOGRAD
-    reads_all = True
 
     @property
     def parameters(self) -> tuple[str, ...]:
         return tuple(self.row.parameters.split())
-
-    @property
-    def described(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(map(find_role, self.parameters))
 
     @property
     def example(self) -> Callable[[], tuple[Any, ...]] | None:
@@ -48,12 +43,7 @@ class OverExtension(Form):
         return next((make for word, make in _EXAMPLES.items() if word in words), None)
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        has_row = kind == AUTOGRAD and not parameters.variadic
-        return has_row and find_autograd_function(name, parameters.all) is self.row
-
-    def explain_refusal(self, parameters: Parameters) -> str:
-        is_same = parameters.all == self.parameters and not parameters.variadic
-        return "" if is_same else f"the parameters {parameters}"
+        return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.row
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         """Return whether operators take the call. Pools refuse places that are not whole numbers, and features that are."""

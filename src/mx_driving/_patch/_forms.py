@@ -102,6 +102,21 @@ class Form:
         raise NotImplementedError
 
 
+class ExactForm(Form):
+    """A way to write something with exactly these parameters. An operator takes its arguments as they are."""
+
+    parameters: tuple[str, ...]
+    reads_all = True
+
+    @property
+    def described(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(map(find_role, self.parameters))
+
+    def explain_refusal(self, parameters: Parameters) -> str:
+        is_same = parameters.all == self.parameters and not parameters.variadic
+        return "" if is_same else f"the parameters {parameters}"
+
+
 def is_table(t: Any) -> bool:
     """Return whether t is a tensor of whole numbers. A library may use the fractions of a floating table."""
     return isinstance(t, Tensor) and t.dtype in INDEX

@@ -18,14 +18,14 @@ from torch import Tensor
 from ..ops._stand_ins import sum_inside
 from ..ops.bev_pool_v2 import bev_pool_v2
 from ..ops.voxel_pooling_train import npu_voxel_pooling_train
-from ._forms import FUNCTION, Arguments, Form, find_role, is_table
+from ._forms import FUNCTION, Arguments, ExactForm, is_table
 from ._parameters import Parameters
 
 _FEATURES = {"depth", "feat", "feats", "x", "input_features"}
 
 
 @dataclass(frozen=True)
-class Pool(Form):
+class Pool(ExactForm):
     """A function of these parameters that sums points into cells, and ours of the same arguments."""
 
     parameters: tuple[str, ...]
@@ -34,19 +34,9 @@ class Pool(Form):
     example: Callable[[], tuple[Any, ...]]  # makes the arguments of a trial
     tried: Any = None
     kind = FUNCTION
-    reads_all = True
-
-    @property
-    def described(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(map(find_role, self.parameters))
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        has_name = kind == self.kind and re.search(self.called, name) is not None
-        return has_name and not self.explain_refusal(parameters)
-
-    def explain_refusal(self, parameters: Parameters) -> str:
-        is_same = parameters.all == self.parameters and not parameters.variadic
-        return "" if is_same else f"the parameters {parameters}"
+        return re.search(self.called, name) is not None and super().fits(name, kind, parameters)
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         """Return whether operators take the call. They refuse coordinates that are not whole numbers, and features that are."""
