@@ -64,6 +64,7 @@ class Attention(Form):
     needs: frozenset[str] = frozenset(("query", "reference"))  # roles of forward's parameters
     tried: Any = None
     described = ("query", "value", "reference", "trajectories")
+    calls = ("value_proj", "sampling_offsets", "attention_weights", "output_proj")
     kind: str = MODULE
     reads_all = False
     roles = frozenset(
@@ -186,10 +187,10 @@ def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logi
 
 def _sample_evenly(module: Any, arguments: Arguments, axis: str = "level") -> Sampled:
     """Sample as many points on one level as on another: nearly all libraries."""
-    sides = _get_levels_and_points(module)
+    sides, inputs = _get_levels_and_points(module), _make_inputs(module, arguments)  # layers draw dropout in this order
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), *sides, 2))
     logits = module.attention_weights(arguments["query"]).unflatten(-1, (get_heads(module), -1))
-    return _sample(_make_inputs(module, arguments), arguments["reference"], offsets, logits, axis), logits, sides
+    return _sample(inputs, arguments["reference"], offsets, logits, axis), logits, sides
 
 
 def _sample_pillars(module: Any, arguments: Arguments) -> Sampled:
@@ -224,10 +225,11 @@ def _sample_two_maps(module: Any, arguments: Arguments) -> Sampled:
     """Sample as BEVFormer's TemporalSelfAttention: the mean of an earlier map and the queries' own."""
     query, maps = arguments["query"], module.num_bev_queue
     sides, both = (get_heads(module), maps), torch.cat([arguments["value"][: len(query)], query], -1)
+    inputs = _make_inputs(module, arguments)
     offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *_get_levels_and_points(module), 2))
     logits = module.attention_weights(both).unflatten(-1, (*sides, -1))
     offsets, logits = (t.movedim(3, 1).flatten(0, 1) for t in (offsets, logits))
-    out = _sample(_make_inputs(module, arguments), arguments["reference"], offsets, logits)
+    out = _sample(inputs, arguments["reference"], offsets, logits)
     return out.unflatten(0, (-1, maps)).mean(1), logits, _get_levels_and_points(module)
 
 
@@ -243,9 +245,9 @@ def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
     low, high = (metres.new_tensor(module.bev_range[k : k + 2]) for k in (0, 3))
     reference = ((metres - low) / (high - low)).flatten(1, 2).expand(-1, -1, steps, -1, -1).flatten(1, 2)
     sides = get_heads(module), steps, *_get_levels_and_points(module)
+    inputs = _make_inputs(module, {**arguments, "value": arguments["value"].transpose(0, 1)})
     offsets = module.sampling_offsets(query).unflatten(-1, (*sides, 2)).transpose(2, 3).flatten(1, 2)
     logits = module.attention_weights(query).unflatten(-1, (*sides[:2], -1)).transpose(2, 3).flatten(1, 2)
-    inputs = _make_inputs(module, {**arguments, "value": arguments["value"].transpose(0, 1)})
     return _sample(inputs, reference, offsets, logits).unflatten(1, (-1, steps)).flatten(2), logits, sides[2:]
 
 

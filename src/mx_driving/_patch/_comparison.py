@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +26,8 @@ _JITTER = 0.01
 class Results:
     """The outputs of a run, and the gradients of one random direction of them."""
 
-    def __init__(self, returned: Any, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, returned: Any, leaves: Sequence[Tensor], drawn: Any = None) -> None:
+        self.drawn = drawn
         flat, self.structure = tree_flatten(returned)
         self.outputs = [o for o in flat if isinstance(o, Tensor)]
         self.others = [o for o in flat if not isinstance(o, Tensor)]
@@ -59,6 +63,7 @@ class Comparison:
         reason: why the original must answer such calls, or nothing.
         dtypes: of the original's outputs, where ours have others.
         is_complete: whether there was a comparison.
+        is_trusted: whether there was none because the original cannot run, and the operator answers.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Comparison:
         self._inputs = args[layer is not None :], kwargs
         self._tensors = [t for t in tree_leaves(self._arguments) if isinstance(t, Tensor)]
         self._device = next((t.device for t in self._tensors), torch.device("cpu"))
-        self.reason, self.is_complete = "", True
+        self.reason, self.is_complete, self.is_trusted = "", True, False
         self.dtypes: Sequence[torch.dtype] = ()
 
     def run(self, can_trust: Callable[[], bool]) -> Any:
@@ -87,20 +92,21 @@ class Comparison:
         Args:
             can_trust: whether the operator may answer where the original cannot run.
         """
-        self._random = _save_random(self._device)
+        self._random = Random(self._device)
         dtype = self._find_low_dtype()
-        if dtype is None and not _has_saved_tensors_hooks():
+        if dtype is None and not has_saved_tensors_hooks():
             return self._run_original(can_trust)
         try:
             if dtype is not None:
                 self._compare_in_16_bits(dtype)
             else:
                 self._compare(self._layer)
-        except _UNAVAILABLE:
+        except _UNAVAILABLE as error:
             self.is_complete, self.reason = False, "" if can_trust() else "it cannot run"
+            self.is_trusted = not self.reason and not isinstance(error, torch.OutOfMemoryError)
         except Exception as error:  # the original raises for the caller, or what is done for the comparison is not for it
             self.reason = _explain_failure(error)
-        _restore_random(self._device, self._random)
+        self._random.restore(self._device)
         return self._run_theirs(self._layer, self._inputs) if self.reason else self.answer()
 
     def answer(self) -> Any:
@@ -110,10 +116,11 @@ class Comparison:
         try:
             with watch(self._layer, self._inputs, self._original) as written:
                 result = self._run_theirs(self._layer, self._inputs)
-        except _UNAVAILABLE:
+        except _UNAVAILABLE as error:
             self.is_complete = False
             if not can_trust():
                 raise
+            self.is_trusted = not isinstance(error, torch.OutOfMemoryError)
             return self.answer()
         try:
             self._compare(self._layer, result, written)
@@ -133,6 +140,7 @@ class Comparison:
         with _isolate(layer, self._device):
             inputs, arguments, leaves = self._copy(layer, dtype)
             theirs = None
+            drawn = Random(self._device)  # by the original's run for the caller
             if written is None:
                 theirs, written = self._compute(layer, inputs, leaves, lambda: self._run_theirs(layer, inputs))
             try:
@@ -145,13 +153,17 @@ class Comparison:
             if written - done:
                 self.reason = explain_lost(written - done)
                 return
+            if ours.drawn != (drawn if theirs is None else theirs.drawn):
+                self.reason = "it draws other random numbers"
+                return
             if theirs is None and (leaves or _updates(layer)):
                 theirs, _ = self._compute(layer, inputs, leaves, lambda: self._run_theirs(layer, inputs))
             self._judge(layer, ours, theirs or Results(result, []), dtype)
 
     def _judge(self, layer: Any, ours: Results, theirs: Results, dtype: torch.dtype | None) -> None:
         """Judge, and compare again on varied inputs where the first ones say too little. Gradients of locations jump at pixel
-        centres, where fresh models have their samples; a mask that hides nothing does not show what is done with one."""
+        centres, where fresh models have their samples; a mask that hides nothing does not show what is done with one, nor a
+        tensor of one number what is done with its axes."""
         single = any(t.dtype != torch.float64 for t in (*self._tensors, *theirs.outputs) if t.is_floating_point())
         precision = torch.float32 if single or dtype else torch.float64
         self._judge_outputs(ours, theirs, precision)
@@ -159,8 +171,8 @@ class Comparison:
             return
         if dtype is None and ours.dtypes != theirs.dtypes:
             self.dtypes = theirs.dtypes
-        masks = any(map(_is_uniform, self._arguments.values()))
-        if ours.measure_gradients(theirs) <= _agreement.GRADIENT_LIMITS[precision] and not masks:
+        uniform = any(map(_is_uniform, self._tensors))
+        if ours.measure_gradients(theirs) <= _agreement.GRADIENT_LIMITS[precision] and not uniform:
             return
         inputs, arguments, leaves = self._copy(layer, dtype, varied=True)
         theirs, _ = self._compute(layer, inputs, leaves, lambda: self._run_theirs(layer, inputs))
@@ -175,16 +187,17 @@ class Comparison:
 
     def _compute(self, layer: Any, inputs: Any, leaves: Sequence[Tensor], run: Callable[[], Any]) -> tuple[Results, set[str]]:
         """Return the results of a run, and what it writes to the layer or its arguments."""
-        _restore_random(self._device, self._random)
+        self._random.restore(self._device)
         with _keep_buffers(layer):
             with watch(layer, inputs, self._original) as written:
                 returned = run()
-            return Results(returned, leaves), written
+            drawn = Random(self._device)
+            return Results(returned, leaves, drawn), written
 
     def _copy(self, layer: Any, dtype: torch.dtype | None, varied: bool = False) -> tuple[Any, dict[str, Any], list[Tensor]]:
         """Return copies of the call's arguments, also by role, and the tensors that record gradients: copies and parameters.
-        A tensor that is given twice has one copy. Varied copies have samples a little beside, and masks of random numbers where
-        one number was given."""
+        A tensor that is given twice has one copy. Varied copies have samples a little beside, and random numbers where one
+        number was given."""
         copies: dict[int, Tensor] = {}
         recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         places = {id(t) for role in PLACES for t in tree_leaves(self._arguments.get(role)) if isinstance(t, Tensor)}
@@ -194,8 +207,10 @@ class Comparison:
                 return copies.get(id(t), t)
             twin = t.detach().clone()
             if varied and (id(t) in places or _is_uniform(t)):
-                noise = torch.rand(t.shape, generator=torch.Generator().manual_seed(0)).to(t.device)
-                twin = noise < 0.3 if t.dtype == torch.bool else twin + (_JITTER * noise).to(twin)
+                generator = torch.Generator("cpu").manual_seed(0)
+                noise = torch.rand(t.shape, generator=generator, device="cpu").to(t.device)
+                size = max(1.0, _agreement.largest_magnitude(t)) if _is_uniform(t) else _JITTER
+                twin = noise < 0.3 if t.dtype == torch.bool else twin + (size * noise).to(twin)
             if t.is_floating_point():
                 twin = twin if dtype is None else twin.to(dtype)
                 twin.requires_grad_(recorded and t.requires_grad)
@@ -270,19 +285,18 @@ def answer_in(dtypes: Sequence[torch.dtype], form: Any, layer: Any, arguments: M
 @contextlib.contextmanager
 def _isolate(layer: Any, device: torch.device) -> Iterator[None]:
     """Keep what is computed from the caller: its hooks of saved tensors, and its random numbers."""
-    random = _save_random(device)
+    before = Random(device)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     try:
-        with hooks if _has_saved_tensors_hooks() else contextlib.nullcontext():
+        with hooks if has_saved_tensors_hooks() else contextlib.nullcontext():
             yield
     finally:
-        _restore_random(device, random)
+        before.restore(device)
 
 
-def _is_uniform(argument: Any) -> bool:
-    """Return whether an argument is a mask of one number."""
-    is_mask = isinstance(argument, Tensor) and argument.dtype == torch.bool and argument.numel() > 1
-    return is_mask and bool(argument.all()) == bool(argument.any())
+def _is_uniform(t: Tensor) -> bool:
+    """Return whether a tensor, which is no table, has one number."""
+    return (t.is_floating_point() or t.dtype == torch.bool) and t.numel() > 1 and bool((t == t.flatten()[0]).all())
 
 
 def _updates(layer: Any) -> bool:
@@ -301,16 +315,27 @@ def _keep_buffers(layer: Any) -> Iterator[None]:
             buffer.data.copy_(values)  # leaves its version, which a graph of the caller's may count
 
 
-def _has_saved_tensors_hooks() -> bool:
+def has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore
 
 
-def _save_random(device: torch.device) -> tuple[Tensor, Any]:
-    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), own
+class Random:
+    """The states of the generators that a layer may draw from: torch's, also of a device, Python's and NumPy's."""
 
+    def __init__(self, device: torch.device) -> None:
+        on_cpu = device.type == "cpu"
+        self.tensors = [torch.get_rng_state(), *([] if on_cpu else [torch.get_device_module(device).get_rng_state(device)])]
+        numpy = sys.modules.get("numpy.random")
+        self.python, self.numpy = random.getstate(), None if numpy is None else numpy.get_state()
 
-def _restore_random(device: torch.device, states: tuple[Tensor, Any]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.get_device_module(device).set_rng_state(states[1], device)
+    def __eq__(self, other: Any) -> bool:
+        words, others = (pickle.dumps((each.python, each.numpy)) for each in (self, other))
+        return words == others and all(map(torch.equal, self.tensors, other.tensors))
+
+    def restore(self, device: torch.device) -> None:
+        torch.set_rng_state(self.tensors[0])
+        for state in self.tensors[1:]:
+            torch.get_device_module(device).set_rng_state(state, device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)

@@ -73,6 +73,7 @@ class Form:
     reads_all: bool  # whether arguments that the original's code does not read count
     needs: frozenset[str] = frozenset()  # roles that parameters must have
     roles: frozenset[str] = frozenset()  # roles that parameters which the code reads may have
+    calls: tuple[str, ...] = ()  # the layers in a layer that the form calls, as the original does
     described: tuple[str, ...]  # roles of the tensors whose sizes matter
     tried: Any = None  # the class of a layer, and the plain state of the layer that was tried
 

@@ -4,44 +4,37 @@ A trial on a small example finds the form of a core or of an attention module. W
 depend on its state, on its inputs and on the process, and no list of reasons is complete. The first call of a layer in a
 situation therefore runs the original for the caller, then both on copies of the inputs, and compares outputs and gradients.
 Where they agree, later calls of the situation run the operator. Where they differ, the layer keeps its own code.
-
-A situation is what `describe` reads of a call: training or not, gradients recorded or not and of which inputs, autocast,
-dtypes, the device, numbers of axes, and which optional inputs are given. It is proven for the sizes between the smallest and
-the largest that were compared, and for the attributes that the layer had.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from ._comparison import PLACES, Comparison, answer_in
+from ._comparison import Comparison, answer_in, has_saved_tensors_hooks
 from ._parameters import STAND_IN
+from ._situations import READS, Arguments, can_compare, describe, describe_untraced, is_exporting, list_sizes, spell, write_look
 from ._snapshot import VERDICTS
+from ._state import State
 
-Arguments = Mapping[str, Any]  # by role
-_TENSOR = operator.attrgetter("dtype", "requires_grad", "device", "shape")
-_is_compiling, _is_inference = torch.compiler.is_compiling, torch.is_inference_mode_enabled
-_MAIN = 3  # tensors that most calls have: query, value and reference, or value, locations and weights
-_PLAIN = (bool, int, float, str, type(None))
+_is_compiling = torch.compiler.is_compiling
 _MOST_STATES = 16  # a layer whose attributes change in each call would be compared in each call
 _MOST_CALLS = 4096
 _numbers = itertools.count()
 _proving = threading.RLock()
+_known: weakref.WeakValueDictionary[int, Verdict] = weakref.WeakValueDictionary()
+_told: set[str] = set()  # keys of proofs
 
 
-class Trials:
+class Trials(threading.local):
     """Whether a trial of another class runs: it calls the layer, too, and proves nothing of it."""
 
     running = False
@@ -50,84 +43,86 @@ class Trials:
 trials = Trials()
 
 
-class State:
-    """The attributes of a layer, with the numbers of its tensors. Parameters may change, but for those that are zero, as a
-    fresh layer's are: they hide what is done to offsets and logits."""
-
-    def __init__(self, layer: Any) -> None:
-        own = {} if layer is None else vars(layer)
-        self._attributes = {**own}
-        self._layers, self._buffers = {**own.get("_modules", {})}, {**own.get("_buffers", {})}
-        self._zeros = [] if layer is None else [p for p in layer.parameters() if not p.is_inference() and not p.any()]
-        tensors = [t for t in (*own.values(), *self._buffers.values()) if isinstance(t, Tensor) and not t.is_inference()]
-        self._tensors = [(t, t.detach().clone()) for t in tensors]
-        self._watched = [*self._zeros, *tensors]
-        self._versions = [t._version for t in self._watched]
-
-    def is_of(self, layer: Any) -> bool:
-        if layer is None:
-            return True
-        if self._watched and not self._has_numbers():
-            return False
-        own = layer.__dict__
-        try:  # what is identical is equal, without a comparison
-            return own == self._attributes and own["_modules"] == self._layers and own["_buffers"] == self._buffers
-        except (RuntimeError, ValueError, TypeError):  # an attribute is another tensor or array
-            return False
-
-    def _has_numbers(self) -> bool:
-        """Return whether zeros are zeros and tensors have the same numbers. `p.data` changes numbers without a trace. To look
-        for them on a GPU would wait for it."""
-        versions = [t._version for t in self._watched]
-        if versions == self._versions and not any(p.is_cpu for p in self._zeros):
-            return True
-        if not all(torch.equal(t, values) for t, values in self._tensors) or any(p.any() for p in self._zeros):
-            return False
-        self._versions = versions
-        return True
-
-
 class Verdict:
     """What became of the comparisons of a layer in a situation. It is proven where `reason` is empty."""
 
-    def __init__(self, reason: str, dtypes: Sequence[Any], sizes: Sequence[int], layer: Any) -> None:
-        self.reason, self.dtypes = reason, dtypes
-        self.state = State(None if reason else layer)  # which keeps what the layer drops
+    def __init__(self, comparison: Comparison, sizes: Sequence[Any], layer: Any, called: Sequence[str]) -> None:
+        self.reason, self.dtypes = comparison.reason, comparison.dtypes
+        self.states = [] if self.reason else [State(layer, called)]  # they keep what the layer drops
         self.low, self.high = list(sizes), list(sizes)
-        self.num_states = 1
+        self.owner = None if layer is None else weakref.ref(layer)
+        self.number = next(_numbers)
+        _known[self.number] = self
 
-    def covers(self, sizes: Sequence[int], layer: Any) -> bool:
+    def is_of(self, layer: Any) -> bool:
+        """Return whether the layer is as it was in a comparison."""
+        if self.states[0].is_of(layer):
+            return True
+        found = next((state for state in self.states if state.is_of(layer)), None)
+        if found is not None:
+            self.states.remove(found)
+            self.states.insert(0, found)
+        return found is not None
+
+    def covers(self, sizes: Sequence[Any], layer: Any) -> bool:
         """Return whether nothing is left to compare."""
-        inside = all(low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True))
-        return bool(self.reason) or (inside and self.state.is_of(layer))
+        is_inside = len(sizes) == len(self.low) and all(map(_is_between, self.low, sizes, self.high))
+        return bool(self.reason) or (is_inside and self.is_of(layer))
 
     def add(self, other: Verdict, layer: Any) -> None:
         """Take over a further comparison in the same situation."""
-        self.num_states += not self.state.is_of(layer)
-        self.reason, self.dtypes, self.state = other.reason, other.dtypes, other.state
-        self.low, self.high = list(map(min, self.low, other.low)), list(map(max, self.high, other.high))
-        if self.num_states > _MOST_STATES:
+        if not other.reason and not (self.states and self.is_of(layer)):
+            self.states = [*other.states, *self.states]
+        self.reason, self.dtypes = other.reason, other.dtypes
+        if len(other.low) == len(self.low):
+            self.low, self.high = list(map(min, self.low, other.low)), list(map(max, self.high, other.high))
+        else:
+            self.low, self.high = other.low, other.high
+        if len(self.states) > _MOST_STATES:
             self.reason = "its attributes change from call to call"
+
+
+def _is_between(low: Any, size: Any, high: Any) -> bool:
+    return low <= size <= high
+
+
+def _is_as_proven(number: int) -> bool:
+    """Return whether a layer is as it was when it was proven. torch.compile asks once, as it compiles."""
+    verdict = _known.get(number)
+    return verdict is not None and verdict.is_of(verdict.owner and verdict.owner())
 
 
 class Verdicts:
     """The verdicts of a layer or of a function: by situation, and by what `look` reads of a call. A layer's copy has none."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: Any = None) -> None:
+        self.owner = None if layer is None else weakref.ref(layer)  # copies without __deepcopy__ share what they copy
         self.situations: dict[Any, Verdict] = {}
         self.calls: dict[Any, Verdict] = {}
         self.look: Callable[[Arguments], Any] = lambda arguments: None
         self._looks: dict[str, Callable[[Arguments], Any]] = {}
         self._parameters: list[dict[str, Any]] = []
 
-    def look_at(self, described: Sequence[str], layer: Any, arguments: Arguments) -> None:
-        """Let `look` read arguments of such types, and the parameters that the layer has now."""
+    def remember(self, verdict: Verdict, described: Sequence[str], layer: Any, arguments: Arguments) -> None:
+        """Let `look` read arguments of such types, and the parameters that the layer has now, and find the verdict by it."""
         self._parameters[:] = [] if layer is None else [part._parameters for part in layer.modules() if part._parameters]
-        source = _write_look(described, arguments)
+        source = write_look(described, arguments)
         if source not in self._looks:
-            names = {**_READS, "parameters": self._parameters}
+            names = {**READS, "parameters": self._parameters}
             self._looks[source] = eval(f"lambda g: ({len(self._looks)}, {source})", names)
         self.look = self._looks[source]
+        if len(self.calls) > _MOST_CALLS:
+            self.calls.clear()
+        self.calls[self.look(arguments)] = verdict
+
+    def find(self, arguments: Arguments) -> Verdict | None:
+        """Return the verdict of a call whose arguments have other types than those of the call before."""
+        for look in list(self._looks.values()):
+            with contextlib.suppress(Exception):
+                verdict = self.calls[look(arguments)]
+                self.look = look
+                return verdict
+        return None
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -161,15 +156,15 @@ class Proof:
         try:
             verdict = verdicts.calls[verdicts.look(arguments)]
         except Exception:  # a new call, or arguments of other types
-            verdict = None
-        if verdict is None or not (verdict.reason or verdict.state.is_of(layer)):
+            verdict = verdicts.find(arguments)
+        if verdict is None or not (verdict.reason or verdict.is_of(layer)):
             return self._serve_slowly(verdicts, layer, arguments, args, kwargs)
         if verdict.reason:
             return self.original(*args, **kwargs)
         return self._answer(verdict, layer, arguments) if verdict.dtypes else self.form.answer(layer, arguments)
 
     def _add(self, layer: Any) -> Verdicts:
-        layer.__dict__[self.key] = verdicts = Verdicts()
+        layer.__dict__[self.key] = verdicts = Verdicts(layer)
         self.layers.add(layer)
         return verdicts
 
@@ -183,17 +178,16 @@ class Proof:
         original answers."""
         if trials.running:
             return self.original(*args, **kwargs)
-        if not can_compare(arguments):
+        is_copy = verdicts.owner is not None and verdicts.owner() is not layer
+        if not can_compare(arguments) or (is_copy and getattr(layer, "_is_replica", False)):  # DataParallel's
             return self._serve_unseen(layer, arguments, args, kwargs)
+        verdicts = self._add(layer) if is_copy else verdicts
         situation, sizes = describe(layer, arguments), list_sizes(arguments)
         verdict = verdicts.situations.get(situation)
         if verdict is not None and verdict.covers(sizes, layer):
-            if len(verdicts.calls) > _MOST_CALLS:
-                verdicts.calls.clear()
-            verdicts.look_at(self.form.described, layer, arguments)
-            verdicts.calls[verdicts.look(arguments)] = verdict
+            verdicts.remember(verdict, self.form.described, layer, arguments)
             return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
-        if not _proving.acquire(blocking=False):
+        if not _proving.acquire(blocking=has_saved_tensors_hooks()):  # a checkpoint computes twice, alike
             return self.original(*args, **kwargs)
         try:
             comparison = Comparison(self.form, self.original, layer, arguments, args, kwargs)
@@ -201,7 +195,10 @@ class Proof:
         finally:
             _proving.release()
         if comparison.is_complete:
-            self._record(verdicts, situation, Verdict(comparison.reason, comparison.dtypes, sizes, layer), layer)
+            self._record(verdicts, situation, Verdict(comparison, sizes, layer, self.form.calls), layer)
+        elif comparison.is_trusted:
+            new = Verdict(comparison, sizes, layer, self.form.calls)
+            verdicts.remember(new, self.form.described, layer, arguments)
         return result
 
     def _record(self, verdicts: Verdicts, situation: Any, verdict: Verdict, layer: Any) -> None:
@@ -214,13 +211,16 @@ class Proof:
 
     def _serve_unseen(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call whose numbers cannot be compared. torch.compile reads this function."""
-        verdicts = self.verdicts if layer is None else getattr(layer, self.key, None)
-        verdict = None if verdicts is None else verdicts.situations.get(_describe_untraced(layer, arguments))
-        if verdict is not None:
+        if _is_compiling() or not is_exporting():
+            verdicts = self.verdicts if layer is None else getattr(layer, self.key, None)
+            verdict = None if verdicts is None else verdicts.situations.get(describe_untraced(layer, arguments))
+        else:
+            return self.original(*args, **kwargs)
+        if verdict is not None and (verdict.reason or _is_as_proven(verdict.number)):
             return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
         if not torch.compiler.is_dynamo_compiling() and self._trusts(layer):
             return self.form.answer(layer, arguments)
-        _warn_of_unproven(self.name)
+        _warn_of_unproven(self.name, self.key)
         return self.original(*args, **kwargs)
 
     def _trusts(self, layer: Any) -> bool:
@@ -252,116 +252,10 @@ class Proof:
             vars(layer).pop(self.key, None)
 
 
-def _write_look(described: Sequence[str], arguments: Arguments) -> str:
-    """Return an expression that reads a call with arguments `g` of certain types. Calls of equal readings have one verdict. It
-    is one expression, because it runs in each call."""
-    tensors = [role for role, a in arguments.items() if isinstance(a, Tensor)]
-    floating = [role for role in tensors if arguments[role].is_floating_point()]
-    main = [role for role in tensors if role in described]
-    main = main if len(main) == _MAIN else tensors
-    flags = "".join(f"g[{role!r}].requires_grad, " for role in floating)
-    trained = "*[p.requires_grad for own in parameters for p in own.values() if p is not None]"
-    parts = [f"is_grad_enabled() and ({flags}{trained})", *_MODES, *(f"g[{role!r}].device" for role in tensors[:1])]
-    parts += [*(f"g[{role!r}].shape" for role in main), *(f"g[{role!r}].dtype" for role in floating)]
-    for role, a in arguments.items():
-        if isinstance(a, (list, tuple)):
-            parts.append(_write_reading(f"g[{role!r}]", a))
-        elif role not in (*main, *floating):
-            parts.append(f"g[{role!r}]" if isinstance(a, _PLAIN) else f"type(g[{role!r}])")
-    if isinstance(arguments.get("shapes"), Tensor) and arguments.get("sizes") is None:
-        parts.append("read_table(g['shapes'])")
-    return ", ".join(parts)
-
-
-def _write_reading(place: str, sequence: Any) -> str:
-    """Return an expression of what counts of a list or a tuple."""
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(sequence)):
-        return f"tuple(map(read, {place}))"
-    for expression in (f"tuple({place})", f"tuple(map(tuple, {place}))"):
-        with contextlib.suppress(TypeError):
-            hash(eval(expression.replace(place, "sequence")))
-            return expression
-    return f"str({place})"
-
-
-def _read_table(table: Tensor) -> Any:
-    """Return the sides of levels, where a look at them does not wait for a GPU, and nothing is traced or transformed."""
-    if not table.is_cpu or torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
-        return None
-    return tuple(map(tuple, table.tolist()))
-
-
-def _read_entry(entry: Any) -> Any:
-    return _TENSOR(entry) if isinstance(entry, Tensor) else entry if isinstance(entry, _PLAIN) else type(entry)
-
-
-def can_compare(arguments: Arguments) -> bool:
-    """Return whether a call has numbers, and nothing but the caller looks at what is computed."""
-    tensors = [t for a in arguments.values() for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
-    if any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type == "meta" for t in tensors):
-        return False
-    captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()  # pyright: ignore
-    is_traced = torch._C._get_tracing_state() is not None
-    return not (captures or modes or is_traced or torch.autograd.forward_ad._current_level >= 0)
-
-
-def describe(layer: Any, arguments: Arguments) -> tuple[Any, ...]:
-    """Return the situation of a call. torch.compile reads this function."""
-    recorded = torch.is_grad_enabled()
-    device = [*(t.device.type for t in arguments.values() if isinstance(t, Tensor)), "cpu"][0]
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    facts = tuple([_describe_argument(role, a, recorded) for role, a in arguments.items()])
-    trained = tuple([p.requires_grad for p in layer.parameters()]) if recorded and layer is not None else ()
-    return layer is not None and layer.training, recorded, autocast, device, facts, trained
-
-
-def _describe_untraced(layer: Any, arguments: Arguments) -> tuple[Any, ...]:
-    """Return the situation of a call that may be traced: torch.jit makes sizes tensors. torch.compile reads this function."""
-    if _is_compiling():
-        return describe(layer, arguments)
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # pyright: ignore
-    try:
-        return describe(layer, arguments)
-    finally:
-        torch._C._set_tracing_state(state)  # pyright: ignore
-
-
-def _describe_argument(role: str, argument: Any, recorded: bool) -> Any:
-    if isinstance(argument, Tensor):
-        axis = -1 if role in PLACES else 0 if role == "shapes" else None
-        size = argument.shape[axis] if axis is not None and argument.dim() else None
-        return role, argument.dtype, recorded and argument.requires_grad, argument.dim(), size
-    if isinstance(argument, (list, tuple)):
-        return role, len(argument), tuple([_describe_argument("", t, recorded) for t in argument if isinstance(t, Tensor)])
-    return role, argument if isinstance(argument, _PLAIN) else type(argument).__name__
-
-
-def list_sizes(arguments: Arguments) -> list[int]:
-    """Return what may grow: the sizes of tensors, the numbers in lists, the sides of levels where a CPU has them, and 1 in
-    inference mode."""
-    leaves = [leaf for a in arguments.values() for leaf in (tree_leaves(a) if isinstance(a, (list, tuple)) else (a,))]
-    sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
-    table = arguments.get("shapes")
-    sides = table.flatten().tolist() if isinstance(table, Tensor) and table.is_cpu else []
-    return sizes + sides + [leaf for leaf in leaves if type(leaf) is int] + [_is_inference()]
-
-
-def spell(situation: tuple[Any, ...]) -> str:
-    """Return a situation in words."""
-    training, recorded, autocast, device, facts, trained = situation
-    dtypes = sorted(
-        {str(f[1]).removeprefix("torch.") for f in facts if isinstance(f[1], torch.dtype) and f[1].is_floating_point}
-    )
-    given = [role for role, *fact in facts if fact != [None]]
-    under = f" under autocast to {str(autocast).removeprefix('torch.')}" if autocast else ""
-    frozen = f" and {trained.count(False)} frozen parameters" if False in trained else ""
-    mode = f"{'training' if training else 'evaluation'}, {'with' if recorded else 'without'} gradients{frozen}"
-    return f"in {mode}, {' and '.join(dtypes)} on {device}{under}, with {', '.join(given)}"
-
-
-def _warn_of_unproven(name: str) -> None:
+def _warn_of_unproven(name: str, key: str) -> None:
+    if key in _told:
+        return
+    _told.add(key)
     text = f"mx_driving.patch: {name} runs its own code in a call whose numbers cannot be compared"
     _warn(f"{text}; call the model once, as it will be used, before compiling, exporting or capturing it")
 
@@ -378,13 +272,6 @@ def _is_below(module: str) -> bool:
     return module.partition(".")[0] in ("mx_driving", "torch", "contextlib")
 
 
-# what the expression of a look may name
-_MODES = ("is_inference()", "is_any_autocast() and (get_autocast_dtype('cpu'), get_autocast_dtype('cuda'))")
-_READS = {
-    "is_any_autocast": getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled),
-    **{"is_grad_enabled": torch.is_grad_enabled, "is_inference": _is_inference},
-    **{"get_autocast_dtype": torch.get_autocast_dtype, "read": _read_entry, "read_table": _read_table},
-}
-
 # what torch.compiler.assume_constant_result does, which would import the compiler
 _warn_of_unproven._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_is_as_proven._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

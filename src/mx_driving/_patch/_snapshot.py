@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ._parameters import collect_words
 
 VERDICTS = "_mx_driving_verdicts"  # begins the names of the attributes of a layer that have its verdicts
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OWN = frozenset(vars(torch.nn.Module()))  # attributes that every layer has
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
+CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 _SMALL = 64  # elements
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = "the hooks of "
@@ -63,7 +64,7 @@ def _list_globals(function: Any, kind: type) -> dict[str, Any]:
     found = {}
     for each in (function, *methods):
         own = getattr(each, "__globals__", {})
-        found |= {n: own[n] for n in sorted(collect_words(each)) if n in own and not isinstance(own[n], _CODE)}
+        found |= {n: own[n] for n in sorted(collect_words(each)) if n in own and not isinstance(own[n], CODE)}
     return found
 
 
@@ -116,16 +117,16 @@ def list_plain_state(layer: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) in (list, tuple) else isinstance(value, _PLAIN)
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else isinstance(value, PLAIN)
 
 
 def _walk(waiting: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its id
     while waiting and len(seen) < _MOST:
         path, thing = waiting.pop()
-        if isinstance(thing, _PLAIN):
+        if isinstance(thing, PLAIN):
             yield path, (type(thing), repr(thing))
-        elif isinstance(thing, Tensor) or hasattr(thing, "tobytes"):  # also arrays of NumPy and the standard library
+        elif isinstance(thing, Tensor) or hasattr(type(thing), "tobytes"):  # also arrays of NumPy and the standard library
             yield path, (id(thing), _read_version(thing))
             seen[id(thing)] = thing
         else:
@@ -140,10 +141,14 @@ def _read_version(thing: Any) -> Any:
     if not isinstance(thing, Tensor):
         return thing.tobytes() if len(memoryview(thing)) < _SMALL else None
     version = 0 if thing.is_inference() else thing._version
-    is_small = (
-        thing.device.type == "cpu" and thing.layout == torch.strided and not thing.is_quantized and thing.numel() < _SMALL
-    )
+    is_small = has_numbers(thing) and thing.is_cpu and thing.numel() < _SMALL
     return version, str(thing.tolist()) if is_small else None
+
+
+def has_numbers(t: Tensor) -> bool:
+    """Return whether a tensor may be read."""
+    is_dense = t.layout == torch.strided and not t.is_nested and not t.is_quantized and t.device.type != "meta"
+    return is_dense and not is_lazy(t)
 
 
 def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
@@ -157,9 +162,15 @@ def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
     if isinstance(thing, functools.partial):
         parts = {"args": thing.args, "keywords": thing.keywords}
     elif isinstance(thing, torch.nn.Module):
-        parts = {**_list_containers(type(thing)), **vars(thing), **thing._parameters, **thing._buffers, **thing._modules}
+        parts = {
+            **{n: v for _, n, v in reversed(list_class_attributes(type(thing)))},
+            **vars(thing),
+            **thing._parameters,
+            **thing._buffers,
+            **thing._modules,
+        }
         parts = {name: part for name, part in parts.items() if name not in _CONTAINERS and not name.startswith(VERDICTS)}
-    elif isinstance(thing, _CODE) or type(thing).__module__.partition(".")[0] == "torch":
+    elif isinstance(thing, CODE) or type(thing).__module__.partition(".")[0] == "torch":
         parts = {}
     else:
         slots = (vars(base).get("__slots__", ()) for base in type(thing).__mro__)
@@ -168,7 +179,9 @@ def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
     return [(f"{path}.{name}".lstrip("."), part) for name, part in parts.items()]
 
 
-def _list_containers(kind: type) -> dict[str, Any]:
-    """Return the lists, dictionaries and sets that a class and its bases have."""
-    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
-    return {n: v for base in reversed(bases) for n, v in vars(base).items() if isinstance(v, (list, dict, set))}
+def list_class_attributes(kind: type) -> list[tuple[type, str, Any]]:
+    """Return what a class and its bases keep beside code: numbers, words, tensors and containers."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
+    kept = (*PLAIN, Tensor, list, tuple, dict, set)
+    named = [(base, name, value) for base in bases for name, value in vars(base).items() if isinstance(value, kept)]
+    return [(base, name, value) for base, name, value in named if not name.startswith("__")]
