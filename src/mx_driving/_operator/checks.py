@@ -261,10 +261,11 @@ def _refuse_backward(row: Operator, grad: Tensor, inputs: Sequence[Any], gradien
 
 
 def is_readable(t: Tensor) -> bool:
-    """Return whether the numbers of t are here now: on a CPU, side by side, outside of all tracing and transforms."""
+    """Return whether the numbers of t are here now: on a CPU, side by side, outside of all tracing, transforms and modes."""
     if type(t) is not Tensor or not t.is_cpu or torch.compiler.is_compiling() or t.layout != torch.strided:
         return False
-    return not (torch.jit.is_tracing() or torch._C._are_functorch_transforms_active())  # pyright: ignore[reportPrivateImportUsage]
+    modes = torch._C._len_torch_dispatch_stack()  # FakeTensorMode makes fake tensors of real ones
+    return not (modes or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active())  # pyright: ignore[reportPrivateImportUsage]
 
 
 # id of a table of shapes -> the legal tables of a call, as weak references; their versions; the rows of value

@@ -182,6 +182,8 @@ def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Ten
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
     """Call the operator. Libraries broadcast a reference to all batches or queries."""
     reference = reference.expand(*offsets.shape[:2], -1, -1)
+    if torch.is_grad_enabled():  # their own code does not save it, so that a caller may write to it
+        reference = reference.clone()
     return multi_scale_deformable_attn_with_logits(*inputs, reference, offsets, logits, axis)  # pyright: ignore
 
 
@@ -269,11 +271,11 @@ _TRAJECTORIES = frozenset(("query", "value", "trajectories", "boxes"))
 ATTENTION_FORMS = (
     # modules with a number of points for each level: RT-DETR v2, D-FINE, DEIM
     Attention(_sample_unevenly, keeps=True, weights=True, usual=_has_box, references=_BOX),
-    Attention(_sample_unevenly, weights=True, usual=_has_box, references=_BOX, uneven=_CONFIGURED, masked=False),
+    Attention(_sample_unevenly, weights=True, usual=_has_box, references=_BOX, uneven=_CONFIGURED),
     Attention(_sample_unevenly, keeps=True, usual=_has_box, references=_BOX, uneven=_POINTS),
     Attention(_sample_unevenly, usual=_has_box, references=_BOX, uneven=frozenset(("n_points",))),  # birder
-    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, masked=False, layout=BY_LEVEL),
-    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, masked=False, layout=IMAGES),
+    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, layout=BY_LEVEL),
+    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, layout=IMAGES),
     # transformers
     Attention(_sample_evenly, keeps=True, weights=True),
     Attention(_sample_evenly, weights=True),

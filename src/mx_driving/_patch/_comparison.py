@@ -137,7 +137,7 @@ class Comparison:
         self, layer: Any, result: Any = None, written: set[str] | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Compare on copies. `result` and `written` are of the original's run for the caller; without them it runs unseen."""
-        with _isolate(layer, self._device):
+        with isolate(layer, self._device):
             inputs, arguments, leaves = self._copy(layer, dtype)
             theirs = None
             drawn = Random(self._device)  # by the original's run for the caller
@@ -188,7 +188,7 @@ class Comparison:
     def _compute(self, layer: Any, inputs: Any, leaves: Sequence[Tensor], run: Callable[[], Any]) -> tuple[Results, set[str]]:
         """Return the results of a run, and what it writes to the layer or its arguments."""
         self._random.restore(self._device)
-        with _keep_buffers(layer):
+        with _keep_state(layer):
             with watch(layer, inputs, self._original) as written:
                 returned = run()
             drawn = Random(self._device)
@@ -253,7 +253,7 @@ class Comparison:
     def _run_low(self, twin: Any) -> tuple[Sequence[torch.dtype], Results]:
         """Return the dtypes of the original's outputs in 16 bits, where it runs, and our outputs."""
         dtypes: Sequence[torch.dtype] = ()
-        with torch.no_grad(), _isolate(twin, self._device):
+        with torch.no_grad(), isolate(twin, self._device):
             inputs, arguments, _ = self._copy(twin, None)
             ours, _ = self._compute(twin, inputs, [], lambda: self._form.answer(twin, arguments))
             with contextlib.suppress(Exception):  # plain PyTorch may not have its operators in 16 bits
@@ -283,7 +283,7 @@ def answer_in(dtypes: Sequence[torch.dtype], form: Any, layer: Any, arguments: M
 
 
 @contextlib.contextmanager
-def _isolate(layer: Any, device: torch.device) -> Iterator[None]:
+def isolate(layer: Any, device: torch.device) -> Iterator[None]:
     """Keep what is computed from the caller: its hooks of saved tensors, and its random numbers."""
     before = Random(device)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
@@ -305,14 +305,21 @@ def _updates(layer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _keep_buffers(layer: Any) -> Iterator[None]:
-    """Let each run begin with the same buffers."""
+def _keep_state(layer: Any) -> Iterator[None]:
+    """Let each run begin with the same buffers and attributes, also of layers within the layer, which a run may count in."""
+    parts = [] if layer is None else list(layer.modules())
+    spaces = [(space, {**space}) for part in parts for space in (vars(part), part._buffers)]
     buffers = [] if layer is None else [(b, b.detach().clone()) for b in layer.buffers()]
     try:
         yield
     finally:
+        for space, before in spaces:
+            for name in [*(space.keys() - before.keys()), *(n for n in before if space.get(n) is not before[n])]:
+                space.pop(name, None)
+                space.update({name: before[name]} if name in before else {})
         for buffer, values in buffers:
-            buffer.data.copy_(values)  # leaves its version, which a graph of the caller's may count
+            if not torch.equal(buffer, values):
+                buffer.data.copy_(values)  # leaves its version, which a graph of the caller's may count
 
 
 def has_saved_tensors_hooks() -> bool:

@@ -125,7 +125,10 @@ def is_table(t: Any) -> bool:
 
 def read_tables(arguments: Arguments, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return spatial_shapes and level_start_index. Libraries give the shapes as a list, as a tensor, or as both."""
-    shapes, sizes, starts = arguments.get("shapes"), arguments.get("sizes"), arguments.get("starts")
+    shapes, sizes, starts = (arguments.get(role) for role in ("shapes", "sizes", "starts"))
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the operator saves tables, and their own code does not
+        tables = [t.clone() if isinstance(t, Tensor) and t.is_inference() else t for t in (shapes, starts)]
+        shapes, starts = tables
     if is_table(shapes) and is_table(starts):
         return shapes, starts  # pyright: ignore[reportReturnType]
     shapes, dense = make_tables(shapes if sizes is None else sizes, device)  # pyright: ignore[reportArgumentType]

@@ -25,9 +25,10 @@ from ._situations import READS, Arguments, can_compare, describe, describe_untra
 from ._snapshot import VERDICTS
 from ._state import State
 
-_is_compiling = torch.compiler.is_compiling
+_is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 _MOST_STATES = 16  # a layer whose attributes change in each call would be compared in each call
 _MOST_CALLS = 4096
+_LONGEST = 60  # seconds that a call waits for the comparison of another thread
 _numbers = itertools.count()
 _proving = threading.RLock()
 _known: weakref.WeakValueDictionary[int, Verdict] = weakref.WeakValueDictionary()
@@ -106,9 +107,10 @@ class Verdicts:
     def remember(self, verdict: Verdict, described: Sequence[str], layer: Any, arguments: Arguments) -> None:
         """Let `look` read arguments of such types, and the parameters that the layer has now, and find the verdict by it."""
         self._parameters[:] = [] if layer is None else [part._parameters for part in layer.modules() if part._parameters]
-        source = write_look(described, arguments)
+        training = "" if layer is None else "own['training'], "
+        source = training + write_look(described, arguments)
         if source not in self._looks:
-            names = {**READS, "parameters": self._parameters}
+            names = {**READS, "parameters": self._parameters, "own": {} if layer is None else vars(layer)}
             self._looks[source] = eval(f"lambda g: ({len(self._looks)}, {source})", names)
         self.look = self._looks[source]
         if len(self.calls) > _MOST_CALLS:
@@ -150,14 +152,14 @@ class Proof:
 
     def serve(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the original returns for a call that the form takes."""
-        if _is_compiling():
+        if _is_traced_by_dynamo():
             return self._serve_unseen(layer, arguments, args, kwargs)
         verdicts = self.verdicts if layer is None else layer.__dict__.get(self.key) or self._add(layer)
         try:
             verdict = verdicts.calls[verdicts.look(arguments)]
         except Exception:  # a new call, or arguments of other types
             verdict = verdicts.find(arguments)
-        if verdict is None or not (verdict.reason or verdict.is_of(layer)):
+        if verdict is None or not (verdict.reason or verdict.states[0].is_of(layer) or verdict.is_of(layer)):
             return self._serve_slowly(verdicts, layer, arguments, args, kwargs)
         if verdict.reason:
             return self.original(*args, **kwargs)
@@ -176,7 +178,7 @@ class Proof:
     ) -> Any:
         """Compare if the situation is new, or larger, or the layer has other attributes. While another thread compares, the
         original answers."""
-        if trials.running:
+        if trials.running or any(hasattr(type(a), "__next__") for a in arguments.values()):  # what can be read once
             return self.original(*args, **kwargs)
         is_copy = verdicts.owner is not None and verdicts.owner() is not layer
         if not can_compare(arguments) or (is_copy and getattr(layer, "_is_replica", False)):  # DataParallel's
@@ -187,7 +189,7 @@ class Proof:
         if verdict is not None and verdict.covers(sizes, layer):
             verdicts.remember(verdict, self.form.described, layer, arguments)
             return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
-        if not _proving.acquire(blocking=has_saved_tensors_hooks()):  # a checkpoint computes twice, alike
+        if not _proving.acquire(timeout=_LONGEST if has_saved_tensors_hooks() else 0):  # a checkpoint computes twice, alike
             return self.original(*args, **kwargs)
         try:
             comparison = Comparison(self.form, self.original, layer, arguments, args, kwargs)
@@ -211,7 +213,7 @@ class Proof:
 
     def _serve_unseen(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call whose numbers cannot be compared. torch.compile reads this function."""
-        if _is_compiling() or not is_exporting():
+        if torch.compiler.is_compiling() or not is_exporting():
             verdicts = self.verdicts if layer is None else getattr(layer, self.key, None)
             verdict = None if verdicts is None else verdicts.situations.get(describe_untraced(layer, arguments))
         else:

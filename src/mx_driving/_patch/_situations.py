@@ -22,6 +22,8 @@ from ._comparison import PLACES
 Arguments = Mapping[str, Any]  # by role
 _TENSOR = operator.attrgetter("dtype", "requires_grad", "device", "shape")
 _is_compiling, _is_inference = torch.compiler.is_compiling, torch.is_inference_mode_enabled
+_TABLE = 2  # axes of a table of levels
+_FEW = 64  # elements of a tensor
 _MAIN = 3  # tensors that most calls have: query, value and reference, or value, locations and weights
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -53,7 +55,7 @@ def write_look(described: Sequence[str], arguments: Arguments) -> str:
 def _write_reading(place: str, sequence: Any) -> str:
     """Return an expression of what counts of a list or a tuple."""
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(sequence)):
-        return f"tuple(map(read, {place}))"
+        return f"tuple(map(read, list_leaves({place})))"
     for expression in (f"tuple({place})", f"tuple(map(tuple, {place}))"):
         with contextlib.suppress(TypeError):
             hash(eval(expression.replace(place, "sequence")))
@@ -65,11 +67,13 @@ def _read_table(table: Tensor) -> Any:
     """Return the sides of levels, where a look at them does not wait for a GPU, and nothing is traced or transformed."""
     if not table.is_cpu or torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
         return None
-    return tuple(map(tuple, table.tolist()))
+    return tuple(map(tuple, table.tolist())) if table.dim() == _TABLE else str(table.tolist())  # pyright: ignore
 
 
 def _read_entry(entry: Any) -> Any:
-    return _TENSOR(entry) if isinstance(entry, Tensor) else entry if isinstance(entry, _PLAIN) else type(entry)
+    if isinstance(entry, Tensor):
+        return *_TENSOR(entry), *_list_numbers(entry)
+    return entry if isinstance(entry, _PLAIN) else type(entry)
 
 
 def can_compare(arguments: Arguments) -> bool:
@@ -120,9 +124,15 @@ def list_sizes(arguments: Arguments) -> list[Any]:
     inference mode."""
     leaves = [leaf for a in arguments.values() for leaf in _list_leaves(a)]
     sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
-    table = arguments.get("shapes")
-    sides = table.flatten().tolist() if isinstance(table, Tensor) and table.is_cpu else []
+    inner = [t for a in arguments.values() if isinstance(a, (list, tuple)) for t in _list_leaves(a)]
+    sides = [number for t in (arguments.get("shapes"), *inner) for number in _list_numbers(t)]
     return sizes + sides + [n for n in leaves if isinstance(n, numbers.Number)] + [_is_inference()]
+
+
+def _list_numbers(t: Any) -> list[int]:
+    """Return what a small tensor of whole numbers has, such as sides of levels, where a look at it waits for no GPU."""
+    is_small = isinstance(t, Tensor) and t.is_cpu and not t.is_floating_point() and t.dtype != torch.bool
+    return t.flatten().tolist() if is_small and t.numel() <= _FEW else []
 
 
 def _list_leaves(argument: Any) -> list[Any]:
@@ -156,5 +166,6 @@ _MODES = ("is_inference()", "is_any_autocast() and (get_autocast_dtype('cpu'), g
 READS = {
     "is_any_autocast": getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled),
     **{"is_grad_enabled": torch.is_grad_enabled, "is_inference": _is_inference},
-    **{"get_autocast_dtype": torch.get_autocast_dtype, "read": _read_entry, "read_table": _read_table},
+    **{"get_autocast_dtype": torch.get_autocast_dtype, "read_table": _read_table},
+    **{"read": _read_entry, "list_leaves": _list_leaves},
 }

@@ -21,7 +21,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 OWN = frozenset(vars(torch.nn.Module()))  # attributes that every layer has
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 _SMALL = 64  # elements
-_CONTAINERS = ("_parameters", "_buffers", "_modules")
+_SKIPPED = {"_parameters", "_buffers", "_modules", *(name for name in OWN if "hooks" in name)}
 _HOOKS = "the hooks of "
 _MOST = 20_000  # a layer may refer to its whole model
 
@@ -140,7 +140,7 @@ def _read_version(thing: Any) -> Any:
     """Return what tells whether a tensor or an array was written to. Small ones may be counters, which `.data` reaches."""
     if not isinstance(thing, Tensor):
         return thing.tobytes() if len(memoryview(thing)) < _SMALL else None
-    version = 0 if thing.is_inference() else thing._version
+    version = 0 if is_lazy(thing) or thing.is_inference() else thing._version
     is_small = has_numbers(thing) and thing.is_cpu and thing.numel() < _SMALL
     return version, str(thing.tolist()) if is_small else None
 
@@ -155,12 +155,13 @@ def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
     """Return what a container or an object holds. Functions, classes, Python modules and objects of torch hold nothing that
     counts."""
     if isinstance(thing, dict):
-        dot = "" if path.endswith(" ") else path
-        return [(f"{dot}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[{id(key)}]", v) for key, v in thing.items()]
+        if path.endswith(" "):  # globals
+            return [(f"{path}{name}", part) for name, part in thing.items()]
+        return [(f"{path}[{key!r}]" if isinstance(key, (str, int)) else f"{path}[{id(key)}]", v) for key, v in thing.items()]
     if isinstance(thing, (list, tuple, set, frozenset)) or type(thing).__name__ == "deque":
         return [(f"{path}[{index}]", part) for index, part in enumerate(thing)]
     if isinstance(thing, functools.partial):
-        parts = {"args": thing.args, "keywords": thing.keywords}
+        parts = {"func": thing.func, "args": thing.args, "keywords": thing.keywords}
     elif isinstance(thing, torch.nn.Module):
         parts = {
             **{n: v for _, n, v in reversed(list_class_attributes(type(thing)))},
@@ -169,7 +170,12 @@ def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
             **thing._buffers,
             **thing._modules,
         }
-        parts = {name: part for name, part in parts.items() if name not in _CONTAINERS and not name.startswith(VERDICTS)}
+        parts = {name: part for name, part in parts.items() if name not in _SKIPPED and not name.startswith(VERDICTS)}
+    elif isinstance(thing, types.FunctionType):
+        cells = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
+        parts = {"closure": cells, "defaults": thing.__defaults__}
+    elif isinstance(thing, (types.MethodType, types.BuiltinMethodType)):
+        parts = {"self": thing.__self__, "func": getattr(thing, "__func__", None)}
     elif isinstance(thing, CODE) or type(thing).__module__.partition(".")[0] == "torch":
         parts = {}
     else:
@@ -177,6 +183,13 @@ def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
         names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
         parts = {name: getattr(thing, name) for name in names if hasattr(thing, name)} | getattr(thing, "__dict__", {})
     return [(f"{path}.{name}".lstrip("."), part) for name, part in parts.items()]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def list_class_attributes(kind: type) -> list[tuple[type, str, Any]]:

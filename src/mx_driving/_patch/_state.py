@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ._snapshot import CODE, OWN, PLAIN, VERDICTS, has_numbers, list_class_attributes
 
-_FEW, _MOST_NUMBERS = 64, 1_000_000  # elements of a tensor, or of a container
+_FEW = 64  # parts of a container
+_LOOKED_AT, _MOST_NUMBERS = 16_384, 1_000_000  # elements of a tensor
 
 
 class State:
@@ -70,7 +71,7 @@ class _Watched:
         self._version = self._tensor._version
         has_copy = not is_zero and self._tensor.numel() <= _MOST_NUMBERS
         self._numbers = self._tensor.detach().clone() if has_copy else None
-        self._is_zero, self._is_looked_at = is_zero, self._tensor.is_cpu and (is_zero or self._tensor.numel() <= _FEW)
+        self._is_zero, self._is_looked_at = is_zero, self._tensor.is_cpu and (is_zero or self._tensor.numel() <= _LOOKED_AT)
 
     def is_same(self) -> bool:
         if self._space.get(self._name) is not self._tensor:
