@@ -266,6 +266,10 @@ def test_a_call_that_cannot_be_compared_runs_the_operator_where_it_is_proven():
         torch._dynamo.reset()
         with pytest.warns(UserWarning, match="runs its own code.*call the model once, as it will be used, before compiling"):
             close(results(torch.compile(other, backend="eager"), *inputs), results(copy.deepcopy(other), *inputs))
+        third = build(Varied)
+        results(third, *inputs)
+        third.times = 2.0
+        close(results(torch.compile(third, backend="eager"), *inputs), results(copy.deepcopy(third), *inputs))
 
 
 class Trusted(libraries.Paper):

@@ -120,8 +120,8 @@ def test_outputs_and_gradients_in_float64(name):
         assert (done.kept, done.uncalled) == ({}, ())
     assert len(looks) >= 2
     assert all(float(look.table.std(1).mean()) > 1e-4 for look in looks)  # the models are alive: a wrong sample would show
-    assert max(models.largest(ours, outputs) for ours in (of_cores, of_modules)) < 1e-13
-    assert name not in FIRST or models.largest(found, gradients) < 1e-11
+    assert max(models.model_difference(ours, outputs) for ours in (of_cores, of_modules)) < 1e-13
+    assert name not in FIRST or models.model_difference(found, gradients) < 1e-11
 
 
 def _without_a_graph(subject):
@@ -187,8 +187,8 @@ def test_training_with_checkpoints(name, reentrant, tmp_path):
     with mx_driving.patched(kind.__module__) as done:
         found = gradients()
     assert any("Attention" in replaced for replaced in done.replaced)
-    assert models.largest(found[0], expected[0]) < 1e-13
-    assert models.largest(found[1], expected[1]) < 1e-9
+    assert models.model_difference(found[0], expected[0]) < 1e-13
+    assert models.model_difference(found[1], expected[1]) < 1e-9
 
 
 @pytest.mark.parametrize("counts", [[4, 4, 4], [3, 6, 3], [1, 2, 4]])

@@ -172,8 +172,8 @@ def _list_parts(path: str, thing: Any) -> list[tuple[str, Any]]:
         }
         parts = {name: part for name, part in parts.items() if name not in _SKIPPED and not name.startswith(VERDICTS)}
     elif isinstance(thing, types.FunctionType):
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
-        parts = {"closure": cells, "defaults": thing.__defaults__}
+        parts = {f"closure{k}": cell.cell_contents for k, cell in enumerate(thing.__closure__ or ()) if _is_filled(cell)}
+        parts["defaults"] = thing.__defaults__
     elif isinstance(thing, (types.MethodType, types.BuiltinMethodType)):
         parts = {"self": thing.__self__, "func": getattr(thing, "__func__", None)}
     elif isinstance(thing, CODE) or type(thing).__module__.partition(".")[0] == "torch":
