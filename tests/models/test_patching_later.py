@@ -232,7 +232,6 @@ class Writes(Varied):
         super().__init__(d_model, n_levels, n_heads, n_points)
         self.register_buffer("counts", torch.zeros(()))
         self.recorder, self.slots, self.taps = Recorder(), Slots(), 0
-        self.callback = HEARD.append
 
     def attend(self, **named):
         if self.kind == "a global list":
@@ -268,7 +267,7 @@ def test_what_a_forward_writes_is_written_once_in_each_call(name):
     LOG.clear(), HEARD.clear(), Writes.seen.clear()
     Writes.total = 0
     with patched(Writes) as done, torch.no_grad():
-        layer.kind = name
+        layer.kind, layer.callback = name, HEARD.append
         for call in range(1, 4):
             layer(*SQUARE)
             assert WRITES[name][1](layer) == call

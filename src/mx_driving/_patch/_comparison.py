@@ -323,7 +323,17 @@ def _keep_state(layer: Any) -> Iterator[None]:
 
 
 def has_saved_tensors_hooks() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore
+    """Return whether the caller sees which tensors are saved. torch refuses to disable such hooks while there are some."""
+    hooks: Any = torch._C._autograd  # pyright: ignore
+    if not hooks._saved_tensors_hooks_is_enabled():
+        return False
+    try:
+        hooks._saved_tensors_hooks_disable("there are none")
+    except RuntimeError:
+        return True
+    finally:
+        hooks._saved_tensors_hooks_enable()
+    return False
 
 
 class Random:

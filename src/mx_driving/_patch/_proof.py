@@ -31,7 +31,7 @@ _MOST_CALLS = 4096
 _LONGEST = 60  # seconds that a call waits for the comparison of another thread
 _numbers = itertools.count()
 _proving = threading.RLock()
-_known: weakref.WeakValueDictionary[int, Verdict] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[str, Verdict] = weakref.WeakValueDictionary()
 _told: set[str] = set()  # keys of proofs
 
 
@@ -52,8 +52,8 @@ class Verdict:
         self.states = [] if self.reason else [State(layer, called)]  # they keep what the layer drops
         self.low, self.high = list(sizes), list(sizes)
         self.owner = None if layer is None else weakref.ref(layer)
-        self.number = next(_numbers)
-        _known[self.number] = self
+        self.key = str(next(_numbers))  # torch.compile makes a number a variable
+        _known[self.key] = self
 
     def is_of(self, layer: Any) -> bool:
         """Return whether the layer is as it was in a comparison."""
@@ -87,9 +87,9 @@ def _is_between(low: Any, size: Any, high: Any) -> bool:
     return low <= size <= high
 
 
-def _is_as_proven(number: int) -> bool:
+def _is_as_proven(key: str) -> bool:
     """Return whether a layer is as it was when it was proven. torch.compile asks once, as it compiles."""
-    verdict = _known.get(number)
+    verdict = _known.get(key)
     return verdict is not None and verdict.is_of(verdict.owner and verdict.owner())
 
 
@@ -218,7 +218,7 @@ class Proof:
             verdict = None if verdicts is None else verdicts.situations.get(describe_untraced(layer, arguments))
         else:
             return self.original(*args, **kwargs)
-        if verdict is not None and (verdict.reason or _is_as_proven(verdict.number)):
+        if verdict is not None and (verdict.reason or _is_as_proven(verdict.key)):
             return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
         if not torch.compiler.is_dynamo_compiling() and self._trusts(layer):
             return self.form.answer(layer, arguments)
