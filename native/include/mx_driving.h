@@ -165,7 +165,7 @@ MXD_API const char *mxd_last_error(void);
  * the function's checks, or MXD_BAD_NAME. */
 MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size);
 
-/* Returns the version of the package that the library was built for, "0.3.0". */
+/* Returns the version of the package that the library was built for, "0.4.0". */
 MXD_API const char *mxd_version(void);
 /* Returns the instruction set in use: "baseline", "avx2" or "avx512". The first call chooses the best that this machine
  * has. */
