@@ -32,15 +32,16 @@ class State:
         others = [part for part in layer.modules() if part not in parts]
         inner = [vars(part) for part in others if part is not layer]
         hooks = [part[name] for part in inner for name in ("_forward_hooks", "_forward_pre_hooks")]
-        self._attributes = _copy_attributes(own, OWN - {"_modules", "_buffers"})
+        self._attributes = _copy_attributes(own, OWN - {"_modules"})
         objects = [vars(value) for value in own.values() if _is_configuration(value)]
         shared = list_class_attributes(type(layer))
         self._shared = [(vars(base), name, _copy_container(value)) for base, name, value in shared]
-        self._pairs = [(part, _copy_attributes(part, OWN - {"_modules", "_buffers"})) for part in inner]
+        self._pairs = [(part, _copy_attributes(part, OWN - {"_modules"})) for part in inner]
         self._pairs += [(each, _copy_container(each)) for each in (*hooks, *objects) if each]
         self._empty = [each for each in hooks if not each]
-        spaces = [space for part in others for space in (vars(part), part._parameters, part._buffers)]
+        spaces = [space for part in others for space in (vars(part), part._parameters)]
         self._tensors = [_Watched(space, name) for space in spaces for name, t in space.items() if _is_plain_tensor(t)]
+        self._tensors += [_Watched(part._buffers, name) for part in others for name in part._buffers]
         spaces = [part._parameters for part in parts]
         zeros = [(space, name) for space in spaces for name, p in space.items() if _is_matrix_of_zeros(p)]
         self._tensors += [_Watched(*place, is_zero=True) for place in zeros]
@@ -67,15 +68,17 @@ class _Watched:
     but for those of a GPU, which a look would wait for."""
 
     def __init__(self, space: dict[str, Any], name: str, is_zero: bool = False) -> None:
-        self._space, self._name, self._tensor = space, name, space[name]
-        self._version = self._tensor._version
-        has_copy = not is_zero and self._tensor.numel() <= _MOST_NUMBERS
-        self._numbers = self._tensor.detach().clone() if has_copy else None
-        self._is_zero, self._is_looked_at = is_zero, self._tensor.is_cpu and (is_zero or self._tensor.numel() <= _LOOKED_AT)
+        self._space, self._name, self._tensor, self._is_zero = space, name, space[name], is_zero
+        self._has_numbers, self._is_looked_at, self._numbers = _is_plain_tensor(self._tensor), False, None
+        if self._has_numbers:
+            self._version, size = self._tensor._version, self._tensor.numel()
+            self._numbers = self._tensor.detach().clone() if not is_zero and size <= _MOST_NUMBERS else None
+            self._is_looked_at = self._tensor.is_cpu and (is_zero or size <= _LOOKED_AT)
 
     def is_same(self) -> bool:
-        if self._space.get(self._name) is not self._tensor:
-            return False
+        now = self._space.get(self._name)
+        if now is not self._tensor or not self._has_numbers:  # torch.export puts fake tensors in the places of real ones
+            return now is self._tensor or type(now).__name__ == "FakeTensor"
         if not self._is_looked_at and self._tensor._version == self._version:
             return True
         if self._is_zero:
