@@ -24,6 +24,7 @@ class State:
         self._attributes: dict[str, Any] = {}
         self._pairs: list[tuple[Any, Any]] = []  # containers, and copies of them
         self._empty: list[Any] = []
+        self._bare: list[tuple[Any, int, bool]] = []  # layers without attributes of their own
         self._tensors: list[_Watched] = []
         if layer is None:
             return
@@ -31,14 +32,18 @@ class State:
         parts = [part for name in called if layer._modules.get(name) is not None for part in layer._modules[name].modules()]
         others = [part for part in layer.modules() if part not in parts]
         inner = [vars(part) for part in others if part is not layer]
-        hooks = [part[name] for part in inner for name in ("_forward_hooks", "_forward_pre_hooks")]
+        containers = [part[name] for part in inner for name in ("_modules", "_forward_hooks", "_forward_pre_hooks")]
         self._attributes = _copy_attributes(own, OWN - {"_modules"})
         objects = [vars(value) for value in own.values() if _is_configuration(value)]
         shared = list_class_attributes(type(layer))
         self._shared = [(vars(base), name, _copy_container(value)) for base, name, value in shared]
-        self._pairs = [(part, _copy_attributes(part, OWN - {"_modules"})) for part in inner]
-        self._pairs += [(each, _copy_container(each)) for each in (*hooks, *objects) if each]
-        self._empty = [each for each in hooks if not each]
+        for part in inner:
+            if _drop_marks(part).keys() <= OWN:
+                self._bare.append((part, len(part), part["training"]))
+            else:
+                self._pairs.append((part, _copy_attributes(part, OWN)))
+        self._pairs += [(each, _copy_container(each)) for each in (*containers, *objects) if each]
+        self._empty = [each for each in containers if not each]
         spaces = [space for part in others for space in (vars(part), part._parameters)]
         self._tensors = [_Watched(space, name) for space in spaces for name, t in space.items() if _is_plain_tensor(t)]
         self._tensors += [_Watched(part._buffers, name) for part in others for name in part._buffers]
@@ -53,6 +58,9 @@ class State:
             own = layer.__dict__
             if (own != self._attributes and _drop_marks(own) != _drop_marks(self._attributes)) or any(self._empty):
                 return False
+            for part, size, training in self._bare:
+                if len(part) != size or part["training"] is not training:
+                    return False
             for each, before in self._pairs:
                 if each != before:
                     return False
