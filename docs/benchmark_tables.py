@@ -10,7 +10,7 @@ from collections.abc import Iterable
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 BENCH = "xeon-207-2-cores.csv"  # bench.py --peers
 MODULES_BY_MODE = "xeon-207-2-cores-modules-by-mode.csv"  # bench.py --only 'Module:*' --dtype float32 --dtype bfloat16
-BY_MODE = "xeon-207-2-cores-models-by-mode.csv"  # time_models.py --mode float32 --mode autocast --mode bfloat16
+BY_MODE = "epyc-zen5-2-cores-models-by-mode.csv"  # time_models.py --mode float32 --mode autocast --mode bfloat16
 MODELS = "epyc-zen4-2-cores-models.csv"
 GPU = "nvidia-h100-80gb-hbm3.csv"  # gpu.py
 GPU_MODELS = "nvidia-h100-80gb-hbm3-models.csv"  # gpu_models.py

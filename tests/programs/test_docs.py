@@ -229,7 +229,7 @@ def test_charts_show_the_files_times(tables, tmp_path):
     models = (tmp_path / "chart_gpu_models.md").read_text(encoding="utf-8")
     for row in tables.times.read(tables.times.GPU_MODELS):
         assert charts.digits(float(row["milliseconds"])) in models
-    assert "Deformable DETR: its own code 1758, mx_driving 700;" in (tmp_path / "chart_models.md").read_text(encoding="utf-8")
+    assert "Deformable DETR: its own code 1113, mx_driving 602;" in (tmp_path / "chart_models.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
