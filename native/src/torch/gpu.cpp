@@ -27,8 +27,9 @@ std::atomic<bool> in_use{false};
 
 // What a kernel is compiled for: function, variant, device, heads, channels, levels, points, dtypes.
 typedef std::array<int64_t, 13> Key;
-std::mutex mutex;
-std::map<Key, GpuKernel> kernels;
+// Never destroyed: at exit a destructor would be code of a library that onnxruntime has unloaded.
+std::mutex &mutex = *new std::mutex;
+std::map<Key, GpuKernel> &kernels = *new std::map<Key, GpuKernel>;
 thread_local Key wanted;
 thread_local bool waiting = false; // Python compiles the kernel of `wanted`.
 
