@@ -168,3 +168,19 @@ def test_a_runtime_that_is_loaded_later_is_found():
     command = [sys.executable, "-c", LATER, str(config.library_path()), str(runtime)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["threads of its own", f"threads of {runtime.name}"]
+
+
+# Objects that a first call makes have destructors, which a wheel's library runs as the process ends.
+CLOSED = """
+import _ctypes, ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+assert library.aclrtSynchronizeStream(None) == 0
+_ctypes.dlclose(library._handle)
+print(sys.argv[1] in open("/proc/self/maps").read())
+"""
+
+
+@ON_LINUX
+def test_a_closed_library_stays_loaded():
+    command = [sys.executable, "-c", CLOSED, str(config.library_path())]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"

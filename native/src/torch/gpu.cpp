@@ -27,7 +27,7 @@ std::atomic<bool> in_use{false};
 
 // What a kernel is compiled for: function, variant, device, heads, channels, levels, points, dtypes.
 typedef std::array<int64_t, 13> Key;
-// Never destroyed: at exit a destructor would be code of a library that onnxruntime has unloaded.
+// Never destroyed, because other threads may still launch kernels as the process ends.
 std::mutex &mutex = *new std::mutex;
 std::map<Key, GpuKernel> &kernels = *new std::map<Key, GpuKernel>;
 thread_local Key wanted;
