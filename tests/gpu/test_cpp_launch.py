@@ -5,9 +5,10 @@ import functools
 import itertools
 
 import cases
+import logits_cases
 import pytest
 import torch
-from cases import MULTI_SCALE
+from cases import MULTI_SCALE, MULTI_SCALE_LOGITS
 from small_cases import TINY
 from torch._C import DispatchKey, DispatchKeySet
 
@@ -133,11 +134,11 @@ def sums_of(value, gradients, mask):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", from_cpp.OPERATORS[:2])
+@pytest.mark.parametrize("name", from_cpp.OPERATORS[:4])
 def test_a_forward_is_launched_from_cpp_after_a_first_call(gpu, name, dtype):
     """Other sizes of batch and queries need no other kernel."""
-    args = cases.cast(TINY[MULTI_SCALE](), FLOATS[dtype])
-    fewer = [a[:, :1].contiguous() if i > 2 else a for i, a in enumerate(args)]
+    args = cases.cast(TINY[name.removesuffix("_autocast")](), FLOATS[dtype])
+    fewer = [a[:, :1].contiguous() if 2 < i < 6 else a for i, a in enumerate(args)]
     for inputs in (args, fewer):
         expected = REGISTERED[name].run("cuda", *inputs)
         for launches, misses in ([], [name]), (["_forward"], []):
@@ -179,9 +180,9 @@ def misaligned(t):
 @pytest.mark.parametrize("change", [strided, misaligned, torch.Tensor.double])
 def test_what_cpp_does_not_launch_is_served_by_python(gpu, change):
     args, grad = small()
-    mask = [True] * 3
-    for name, inputs in (MULTI_SCALE, args), (MULTI_SCALE + "_backward", (grad, *args)):
-        rest = [mask] * (len(inputs) - 5)
+    *with_logits, axis = cases.cast(TINY[MULTI_SCALE_LOGITS](), torch.float32)
+    calls = (MULTI_SCALE, args), (MULTI_SCALE + "_backward", (grad, *args), [True] * 3), (MULTI_SCALE_LOGITS, with_logits, axis)
+    for name, inputs, *rest in calls:
         call(gpu, name, *inputs, *rest)
         for at in [i for i, a in enumerate(inputs) if a.is_floating_point()]:
             if change is torch.Tensor.double and not at:
@@ -220,6 +221,17 @@ def test_another_kernel_for_another_mask_dtype_or_number_of_points(gpu):
     for name, inputs in others:
         call(gpu, name, *inputs)
         assert (gpu.launches, gpu.misses) == ([], [name])
+
+
+def test_another_kernel_for_other_reference_points(gpu):
+    sizes = 2, 4, 8, 2, [(3, 4), (2, 2)], 2
+    others = [(), (1,), (2, "point"), (2, "level", True)]
+    for rest in others:
+        args = cases.cast(logits_cases.multi_scale(*sizes, *rest), torch.float32)
+        expected = REGISTERED[MULTI_SCALE_LOGITS].run("cuda", *args)
+        for misses in [MULTI_SCALE_LOGITS], []:
+            assert torch.equal(call(gpu, MULTI_SCALE_LOGITS, *args, outputs=[expected]), expected)
+            assert gpu.misses == misses
 
 
 def test_python_serves_another_device_deterministic_sums_and_a_stop(gpu):
@@ -265,10 +277,10 @@ def test_errors_are_told(gpu):
 
 
 def test_errors_of_python_are_told(gpu, monkeypatch):
-    args, _ = small()
     monkeypatch.setattr(launch, "run", lambda *args, **flags: 1 / 0)
-    with pytest.raises(RuntimeError, match=r"division by zero|mx_driving_triton::multi_scale_deformable_attn failed"):
-        call(gpu, MULTI_SCALE, *args)
+    for name in MULTI_SCALE, MULTI_SCALE_LOGITS:
+        with pytest.raises(RuntimeError, match=rf"division by zero|mx_driving_triton::{name} failed"):
+            call(gpu, name, *cases.cast(TINY[name](), torch.float32))
 
 
 def test_the_switch_without_cuda(monkeypatch):

@@ -292,5 +292,5 @@ def test_the_switch_of_launches_from_cpp():
     (reason, sentence), *kernels, before, after = map(json.loads, done.stdout.splitlines())
     assert reason is None
     assert "multi_scale_deformable_attn launched from C++, never run on a GPU" in sentence
-    assert kernels == [[True, True, False]] * 3
+    assert kernels == [[True, True, False]] * 5
     assert (before, after) == ([True], [False])

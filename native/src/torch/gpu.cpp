@@ -25,8 +25,8 @@ struct Driver {
 Driver driver;
 std::atomic<bool> in_use{false};
 
-// What a kernel is compiled for: function, variant, device, heads, channels, levels, points, dtypes.
-typedef std::array<int64_t, 13> Key;
+// What a kernel is compiled for: function, variant, device, heads, channels, levels, points, references and their size, dtypes.
+typedef std::array<int64_t, 15> Key;
 // Never destroyed, because other threads may still launch kernels as the process ends.
 std::mutex &mutex = *new std::mutex;
 std::map<Key, GpuKernel> &kernels = *new std::map<Key, GpuKernel>;
@@ -75,7 +75,9 @@ bool GpuCall::find_kernel() {
     if (!is_usual()) return false;
     Key key{function.backward,      variant, device, size(sizes::num_heads), size(sizes::embed_dims), size(sizes::num_levels),
             size(sizes::num_points)};
-    for (int i = 0; i < function.first_written; ++i) key[size_t(7 + i)] = infos[i].dtype;
+    const TensorInfo &reference = infos[3];
+    if (function.with_logits) key[7] = size(sizes::R), key[8] = reference.shape[reference.axes - 1];
+    for (int i = 0; i < function.first_written; ++i) key[size_t(9 + i)] = infos[i].dtype;
     {
         const std::lock_guard<std::mutex> lock(mutex);
         const auto entry = kernels.find(key);
@@ -97,7 +99,7 @@ void GpuCall::launch() {
 
     void *parameters[MOST_ARGUMENTS + 10], **next = parameters, *none = nullptr;
     for (int i = 0; i < count; ++i) {
-        if (i == output - 2) *next++ = &infos[i].data; // Reference points are for operators with logits.
+        if (i == output - 2 && !function.with_logits) *next++ = &infos[i].data; // Only logits come with reference points.
         *next++ = &infos[i].data;
     }
     for (int i = 0; function.backward && i < 2; ++i) *next++ = &infos[output].data; // Deterministic sums alone use these.

@@ -14,10 +14,10 @@ struct GpuKernel {
     int64_t rows = 1, lane = 1;
 };
 
-// A call of multi_scale_deformable_attn or its backward. Shapes and dtypes are checked before.
+// A call of multi_scale_deformable_attn, of its backward, or of the forward with logits. Shapes and dtypes are checked before.
 class GpuCall {
   public:
-    // `device` is torch's number; `variant` says which dtype the output has and which gradients are needed.
+    // `device` is torch's number; `variant` says the option, which dtype the output has, and which gradients are needed.
     GpuCall(const Function &, TensorInfo *, const AxisSizes &, int device, int64_t variant);
 
     // Returns false if Python must serve the call. Until stop_waiting, a kernel that this thread hands over belongs to the

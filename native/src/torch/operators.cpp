@@ -46,6 +46,7 @@ class BoxedCall {
         if (function.backward) take_mask(handle_of<ListHandle>(*arguments));
     }
     ~BoxedCall() {
+        if (text) api->torch_delete_string(text);
         if (list) api->torch_delete_list(list);
     }
 
@@ -73,7 +74,8 @@ class BoxedCall {
     std::vector<int64_t> numbers; // the values of function.numbers
     std::string word;             // the value of the option
     int64_t option = 0;
-    ListHandle list = nullptr; // the mask, as torch gives it
+    StringHandle text = nullptr; // the option and the mask, as torch gives them
+    ListHandle list = nullptr;
     size_t mask_size = 0;
     bool mask[MOST_ARGUMENTS] = {};
 
@@ -100,11 +102,11 @@ class BoxedCall {
             api->free_optional(optional);
         }
     }
-    void take_option(StringHandle text) {
+    void take_option(StringHandle handle) {
         const char *letters = "";
         size_t length = 0;
+        text = handle;
         if (!api->torch_string_length(text, &length) && !api->torch_string_c_str(text, &letters)) word.assign(letters, length);
-        api->torch_delete_string(text);
     }
     void take_mask(ListHandle mask_list) {
         Value entry;
@@ -201,9 +203,9 @@ class BoxedCall {
         }
     }
 
-    // Serves multi_scale_deformable_attn on a GPU.
+    // Serves on a GPU what is_for_gpu names.
     void run_on_gpu(Value *stack) {
-        int64_t variant = int64_t(kind);
+        int64_t variant = 2 * option + int64_t(kind);
         for (size_t i = 0; i < mask_size; ++i) variant = 2 * variant + mask[i];
         GpuCall call(function, infos, sizes, ask(api->aoti_torch_get_device_index, tensors[0]), variant);
         if (!call.find_kernel()) return call_python(stack);
@@ -224,6 +226,7 @@ class BoxedCall {
     // compiles.
     void call_python(Value *stack) {
         for (int i = 0; i < function.first_written; ++i) stack[i] = value_of(tensors[i].release());
+        if (text) stack[function.first_written] = value_of(std::exchange(text, nullptr));
         if (list) stack[function.first_written] = value_of(std::exchange(list, nullptr));
         std::string name = std::string("mx_driving_triton::") + function.name;
         if (kind == OutputDtype::AUTOCAST) name += AUTOCAST_SUFFIX;
@@ -298,8 +301,10 @@ struct Registered {
     LibraryHandle kernels = nullptr, schemas = nullptr, shapes = nullptr;
 };
 
-// Adds the kernels of one operator, or of all operators if `op` is null.
-template <Device device> void add_kernels(LibraryHandle &to, const char *key, const char *op = nullptr) {
+// A backward with logits needs more than one kernel, so Python launches it.
+bool is_for_gpu(const Function &f) { return f.kernel == MULTI_SCALE && !(f.with_logits && f.backward); }
+
+template <Device device> void add_kernels(LibraryHandle &to, const char *key) {
     const Kernels &kernels = KERNELS<device, OutputDtype::OF_VALUE>, &autocast = KERNELS<device, OutputDtype::AUTOCAST>;
     need(api->aoti_torch_library_init_impl("mx_driving", key, "mx_driving", 0, &to), "open the library mx_driving");
     const auto add = [&](const std::string &name, Kernel *kernel) {
@@ -307,7 +312,7 @@ template <Device device> void add_kernels(LibraryHandle &to, const char *key, co
     };
     for (size_t i = 0; i < functions().size(); ++i) {
         const Function &each = functions()[i];
-        if (op && each.op != std::string_view(op)) continue;
+        if (device == Device::GPU && !is_for_gpu(each)) continue;
         add(each.name, kernels[i]);
         if (!each.backward) add(std::string(each.name) + AUTOCAST_SUFFIX, autocast[i]);
     }
@@ -352,7 +357,7 @@ void register_gpu_kernels() {
     static LibraryHandle library = nullptr;
     if (library) return;
     need_api();
-    add_kernels<Device::GPU>(library, "CUDA", "multi_scale_deformable_attn");
+    add_kernels<Device::GPU>(library, "CUDA");
 }
 
 } // namespace mxd::torch

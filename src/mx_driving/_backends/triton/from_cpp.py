@@ -1,4 +1,4 @@
-"""Launches from C++: multi_scale_deformable_attn with MX_DRIVING_GPU_LAUNCH=1. They have not run on a GPU yet.
+"""Launches from C++ with MX_DRIVING_GPU_LAUNCH=1: multi_scale_deformable_attn, and its forward with logits. Never run on a GPU.
 
 Triton stays the compiler. native/src/torch/gpu.cpp keeps its kernels by dtypes, sizes, device and mask, and launches them. A
 call whose kernel it does not have, or whose tensors are not contiguous, goes to the same operator in
@@ -21,7 +21,8 @@ from .. import _loading
 
 _ON = flag("MX_DRIVING_GPU_LAUNCH")
 _OPERATOR = "multi_scale_deformable_attn"
-OPERATORS = (_OPERATOR, _OPERATOR + "_autocast", _OPERATOR + "_backward")
+_WITH_LOGITS = _OPERATOR + "_with_logits"
+OPERATORS = (_OPERATOR, _OPERATOR + "_autocast", _WITH_LOGITS, _WITH_LOGITS + "_autocast", _OPERATOR + "_backward")
 # The arguments of a compiled kernel: tensors, queries, keys, three strides.
 _NUMBERS = ["i32", "i32", "i64", "i64", "i64"]
 _TENSORS = {"_forward": 7, "_backward": 12}
