@@ -8,7 +8,7 @@ import cases
 import logits_cases
 import pytest
 import torch
-from cases import MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from small_cases import TINY
 from torch._C import DispatchKey, DispatchKeySet
 
@@ -134,11 +134,11 @@ def sums_of(value, gradients, mask):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", from_cpp.OPERATORS[:4])
+@pytest.mark.parametrize("name", [name for name in from_cpp.OPERATORS if not name.endswith("_backward")])
 def test_a_forward_is_launched_from_cpp_after_a_first_call(gpu, name, dtype):
     """Other sizes of batch and queries need no other kernel."""
     args = cases.cast(TINY[name.removesuffix("_autocast")](), FLOATS[dtype])
-    fewer = [a[:, :1].contiguous() if 2 < i < 6 else a for i, a in enumerate(args)]
+    fewer = [a[:, :1].contiguous() if i > 2 and torch.is_tensor(a) and a.dim() > 2 else a for i, a in enumerate(args)]
     for inputs in (args, fewer):
         expected = REGISTERED[name].run("cuda", *inputs)
         for launches, misses in ([], [name]), (["_forward"], []):
@@ -151,10 +151,11 @@ def test_a_forward_is_launched_from_cpp_after_a_first_call(gpu, name, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_a_backward_is_launched_from_cpp_after_a_first_call(gpu, mask, dtype):
-    args = cases.cast(TINY[MULTI_SCALE](), FLOATS[dtype])
-    grad = cases.grad_for(MULTI_SCALE, args).to(FLOATS[dtype])
-    name = MULTI_SCALE + "_backward"
+@pytest.mark.parametrize("operator", [MULTI_SCALE, GEOMETRIC])
+def test_a_backward_is_launched_from_cpp_after_a_first_call(gpu, operator, mask, dtype):
+    args = cases.cast(TINY[operator](), FLOATS[dtype])
+    grad = cases.grad_for(operator, args).to(FLOATS[dtype])
+    name, mask = operator + "_backward", mask[-len(cases.DIFFERENTIABLE[operator]) :]
     expected = REGISTERED[name].run("cuda", grad, *args, mask)
     for launches, misses in ([], [name]), (["_backward"], []):
         gradients = call(gpu, name, grad, *args, mask, outputs=sums_of(args[0], expected, mask))
@@ -216,6 +217,8 @@ def test_another_kernel_for_another_mask_dtype_or_number_of_points(gpu):
         (MULTI_SCALE, (*args[:2], args[2].int(), *args[3:])),
         (MULTI_SCALE, (*args[:3], *(a[:, :, :, :, :1].contiguous() for a in args[3:]))),
     ]
+    others.append((GEOMETRIC, geometric := cases.cast(TINY[GEOMETRIC](), torch.float32)))
+    others.append((GEOMETRIC, (*geometric[:3], geometric[3].int(), geometric[4])))
     call(gpu, MULTI_SCALE, *args)
     call(gpu, backward, grad, *args, [True] * 3)
     for name, inputs in others:
@@ -257,7 +260,7 @@ def test_python_serves_another_device_deterministic_sums_and_a_stop(gpu):
 
 
 def test_a_kernel_with_other_arguments_is_not_handed_over(gpu, monkeypatch):
-    monkeypatch.setattr(from_cpp, "_TENSORS", {"_forward": 8})
+    monkeypatch.setattr(from_cpp, "_TENSORS", {"_forward": (8,)})
     args, _ = small()
     for _ in range(2):
         call(gpu, MULTI_SCALE, *args)
@@ -278,7 +281,7 @@ def test_errors_are_told(gpu):
 
 def test_errors_of_python_are_told(gpu, monkeypatch):
     monkeypatch.setattr(launch, "run", lambda *args, **flags: 1 / 0)
-    for name in MULTI_SCALE, MULTI_SCALE_LOGITS:
+    for name in MULTI_SCALE, MULTI_SCALE_LOGITS, GEOMETRIC_LOGITS:
         with pytest.raises(RuntimeError, match=rf"division by zero|mx_driving_triton::{name} failed"):
             call(gpu, name, *cases.cast(TINY[name](), torch.float32))
 

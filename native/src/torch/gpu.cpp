@@ -73,7 +73,12 @@ bool GpuCall::is_usual() const {
 
 bool GpuCall::find_kernel() {
     if (!is_usual()) return false;
-    Key key{function.backward,      variant, device, size(sizes::num_heads), size(sizes::embed_dims), size(sizes::num_levels),
+    Key key{&function - functions().data(),
+            variant,
+            device,
+            size(sizes::num_heads),
+            size(sizes::embed_dims),
+            size(sizes::num_levels),
             size(sizes::num_points)};
     const TensorInfo &reference = infos[3];
     if (function.with_logits) key[7] = size(sizes::R), key[8] = reference.shape[reference.axes - 1];

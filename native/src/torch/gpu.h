@@ -14,7 +14,7 @@ struct GpuKernel {
     int64_t rows = 1, lane = 1;
 };
 
-// A call of multi_scale_deformable_attn, of its backward, or of the forward with logits. Shapes and dtypes are checked before.
+// A call of an attention operator, of its backward, or of its forward with logits. Shapes and dtypes are checked before.
 class GpuCall {
   public:
     // `device` is torch's number; `variant` says the option, which dtype the output has, and which gradients are needed.

@@ -302,7 +302,9 @@ struct Registered {
 };
 
 // A backward with logits needs more than one kernel, so Python launches it.
-bool is_for_gpu(const Function &f) { return f.kernel == MULTI_SCALE && !(f.with_logits && f.backward); }
+bool is_for_gpu(const Function &f) {
+    return (f.kernel == MULTI_SCALE || f.kernel == GEOMETRIC) && !(f.with_logits && f.backward);
+}
 
 template <Device device> void add_kernels(LibraryHandle &to, const char *key) {
     const Kernels &kernels = KERNELS<device, OutputDtype::OF_VALUE>, &autocast = KERNELS<device, OutputDtype::AUTOCAST>;

@@ -1,4 +1,4 @@
-"""Launches from C++ with MX_DRIVING_GPU_LAUNCH=1: multi_scale_deformable_attn, and its forward with logits. Never run on a GPU.
+"""Launches from C++ with MX_DRIVING_GPU_LAUNCH=1: the attention operators, and their forwards with logits. Never run on a GPU.
 
 Triton stays the compiler. native/src/torch/gpu.cpp keeps its kernels by dtypes, sizes, device and mask, and launches them. A
 call whose kernel it does not have, or whose tensors are not contiguous, goes to the same operator in
@@ -20,12 +20,12 @@ from ..._operator.rules import flag
 from .. import _loading
 
 _ON = flag("MX_DRIVING_GPU_LAUNCH")
-_OPERATOR = "multi_scale_deformable_attn"
-_WITH_LOGITS = _OPERATOR + "_with_logits"
-OPERATORS = (_OPERATOR, _OPERATOR + "_autocast", _WITH_LOGITS, _WITH_LOGITS + "_autocast", _OPERATOR + "_backward")
+_ATTENTION = "multi_scale_deformable_attn", "geometric_kernel_attention"
+_KINDS = "", "_autocast", "_with_logits", "_with_logits_autocast", "_backward"
+OPERATORS = tuple(operator + kind for operator in _ATTENTION for kind in _KINDS)
 # The arguments of a compiled kernel: tensors, queries, keys, three strides.
 _NUMBERS = ["i32", "i32", "i64", "i64", "i64"]
-_TENSORS = {"_forward": 7, "_backward": 12}
+_TENSORS = {"_forward": (7,), "_backward": (11, 12)}  # a geometric backward has no gradient of locations
 _FUNCTIONS = {
     "libcuda.so.1": ("cuLaunchKernel", "cuCtxGetDevice", "cuMemsetD32Async"),
     "libtorch_cuda.so": ("aoti_torch_get_current_cuda_stream",),
@@ -55,7 +55,7 @@ def describe() -> str:
     if not _ON:
         return ""
     reason = why_not()
-    return f", not launched from C++: {reason}" if reason else f", {_OPERATOR} launched from C++, never run on a GPU"
+    return f", not launched from C++: {reason}" if reason else ", attention launched from C++, never run on a GPU"
 
 
 def find_functions() -> list[int]:
@@ -91,7 +91,7 @@ def _keep(compiled: Any, options: dict[str, int]) -> None:
     kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
     tensors, metadata = kinds[: -len(_NUMBERS)], compiled.metadata
     scratch = getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
-    if kinds[-len(_NUMBERS) :] != _NUMBERS or len(tensors) != _TENSORS.get(metadata.name) or scratch:
+    if kinds[-len(_NUMBERS) :] != _NUMBERS or len(tensors) not in _TENSORS.get(metadata.name, ()) or scratch:
         return
     if not all(kind.startswith("*") for kind in tensors) or metadata.num_ctas != 1:
         return
