@@ -176,14 +176,18 @@ class Proof:
     def _serve_slowly(
         self, verdicts: Verdicts, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Compare if the situation is new, or larger, or the layer has other attributes. While another thread compares, the
-        original answers."""
+        """Answer a call of which nothing is remembered. While another thread compares, the original answers."""
         if trials.running or any(hasattr(type(a), "__next__") for a in arguments.values()):  # what can be read once
             return self.original(*args, **kwargs)
         is_copy = verdicts.owner is not None and verdicts.owner() is not layer
         if not can_compare(arguments) or (is_copy and getattr(layer, "_is_replica", False)):  # DataParallel's
             return self._serve_unseen(layer, arguments, args, kwargs)
-        verdicts = self._add(layer) if is_copy else verdicts
+        return self._serve_compared(self._add(layer) if is_copy else verdicts, layer, arguments, args, kwargs)
+
+    def _serve_compared(
+        self, verdicts: Verdicts, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compare, if nothing kept covers the call."""
         situation, sizes = describe(layer, arguments), list_sizes(arguments)
         verdict = verdicts.situations.get(situation)
         if verdict is not None and verdict.covers(sizes, layer):
@@ -191,8 +195,8 @@ class Proof:
             return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
         if not _proving.acquire(timeout=_LONGEST if has_saved_tensors_hooks() else 0):  # a checkpoint computes twice, alike
             return self.original(*args, **kwargs)
+        comparison = Comparison(self.form, self.original, layer, arguments, args, kwargs)
         try:
-            comparison = Comparison(self.form, self.original, layer, arguments, args, kwargs)
             result = comparison.run(lambda: self._trusts(layer))
         finally:
             _proving.release()
@@ -213,11 +217,10 @@ class Proof:
 
     def _serve_unseen(self, layer: Any, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call whose numbers cannot be compared. torch.compile reads this function."""
-        if torch.compiler.is_compiling() or not is_exporting():
-            verdicts = self.verdicts if layer is None else getattr(layer, self.key, None)
-            verdict = None if verdicts is None else verdicts.situations.get(describe_untraced(layer, arguments))
-        else:
+        if not torch.compiler.is_compiling() and is_exporting():
             return self.original(*args, **kwargs)
+        verdicts = self.verdicts if layer is None else getattr(layer, self.key, None)
+        verdict = None if verdicts is None else verdicts.situations.get(describe_untraced(layer, arguments))
         if verdict is not None and (verdict.reason or _is_as_proven(verdict.key)):
             return self.original(*args, **kwargs) if verdict.reason else self._answer(verdict, layer, arguments)
         if not torch.compiler.is_dynamo_compiling() and self._trusts(layer):

@@ -23,9 +23,9 @@ Arguments = Mapping[str, Any]  # by role
 _TENSOR = operator.attrgetter("dtype", "requires_grad", "device", "shape")
 _is_compiling, _is_inference = torch.compiler.is_compiling, torch.is_inference_mode_enabled
 _TABLE = 2  # axes of a table of levels
-_FEW = 64  # elements of a tensor
+_MOST_ELEMENTS = 64  # of a tensor
 _MAIN = 3  # tensors that most calls have: query, value and reference, or value, locations and weights
-_PLAIN = (bool, int, float, str, type(None))
+_BY_VALUE = (bool, int, float, str, type(None))
 
 
 def write_look(described: Sequence[str], arguments: Arguments) -> str:
@@ -45,7 +45,7 @@ def write_look(described: Sequence[str], arguments: Arguments) -> str:
             parts.append(_write_reading(f"g[{role!r}]", a))
         elif role not in (*main, *floating):
             is_array = hasattr(type(a), "tobytes")
-            parts.append(f"g[{role!r}]" if isinstance(a, _PLAIN) else f"type(g[{role!r}])")
+            parts.append(f"g[{role!r}]" if isinstance(a, _BY_VALUE) else f"type(g[{role!r}])")
             parts += [f"g[{role!r}].tobytes()"] * is_array
     if isinstance(arguments.get("shapes"), Tensor) and arguments.get("sizes") is None:
         parts.append("read_table(g['shapes'])")
@@ -73,7 +73,7 @@ def _read_table(table: Tensor) -> Any:
 def _read_entry(entry: Any) -> Any:
     if isinstance(entry, Tensor):
         return *_TENSOR(entry), *_list_numbers(entry)
-    return entry if isinstance(entry, _PLAIN) else type(entry)
+    return entry if isinstance(entry, _BY_VALUE) else type(entry)
 
 
 def can_compare(arguments: Arguments) -> bool:
@@ -116,7 +116,7 @@ def _describe_argument(role: str, argument: Any, recorded: bool) -> Any:
         return role, argument.dtype, recorded and argument.requires_grad, argument.dim(), size
     if isinstance(argument, (list, tuple)):
         return role, len(argument), tuple([_describe_argument("", t, recorded) for t in argument if isinstance(t, Tensor)])
-    return role, argument if isinstance(argument, _PLAIN) else type(argument).__name__
+    return role, argument if isinstance(argument, _BY_VALUE) else type(argument).__name__
 
 
 def list_sizes(arguments: Arguments) -> list[Any]:
@@ -132,7 +132,7 @@ def list_sizes(arguments: Arguments) -> list[Any]:
 def _list_numbers(t: Any) -> list[int]:
     """Return what a small tensor of whole numbers has, such as sides of levels, where a look at it waits for no GPU."""
     is_small = isinstance(t, Tensor) and t.is_cpu and not t.is_floating_point() and t.dtype != torch.bool
-    return t.flatten().tolist() if is_small and t.numel() <= _FEW else []
+    return t.flatten().tolist() if is_small and t.numel() <= _MOST_ELEMENTS else []
 
 
 def _list_leaves(argument: Any) -> list[Any]:

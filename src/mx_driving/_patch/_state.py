@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._snapshot import CODE, OWN, PLAIN, VERDICTS, has_numbers, list_class_attributes
 
-_FEW = 64  # parts of a container
+_MOST_PARTS = 64  # of a container
 _LOOKED_AT, _MOST_NUMBERS = 16_384, 1_000_000  # elements of a tensor
 
 
@@ -125,7 +125,7 @@ def _copy_attributes(attributes: dict[str, Any], shared: Set[str]) -> dict[str, 
 
 
 def _copy_container(value: Any) -> Any:
-    if not isinstance(value, (list, tuple, dict, set)) or len(value) > _FEW:
+    if not isinstance(value, (list, tuple, dict, set)) or len(value) > _MOST_PARTS:
         return value
     if isinstance(value, dict):
         return {key: _copy_container(part) for key, part in value.items()}
