@@ -27,6 +27,11 @@ enum mxd_torch {
  * thread, before or after the Python package is imported. */
 MXD_API const char *mxd_register_with_torch(int what);
 
+/* For the Python package alone, which compiles the kernels of NVIDIA's GPUs: the driver's functions that launch them, and a
+ * compiled kernel. */
+MXD_API const char *mxd_launch_on_gpu(const void *const *functions);
+MXD_API void mxd_keep_gpu_kernel(void *function, unsigned threads, unsigned shared, int64_t rows, int64_t lane);
+
 #ifdef __cplusplus
 }
 #endif

@@ -23,6 +23,7 @@ HEADERS = [
     "aclnnop/aclnn_multi_scale_deformable_attention_grad.h",
     "aclnnop/aclnn_multi_scale_deformable_attn_function.h",
     "mx_driving.h",
+    "mx_driving_torch.h",
 ]
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
 C, CPP = ["gcc", "-std=c11", *STRICT], ["g++", "-std=c++17", *STRICT]
@@ -59,6 +60,15 @@ def test_a_header_stands_alone(header, compiler, tmp_path):
     source = tmp_path / ("alone.c" if compiler is C else "alone.cpp")
     source.write_text(f'#include "{header}"\n#include "{header}"\nint main(void) {{ return 0; }}\n')
     run(*compiler, "-fsyntax-only", *shlex.split(config.cflags()), source)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("nm"), reason="needs binutils")
+def test_headers_declare_every_function_of_the_library():
+    listing = run("nm", "-D", "--defined-only", config.library_path())
+    exported = set(re.findall(r" T (\w+)", listing)) - {"RegisterCustomOps"}
+    headers = "".join(header.read_text() for header in pathlib.Path(config.includedir()).rglob("*.h"))
+    assert len(exported) > 30
+    assert exported <= set(re.findall(r"\w+(?=\()", headers))
 
 
 def test_the_enumerations_are_canns(tmp_path):

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <string>
 
-#include "mx_driving.h"
+#include "mx_driving_torch.h"
 #include "torch/tensors.h"
 
 namespace mxd::torch {
@@ -127,7 +127,7 @@ void stop_waiting() { waiting = false; }
 } // namespace mxd::torch
 
 // Takes the functions of Driver; with null, Python serves every call. Returns null, or an error sentence.
-extern "C" MXD_API const char *mxd_launch_on_gpu(const mxd::torch::Driver *functions) {
+const char *mxd_launch_on_gpu(const void *const *functions) {
     using namespace mxd::torch;
     return why_not([&] {
         in_use = false;
@@ -136,14 +136,14 @@ extern "C" MXD_API const char *mxd_launch_on_gpu(const mxd::torch::Driver *funct
             kernels.clear();
         }
         if (!functions) return;
-        driver = *functions;
+        driver = *reinterpret_cast<const Driver *>(functions);
         register_gpu_kernels();
         in_use = true;
     });
 }
 
 // Keeps the kernel of the call that this thread waits for.
-extern "C" MXD_API void mxd_keep_gpu_kernel(void *function, unsigned threads, unsigned shared, int64_t rows, int64_t lane) {
+void mxd_keep_gpu_kernel(void *function, unsigned threads, unsigned shared, int64_t rows, int64_t lane) {
     using namespace mxd::torch;
     if (!waiting) return;
     const std::lock_guard<std::mutex> lock(mutex);
