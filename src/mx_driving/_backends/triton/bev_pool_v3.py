@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .sampling import add
+from .sampling import add, threads
 
 
 @triton.jit
@@ -62,6 +62,7 @@ def _walk(
     c = tl.arange(0, COLUMNS)[None, :]
     i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]) * LENGTH
     end = tl.minimum(i + LENGTH, num_points)
+    thread = threads(COLUMNS, CHANNELS & -CHANNELS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     row, at, target, here = _point(ranks_row, ranks_depth, ranks_target, i, end, num_rows, num_depth, num_targets)
     values, factor, other = _operands(rows, depth, others, row, at, target, here, c, CHANNELS, SUMS, DOTS)
@@ -82,7 +83,7 @@ def _walk(
             total = tl.where(ends, 0.0, total)
         if DOTS:
             dot = tl.sum(values.to(tl.float32) * other.to(tl.float32), 1, keep_dims=True)
-            add(dots + at + 0 * c, dot + 0.0 * c, here & (c == 0))
+            add(dots + at + 0 * thread, dot + 0.0 * thread, here & (thread == 0))
         at, target, here = next_at, next_target, next_here
         next_at, next_target, next_here = then_at, then_target, then_here
         values, factor, other = next_values, next_factor, next_other

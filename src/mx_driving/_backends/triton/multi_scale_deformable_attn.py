@@ -8,7 +8,7 @@ import triton.language as tl
 from ..._operator.description import OPERATORS
 from .attention import VARYING, plan, tile_of
 from .sampler import Kernels
-from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
+from .sampling import ADDED, RECORDED, add_corners, bilinear, by_lane, coefficients, corners, dots, level, record, threads
 from .softmax import locate, read_pair, start_row, store_pair, weigh
 
 OF_LOCATIONS, OF_OFFSETS = 1, 2  # what `grad_locations` are gradients of
@@ -61,7 +61,7 @@ def _forward(
             )  # fmt: skip
             valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys)
             in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
-            v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
+            v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11, True)
             s00, s01, s10, s11 = coefficients(right, below, tl.where(valid, weight, 0.0))
             total += s00 * v00
             total += s01 * v01
@@ -71,12 +71,9 @@ def _forward(
 
 
 @triton.jit
-def _store(pointers, sums, here, c):
-    """Store sums [ROWS, 1] by the threads of channel 0.
-
-    Stores of [ROWS, 1] have another layout, for which locations and weights are read a second time: 44 reads instead of 32.
-    """
-    tl.store(pointers + 0 * c, (sums + 0.0 * c).to(pointers.dtype.element_ty), mask=here & (c == 0))
+def _store(pointers, sums, here, thread):
+    """Store sums [ROWS, 1] by the first thread of each row."""
+    tl.store(pointers + 0 * thread, (sums + 0.0 * thread).to(pointers.dtype.element_ty), mask=here & (thread == 0))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -94,8 +91,11 @@ def _backward(
     first = batch * num_keys * HEADS + head
     grad_base = grad_value + first * CHANNELS + c
     top, scale, zero = start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
-    zero = tl.zeros((1, 1), tl.int32)  # g has the layout of the tile, and with `normalise`'s zero boxes would spill
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
+    if REFERENCES:
+        # with `normalise`'s zero, whose layout repeats a row for each channel of a thread, assemblers compute coordinates twice
+        zero = (tl.sum(by_lane(g, ROWS, COLUMNS, LANE), 1, keep_dims=True).to(tl.int32, bitcast=True) & 1) >> 1
+    thread = threads(COLUMNS, LANE)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
         for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
@@ -115,13 +115,13 @@ def _backward(
                 v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
                 sample, dx, dy = dots(v00, v01, v10, v11, g, right, below, ROWS, COLUMNS, LANE)
                 if WEIGHTS:
-                    _store(grad_weights + at, tl.where(valid, sample, 0.0), here, c)
+                    _store(grad_weights + at, tl.where(valid, sample, 0.0), here, thread)
                 if LOCATIONS:
                     if LOCATIONS == _OF_LOCATIONS:
                         across, down = width, height
-                    dx = tl.where(valid, dx * weight * across, 0.0) + 0.0 * c
-                    dy = tl.where(valid, dy * weight * down, 0.0) + 0.0 * c
-                    store_pair(grad_locations, at + 0 * c, dx, dy, here & (c == 0))
+                    dx = tl.where(valid, dx * weight * across, 0.0) + 0.0 * thread
+                    dy = tl.where(valid, dy * weight * down, 0.0) + 0.0 * thread
+                    store_pair(grad_locations, at + 0 * thread, dx, dy, here & (thread == 0))
             if VALUE == ADDED:
                 s00, s01, s10, s11 = coefficients(right, below, weight)
                 add_corners(grad_base, pixel, width, HEADS * CHANNELS, in00, in01, in10, in11, s00, s01, s10, s11, g)

@@ -12,9 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import launch
+
 # Rows are numbered in 32 bits. A value of more rows goes to the reference. On a level of more rows no sample is valid.
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
+_MOST_HELD = tl.constexpr(launch.MOST_HELD)
 
 # What a backward kernel does with the gradient of value.
 NOT_NEEDED = tl.constexpr(0)
@@ -46,7 +49,8 @@ def exists(row, num_keys):
 def bilinear(x, y, height, width, start, num_keys):
     """The sample at pixel (x, y): whether it is valid, the row of corner 00, how far the sample lies to the right of it and
     below it, and for each corner whether it may be read."""
-    valid = (x > -1) & (y > -1) & (x < width) & (y < height)
+    # four comparisons would become a vector of bits in Triton 3.7.1: up to 9 instructions more for each sample
+    valid = (tl.minimum(x, y) > -1) & (x < width) & (y < height)
     x = tl.where(valid, x, 0.0)
     y = tl.where(valid, y, 0.0)
     i = tl.floor(x).to(tl.int32)
@@ -88,11 +92,12 @@ def read(pointers, here):
 
 
 @triton.jit
-def corners(base, row, width, key, in00, in01, in10, in11):
+def corners(base, row, width, key, in00, in01, in10, in11, ONCE: tl.constexpr = False):
     """The rows of the four corners. The first row of value is at `base`, and each lies `key` elements after the one before."""
     # The right neighbour is at `top + key`: where `key` is a constant, that costs no address arithmetic.
     top = base + row.to(tl.int64) * key
-    bottom = base + (row + width).to(tl.int64) * key
+    # ONCE: the distance of the row below is worked out once a level, for which the backward has no register.
+    bottom = top + width.to(tl.int64) * key if ONCE else base + (row + width).to(tl.int64) * key
     return read(top, in00), read(top + key, in01), read(bottom, in10), read(bottom + key, in11)
 
 
@@ -130,9 +135,18 @@ def record_one(targets, parts, at, first, step, row, coefficient, inside):
 
 
 @triton.jit
+def threads(COLUMNS: tl.constexpr, LANE: tl.constexpr):
+    """The threads of a row, [1, threads]. A tensor [rows, threads] has the layout of sums over channels, so that the first
+    thread stores them without an exchange. Triton 3.7.1 gives a store of [rows, channels] at one address another layout."""
+    HELD: tl.constexpr = LANE if LANE < _MOST_HELD else _MOST_HELD
+    return tl.arange(0, COLUMNS // HELD)[None, :]
+
+
+@triton.jit
 def by_lane(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr):
-    """[ROWS, COLUMNS] -> [ROWS, COLUMNS / LANE]: the sums within each lane, which cross no lanes."""
-    return tl.sum(tl.reshape(t, (ROWS, COLUMNS // LANE, LANE)), 2)
+    """[ROWS, COLUMNS] -> [ROWS, threads of a row]: the sums within each thread."""
+    HELD: tl.constexpr = LANE if LANE < _MOST_HELD else _MOST_HELD
+    return tl.sum(tl.reshape(t, (ROWS, COLUMNS // HELD, HELD)), 2)
 
 
 @triton.jit
