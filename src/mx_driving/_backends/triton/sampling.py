@@ -46,11 +46,13 @@ def exists(row, num_keys):
 
 
 @triton.jit
-def bilinear(x, y, height, width, start, num_keys):
+def bilinear(x, y, height, width, start, num_keys, LEAST: tl.constexpr = False):
     """The sample at pixel (x, y): whether it is valid, the row of corner 00, how far the sample lies to the right of it and
     below it, and for each corner whether it may be read."""
-    # four comparisons would become a vector of bits in Triton 3.7.1: up to 9 instructions more for each sample
-    valid = (tl.minimum(x, y) > -1) & (x < width) & (y < height)
+    # LEAST: Triton 3.7.1 makes a vector of bits of four comparisons, up to 9 instructions more for each sample. In aggregation
+    # three comparisons spill on sm_100.
+    above = tl.minimum(x, y) > -1 if LEAST else (x > -1) & (y > -1)
+    valid = above & (x < width) & (y < height)
     x = tl.where(valid, x, 0.0)
     y = tl.where(valid, y, 0.0)
     i = tl.floor(x).to(tl.int32)
