@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
-BENCH = "xeon-207-2-cores.csv"  # bench.py --peers
-MODULES_BY_MODE = "xeon-207-2-cores-modules-by-mode.csv"  # bench.py --only 'Module:*' --dtype float32 --dtype bfloat16
-BY_MODE = "epyc-zen5-2-cores-models-by-mode.csv"  # time_models.py --mode float32 --mode autocast --mode bfloat16
-MODELS = "epyc-zen4-2-cores-models.csv"
+BENCH = "epyc-zen4-2-cores.csv"  # bench.py --peers
+MODULES_BY_MODE = "epyc-zen4-2-cores-modules-by-mode.csv"  # bench.py --only 'Module:*' --dtype float32 --dtype bfloat16
+BY_MODE = "epyc-zen4-2-cores-models-by-mode.csv"  # time_models.py --mode float32 --mode autocast --mode bfloat16
 GPU = "nvidia-h100-80gb-hbm3.csv"  # gpu.py
 GPU_MODELS = "nvidia-h100-80gb-hbm3-models.csv"  # gpu_models.py
 # Of each processor: the file of bare operators, and that of operators with logits
 PROCESSORS = {
+    "Xeon": ("xeon-207-2-cores.csv", "xeon-207-2-cores.csv"),
     "Zen 4": ("epyc-zen4-2-cores.csv", "epyc-zen4-2-cores.csv"),
     "Zen 5": ("epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"),
     "Zen 3": ("epyc-zen3-2-cores.csv", "epyc-zen3-2-cores.csv"),
@@ -127,22 +127,6 @@ def renamed(rows: list[Row], columns: dict[str, str]) -> str:
     return markdown(columns.values(), [[row[name] for name in columns] for row in rows])
 
 
-def whole_models() -> str:
-    """Every model as `patch` makes it, and how many gain next to nothing."""
-    rows = read(MODELS)
-    little = sum(float(row["whole speed-up"]) <= 1.06 for row in rows)
-    columns = {
-        "model": "model",
-        "whole before ms": "whole, before, ms",
-        "whole modules ms": "after, ms",
-        "whole speed-up": "speed-up",
-        "core before ms": "sampling, before, ms",
-        "core after ms": "after, ms",
-        "core speed-up": "speed-up",
-    }
-    return f"{renamed(rows, columns)}\n{little} of the {len(rows)} rows gain 6 % or less.\n\n{made(rows)}\n"
-
-
 def from_to(before: float, after: float) -> str:
     """Return "before → after (speed-up)" of two times in milliseconds, with spaces at which no line breaks."""
     digits = [f"{time:.{2 if time < 10 else 1 if time < 100 else 0}f}" for time in (before, after)]
@@ -160,19 +144,35 @@ def of_mode(file: str, direction: str) -> dict[str, list[str]]:
     return cells
 
 
-def numbers() -> str:
-    """Whole models by their gain, modules and operators, in each mode that was measured."""
+def of_models() -> dict[str, list[str]]:
+    """Whole models by their gain in float32, a cell for each mode."""
     models: dict[str, list[str]] = {}
     measured = read(BY_MODE)
     gains = {row["model"]: float(row["speed-up"]) for row in measured if row["mode"] == MODES[0]}
     for row in sorted(measured, key=lambda row: -gains[row["model"]]):
         models.setdefault(row["model"], []).append(from_to(float(row["before s"]) * 1e3, float(row["after s"]) * 1e3))
-    models_own = [name for name in bare_workloads("forward", BENCH) if not name.startswith("Vendor example")]
+    return models
+
+
+def of_operators() -> dict[str, list[str]]:
+    """The operators of models, in float32."""
+    names = [name for name in bare_workloads("forward", BENCH) if not name.startswith("Vendor example")]
     cells = of_mode(BENCH, "forward")
-    operators = {f"Operator: {name}": [*cells[name], "", ""] for name in models_own}
-    rows = models | of_mode(MODULES_BY_MODE, "forward") | operators
-    files = [row for file in (BY_MODE, MODULES_BY_MODE, BENCH) for row in read(file)]
-    return f"{markdown(['milliseconds', *MODES], [[name, *cells] for name, cells in rows.items()])}\n{made(files)}\n"
+    return {name: cells[name] for name in names}
+
+
+def numbers() -> str:
+    """Whole models, modules in each mode, and operators, each with its machine."""
+    modules = {name.removeprefix("Module: "): cells for name, cells in of_mode(MODULES_BY_MODE, "forward").items()}
+    parts = (
+        ("whole model", MODES, of_models(), BY_MODE),
+        ("module", MODES, modules, MODULES_BY_MODE),
+        ("operator", MODES[:1], of_operators(), BENCH),
+    )
+    return "\n".join(
+        f"{markdown([f'{what}, ms', *modes], [[name, *cells] for name, cells in rows.items()])}\n{made(read(file))}\n"
+        for what, modes, rows, file in parts
+    )
 
 
 FIRST = ("Deformable DETR", "Grounding DINO", "Mask2Former", "RT-DETR", "Operator: Deformable-DETR encoder")
@@ -181,10 +181,10 @@ FIRST_ON_GPU += ("training step, float32, batch 4 *", "training step, autocast, 
 
 
 def first() -> str:
-    """Return the rows of `numbers` that README and the landing page begin with."""
-    beginnings = ("| milliseconds", "| ---", *(f"| {name} |" for name in FIRST))
-    rows = [line for line in numbers().splitlines() if line.startswith(beginnings)]
-    return "\n".join([*rows, "", made([row for file in (BY_MODE, BENCH) for row in read(file)])]) + "\n"
+    """Return the rows with which README and the landing page begin."""
+    rows = of_models() | {f"Operator: {name}": [*cells, "", ""] for name, cells in of_operators().items()}
+    table = markdown(["milliseconds", *MODES], [[name, *rows[name]] for name in FIRST])
+    return f"{table}\n{made([row for file in (BY_MODE, BENCH) for row in read(file)])}\n"
 
 
 def first_on_gpu() -> str:
@@ -196,7 +196,7 @@ def first_on_gpu() -> str:
         by = calls[f"Deformable DETR, {name}"]
         memory = " / ".join(f"{int(row['MiB']):,}" for row in by.values() if row["MiB"])
         rows.append([f"Deformable DETR, {name}", *(by[key]["milliseconds"] if key in by else "" for key in variants), memory])
-    return f"{markdown(['milliseconds', *variants.values(), 'MiB of each'], rows)}\n{made(read(GPU_MODELS))}\n"
+    return f"{markdown(['milliseconds', *variants.values(), 'peak MiB of the three'], rows)}\n{made(read(GPU_MODELS))}\n"
 
 
 def modules_by_mode() -> str:
@@ -256,21 +256,6 @@ def other_processors_with_logits() -> str:
         for name in names
     }
     return markdown(["workload", *others()], [[name, *of] for name, of in cells.items()])
-
-
-def attention_modules() -> str:
-    """Every model with its cores replaced and with its modules replaced."""
-    columns = {
-        "model": "model",
-        "whole cores ms": "whole, cores, ms",
-        "whole modules ms": "modules, ms",
-        "whole gain": "gain",
-        "modules before ms": "modules alone, before, ms",
-        "modules cores ms": "cores, ms",
-        "modules modules ms": "modules, ms",
-        "modules gain": "gain",
-    }
-    return renamed(read(MODELS), columns)
 
 
 def microseconds(by: dict[str, Row], name: str = "mx_driving, kernel") -> str:

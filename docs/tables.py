@@ -17,8 +17,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "first": times.first,
     "first_on_gpu": times.first_on_gpu,
     "numbers": times.numbers,
-    "whole_models": times.whole_models,
-    "attention_modules": times.attention_modules,
     "modules_by_mode": times.modules_by_mode,
     "measured": lambda: times.made(times.read(times.BENCH)) + "\n",
     "forward": lambda: times.speed_ups("forward"),

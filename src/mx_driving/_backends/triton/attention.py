@@ -15,8 +15,8 @@ from . import launch
 
 # Four warps to a program: the forward exchanges nothing between them.
 _FORWARD_WARPS = 4
-# Of a thread, by whether it is the backward and by the bytes of an element of value. Without a limit the
-# float32 forward takes 40, and the backward 65 to 70 on some targets or with logits, too many for half of the occupancy.
+# Of a thread, by whether it is the backward and by the bytes of an element of value. Without a limit the float32 forward takes
+# 40, the 16-bit forward spills on sm_80, and the backward takes 65 to 70 on some targets, too many for half of the occupancy.
 _MOST_REGISTERS = {(False, 2): 64, (False, 4): 56, (True, 2): 64, (True, 4): 64}
 # One warp to a program: sums over channels are shuffles, and stores need no exchange through shared memory.
 _BACKWARD_WARPS = 1
