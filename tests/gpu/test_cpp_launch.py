@@ -206,7 +206,7 @@ def test_a_layout_of_one_batch_is_contiguous_whatever_its_stride(gpu):
     assert len(gpu.launches) == 1
 
 
-def test_another_kernel_for_another_mask_dtype_or_number_of_points(gpu):
+def test_another_kernel_for_another_operator_mask_dtype_or_number_of_points(gpu):
     args, grad = small()
     backward = MULTI_SCALE + "_backward"
     others = [
@@ -216,9 +216,9 @@ def test_another_kernel_for_another_mask_dtype_or_number_of_points(gpu):
         (MULTI_SCALE, (args[0].half(), *args[1:])),
         (MULTI_SCALE, (*args[:2], args[2].int(), *args[3:])),
         (MULTI_SCALE, (*args[:3], *(a[:, :, :, :, :1].contiguous() for a in args[3:]))),
+        (GEOMETRIC, args),
+        (GEOMETRIC, (*args[:3], args[3].int(), args[4])),
     ]
-    others.append((GEOMETRIC, geometric := cases.cast(TINY[GEOMETRIC](), torch.float32)))
-    others.append((GEOMETRIC, (*geometric[:3], geometric[3].int(), geometric[4])))
     call(gpu, MULTI_SCALE, *args)
     call(gpu, backward, grad, *args, [True] * 3)
     for name, inputs in others:
