@@ -59,9 +59,9 @@ def _forward(
                 reference, locations, weights, row // HEADS, at, l, p, height, width, top, scale, zero,
                 POINTS, REFERENCES, BY_POINT, BOX,
             )  # fmt: skip
-            valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys, True)
+            valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys, LEAST=True)
             in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
-            v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11, True)
+            v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11, ONCE=True)
             s00, s01, s10, s11 = coefficients(right, below, tl.where(valid, weight, 0.0))
             total += s00 * v00
             total += s01 * v01
@@ -104,7 +104,7 @@ def _backward(
                 reference, locations, weights, row // HEADS, at, l, p, height, width, top, scale, zero,
                 POINTS, REFERENCES, BY_POINT, BOX,
             )  # fmt: skip
-            valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys, True)
+            valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys, LEAST=True)
             valid = valid & here
             in00, in01, in10, in11 = in00 & here, in01 & here, in10 & here, in11 & here
             if VALUE == RECORDED:
