@@ -28,8 +28,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mx_driving_portable.record import FUNCTIONS
-
+from ._foreign_functions import FUNCTIONS
 from ._operator.rules import fail
 from ._replacing import MadeModules
 from .ops._stand_ins import stand_in

@@ -31,11 +31,10 @@ import json
 import numbers
 import os
 import pathlib
-import re
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -43,11 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "FUNCTIONS", "Recorder", "main", "recording", "start"]
 
-FORMAT = 1  # of a recording; mx_driving.replay reads this one
+FORMAT = 1  # of a recording; _vendor/replay/calls.py has the same
 EVERY = 101  # a prime: the layers of a model are recorded in turn
 MEGABYTES = 1000.0
 _ABSENT: Any = object()
 
+# Begin of the text that mx_driving/_foreign_functions.py and mx_driving_portable/record.py share.
 _POOL = "bev_pool_v3"
 DIFFERENTIABLE = {
     "multi_scale_deformable_attn": ("value", "locations", "weights"),
@@ -55,7 +55,6 @@ DIFFERENTIABLE = {
     "geometric_kernel_attention": ("value", "weights"),
     _POOL: ("feat", "depth"),
 }
-_OPERATORS = [*DIFFERENTIABLE, *(f"{operator}_backward" for operator in DIFFERENTIABLE if operator != _POOL)]
 
 
 class Function(NamedTuple):
@@ -92,10 +91,9 @@ _GRADIENTS = f"{_SAMPLES} grad_output grad_value= grad_locations= grad_weights="
 _RANKS = "ranks_depth ranks_feat ranks_bev interval_lengths interval_starts"
 _SUM = "interval_lengths interval_starts B D H W"
 _LIFT = "depth feat ranks_depth ranks_feat ranks_bev bev_feat_shape"
-# The one table of foreign functions: record, compat and replay read it. An operator, the layout of a pool and parameters stand
-# above the functions that have them: modules and names. `deformable_aggregation_ext` is also called with the cameras' maps
-# apart, value [bs, cam, num_feat, c]: Sparse4D before v3, GaussianFormer, Far3D. `MultiScaleDeformableAttention` is also called
-# without starts: TrackFormer, TransTrack.
+# A line at the margin has an operator, the layout of a pool, and parameters. The lines below it have modules and names of the
+# functions with these parameters. `deformable_aggregation_ext` is also called with value [bs, cam, num_feat, c]: Sparse4D
+# before v3, GaussianFormer, Far3D. `MultiScaleDeformableAttention` is also called without starts: TrackFormer, TransTrack.
 _TABLE = f"""
 multi_scale_deformable_attn: {_SAMPLES}
     mx_driving: multi_scale_deformable_attn npu_multi_scale_deformable_attn_function MultiScaleDeformableAttnFunction.apply
@@ -161,52 +159,6 @@ def _read_table(text: str) -> Iterator[Function]:
 
 FUNCTIONS = tuple(_read_table(_TABLE))
 
-
-class AutogradFunction(NamedTuple):
-    """An autograd function of repositories over these extensions, which `patch` replaces.
-
-    pattern: of its name.
-    parameters: its own, without ctx.
-    words: the same parameters in our words.
-    """
-
-    pattern: str
-    operator: str
-    parameters: str
-    words: str
-    layout: str = "BCDHW"
-
-
-_MMCV = "value value_spatial_shapes value_level_start_index sampling_locations attention_weights im2col_step"
-_SPARSE4D = "mc_ms_feat spatial_shape scale_start_index sampling_location weights"
-_ATTENTION, _POOLING = "(?i)(ms|multi_?scale)_?deform", "(?i)cumsum|pool"
-_LIFT_BY_INTERVALS, _CELLS = f"{_LIFT} interval_starts interval_lengths", "ranks B D H W"
-AUTOGRAD_FUNCTIONS = (
-    AutogradFunction(_ATTENTION, "multi_scale_deformable_attn", _MMCV, f"{_SAMPLES} step"),
-    AutogradFunction(
-        _ATTENTION,
-        "multi_scale_deformable_attn",
-        _MMCV.replace("value_level_start_index ", ""),
-        "value shapes locations weights step",
-    ),
-    AutogradFunction("(?i)geometric", "geometric_kernel_attention", _MMCV, f"{_SAMPLES} step"),
-    AutogradFunction("(?i)deformable_?aggregation", "deformable_aggregation", _SPARSE4D, _SAMPLES),
-    AutogradFunction(_POOLING, _POOL, _LIFT_BY_INTERVALS, _LIFT_BY_INTERVALS, "BDHWC"),
-    AutogradFunction(_POOLING, _POOL, f"x geom_feats {_CELLS}", f"feat geom_feat {_CELLS}", "BDHWC"),
-    AutogradFunction(_POOLING, _POOL, f"feats coords {_CELLS} pooling_method", f"feat geom_xyzb {_CELLS} method", "BDHWC"),
-    AutogradFunction(_POOLING, _POOL, "geom_xyz input_features voxel_num", "geom_xyz feat voxel_num"),
-    AutogradFunction(_POOLING, _POOL, "geom_xyz depth_features context_features voxel_num", "geom_xyz depth feat voxel_num"),
-)
-
-
-def find_autograd_function(name: str, parameters: Sequence[str]) -> AutogradFunction | None:
-    """Return the row of an autograd function by its name and its own parameters."""
-    rows = (row for row in AUTOGRAD_FUNCTIONS if row.parameters.split() == list(parameters))
-    return next((row for row in rows if re.search(row.pattern, name)), None)
-
-
-_OPTIONAL = ("starts", "step", "memo", "grad_value", "grad_locations", "grad_weights")
-_SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n", "C", "cams", "bins", "height", "width")
 KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of parameters -> ours
     **dict.fromkeys(("feature_maps", "mc_ms_feat"), "value"),
     **dict.fromkeys(("value_spatial_shapes", "spatial_shapes", "spatial_shape", "shape"), "shapes"),
@@ -216,6 +168,23 @@ KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of 
     **{"im2col_step": "step", "grad_sampling_loc": "grad_locations", "grad_attn_weight": "grad_weights"},
     "input_features": "feat",  # of npu_voxel_pooling_train
 }
+
+
+def insert_starts(args: Any) -> list[Any]:
+    """Return the arguments of a sampling function, with None for starts if the function has no starts.
+
+    mmcv's plain torch, TrackFormer and TransTrack have none: their levels lie one after the other.
+    """
+    third: Any = args[2] if len(args) > 2 else None
+    has_locations = hasattr(third, "is_floating_point") and third.dim() > 2 and third.is_floating_point()
+    return [*args[:2], None, *args[2:]] if has_locations else list(args)
+
+
+# End of the shared text.
+
+_OPERATORS = [*DIFFERENTIABLE, *(f"{operator}_backward" for operator in DIFFERENTIABLE if operator != _POOL)]
+_OPTIONAL = ("starts", "step", "memo", "grad_value", "grad_locations", "grad_weights")
+_SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n", "C", "cams", "bins", "height", "width")
 _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", "contextlib", "functools")
 
 
@@ -256,16 +225,6 @@ def _is_compiling() -> bool:
     import torch
 
     return hasattr(torch, "compiler") and torch.compiler.is_compiling()
-
-
-def insert_starts(args: Any) -> list[Any]:
-    """Return the arguments of a sampling function. None stands for starts where it has none: levels lie one after the other.
-
-    So do mmcv's plain torch, TrackFormer and TransTrack.
-    """
-    third: Any = args[2] if len(args) > 2 else None
-    has_locations = hasattr(third, "is_floating_point") and third.dim() > 2 and third.is_floating_point()
-    return [*args[:2], None, *args[2:]] if has_locations else list(args)
 
 
 def _without_extras(args: Any) -> list[Any]:

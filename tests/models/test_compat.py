@@ -13,12 +13,11 @@ from attention_modules import direction_of, results
 from programs import python
 
 import mx_driving
-from mx_driving import compat
-from mx_driving_portable import record
+from mx_driving import _foreign_functions, compat
 
 
 def test_stand_ins_are_those_that_record_and_replay_know():
-    modules = {row.module for row in record.FUNCTIONS if row.module != "mx_driving"}
+    modules = {row.module for row in _foreign_functions.FUNCTIONS if row.module != "mx_driving"}
     assert modules == {*compat.NAMES} - {"deformable_aggregation_with_depth_ext"}
 
 

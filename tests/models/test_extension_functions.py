@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mx_driving import _C
+from mx_driving._foreign_functions import FUNCTIONS
 from mx_driving.ops import _extension
 from mx_driving.ops._stand_ins import stand_in
-from mx_driving_portable import record
 
 B, D, H, W, C = 2, 1, 2, 3, 8
 RANKS = [torch.arange(4, dtype=torch.int32)] * 3
@@ -46,8 +46,8 @@ CALLS = {
         (12,),
     ),
 }
-ROWS = {row.name: row for row in record.FUNCTIONS if row.module != "mmcv._ext"}
-MMCV = next(row for row in record.FUNCTIONS if (row.module, row.name) == ("mmcv._ext", "ms_deform_attn_backward"))
+ROWS = {row.name: row for row in FUNCTIONS if row.module != "mmcv._ext"}
+MMCV = next(row for row in FUNCTIONS if (row.module, row.name) == ("mmcv._ext", "ms_deform_attn_backward"))
 CALLS = {name: (stand_in(ROWS[name]), *call) for name, call in CALLS.items()}
 CALLS |= {
     "mmcv": (stand_in(MMCV), backward(ATTENTION, _ATTENDED, 0, 3, 4), (6, 7, 8)),

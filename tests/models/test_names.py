@@ -19,12 +19,11 @@ from small_cases import GOOD, inputs_of
 from torch.autograd import gradgradcheck
 
 import mx_driving
-from mx_driving import _C
+from mx_driving import _C, _foreign_functions
 from mx_driving.ops._stand_ins import stand_in
 from mx_driving.ops.geometric_kernel_attention import GeometricKernelAttentionFunc
 from mx_driving.ops.multi_scale_deformable_attn import MultiScaleDeformableAttnFunction
 from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation
-from mx_driving_portable import record
 
 ATTENTION = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
 OLD = ("value", "shape", "offset", "locations", "weights")
@@ -103,7 +102,9 @@ def test_the_step_of_an_extension_is_taken():
     assert torch.equal(older(value, PAIRS, STARTS, locations, weights=weights, im2col_step=64), expected)
     for operator in (MULTI_SCALE, GEOMETRIC):
         args, public = GOOD[operator](), getattr(mx_driving, operator)
-        forward = next(stand_in(row) for row in record.FUNCTIONS if row.operator == operator and "step" in row.names)
+        forward = next(
+            stand_in(row) for row in _foreign_functions.FUNCTIONS if row.operator == operator and "step" in row.names
+        )
         assert torch.equal(forward(**dict(zip(ATTENTION, args, strict=True)), im2col_step=64), public(*args))
     assert torch.equal(GeometricKernelAttentionFunc.apply(*args, 64), public(*args))
 

@@ -14,6 +14,7 @@ from values import DTYPES
 
 import mx_driving
 from mx_driving import compat
+from mx_driving._foreign_functions import find_autograd_function
 from mx_driving.ops._stand_ins import differentiable
 from mx_driving_portable import record
 
@@ -64,12 +65,12 @@ def test_a_pool_with_x_innermost(extension, dtype):
 def test_autograd_functions_over_both_by_name_and_parameters():
     """The function that serves them has the extension's results."""
     value, shapes, starts, *rest = ATTENTION
-    row = record.find_autograd_function("MSDeformAttnFunction", TRACKFORMER)
+    row = find_autograd_function("MSDeformAttnFunction", TRACKFORMER)
     assert row is not None
     expected = results(mx_driving.multi_scale_deformable_attn, value, shapes, starts, *rest)
     assert all(map(torch.equal, results(differentiable(row), value, shapes, *rest, 64), expected))
     places, _, _, *sizes = points()
-    row = record.find_autograd_function("QuickBevPoolingCuda", FLASHOCC)
+    row = find_autograd_function("QuickBevPoolingCuda", FLASHOCC)
     assert row is not None
     feat, ranks = torch.randn(len(places), C, dtype=torch.float64), torch.arange(len(places))
     run = differentiable(row)
@@ -80,7 +81,7 @@ def test_autograd_functions_over_both_by_name_and_parameters():
     assert torch.equal(gradient, direction_of(output)[b, z, y, x])
     with pytest.raises(NotImplementedError, match="the maximum of points is not compiled"):
         run(feat, places, ranks, *sizes, "max")
-    assert record.find_autograd_function("Other", FLASHOCC) is record.find_autograd_function("QuickCumsum", ["x"]) is None
+    assert find_autograd_function("Other", FLASHOCC) is find_autograd_function("QuickCumsum", ["x"]) is None
 
 
 SOURCE = """

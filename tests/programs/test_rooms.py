@@ -13,7 +13,7 @@ SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving,
 # The lowest floor first. A room is a folder, a file that lies in none, or a file of a folder that only programs import.
 # Rooms of one floor do not import each other.
 FLOORS = (
-    ("geometry", "_agreement", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
+    ("geometry", "_agreement", "_foreign_functions", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
     ("_operator", "config"),
     ("_data_checks", "reference"),
     ("_operator.decompositions", "_backends"),
@@ -91,6 +91,13 @@ def test_no_circle_of_the_two_packages():
     graph = {module: set(imports(module)) - {module} for module in MODULES}
     assert sum(map(len, graph.values())) > len(graph)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_record_has_a_copy_of_the_table_of_foreign_functions():
+    record, room = (MODULES[name].read_text() for name in ("mx_driving_portable.record", "mx_driving._foreign_functions"))
+    begin, end = "# Begin of the text that", "# End of the shared text."
+    shared = room[room.index(begin) : room.index(end)]
+    assert shared == record[record.index(begin) : record.index(end)]
 
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"

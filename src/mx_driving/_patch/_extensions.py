@@ -1,4 +1,4 @@
-"""Autograd functions over compiled extensions: a form for each row of record.py's table.
+"""Autograd functions over compiled extensions: a form for each row of the table.
 
 A function is known by its name and its exact parameters. A compiled file of CUDA's that is given memory of a CPU may end the
 process, so a function that needs one is taken untried. One in plain torch is tried and proven as any core.
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mx_driving_portable.record import AUTOGRAD_FUNCTIONS, AutogradFunction, find_autograd_function
-
+from .._foreign_functions import AUTOGRAD_FUNCTIONS, AutogradFunction, find_autograd_function
 from .._operator.description import AGGREGATION, POOL
 from ..ops._stand_ins import differentiable
 from ._forms import AUTOGRAD, Arguments, ExactForm, is_table

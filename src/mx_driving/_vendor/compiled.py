@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from mx_driving_portable.record import Function
-
 from .._dispatch.functions import backward_as_compiled
+from .._foreign_functions import Function
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE
 from .._operator.rules import explain_missing
 from ..ops import _extension

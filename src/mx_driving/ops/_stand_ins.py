@@ -1,4 +1,4 @@
-"""Functions of compiled extensions, and of autograd functions over them, made from the rows of record.py's tables: an adaptor
+"""Functions of compiled extensions, and of autograd functions over them: the table of foreign functions, and an adaptor
 for each layout of arguments."""
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mx_driving_portable.record import DIFFERENTIABLE, KEYWORDS, AutogradFunction, Function, insert_starts
-
 from .._dispatch.functions import as_compiled, backward_as_compiled
+from .._foreign_functions import DIFFERENTIABLE, KEYWORDS, AutogradFunction, Function, insert_starts
 from .._operator.description import POOL
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
 from . import _extension, _pooling
@@ -118,7 +117,7 @@ _POOLS = {"geom_feat": _pool_places, "geom_xyzb": _pool_xyzb, "ranks_bev": _pool
 
 
 def stand_in(row: Function) -> Callable[..., Any]:
-    """Return our function of a row of record.py's table."""
+    """Return our function of a row of the table."""
     is_pool = row.operator == POOL
     adapt = next((adapt for name, adapt in _POOLS.items() if name in row.names), _pool_frustum) if is_pool else _sample
     kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in row.names]

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mx_driving_portable.record import FORMAT
-
 from ..._cli_support.problems import Problem, ruled
 from ..._operator import checks
 from ..._operator.description import OPERATORS, Operator, SamplingInputs
 from . import forms
 
+FORMAT = 1  # record.FORMAT of the recordings that can be read
 GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call's
 _BARE = [name for name, row in OPERATORS.items() if not row.bare]
 _SCHEMA = {

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mx_driving_portable.record import FUNCTIONS
-
 from ... import ops
 from ..._cli_support.problems import Problem
+from ..._foreign_functions import FUNCTIONS
 from ..._operator.description import OPERATORS, POOL, Operator
 from ...ops._other_shapes import sampling_inputs
 from ...ops._stand_ins import stand_in
