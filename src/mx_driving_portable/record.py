@@ -13,7 +13,7 @@ or, around a part of a program that runs already:
 Every `every`-th call of each function is copied to the host and written: inputs, output and, if backward() runs, the gradients.
 The calls compute what they would compute without the recorder: it adds nothing to the autograd graph. A call that cannot be
 recorded is counted and named. A full disk ends the recording, not the program. Code under torch.compile is not recorded and
-runs as compiled.
+runs as compiled. A process that the program starts records if it calls `recording` itself.
 
 Written for Python 3.8 and later. The first wrapped function imports torch: the import has effects, and a program may set
 OMP_NUM_THREADS before its own.
@@ -31,6 +31,7 @@ import json
 import numbers
 import os
 import pathlib
+import re
 import sys
 import threading
 import types
@@ -423,10 +424,13 @@ class _WrappingFinder(importlib.abc.MetaPathFinder):
 
 
 def _make_folder(out: Any) -> pathlib.Path:
-    """Make the folder of a recording. Each process of a distributed program has one of its own."""
+    """Make the folder of a recording. Each process of a distributed program, or of multiprocessing, has one of its own."""
     folder = pathlib.Path(out)
     if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
         folder /= f"rank-{os.environ['RANK']}"
+    multiprocessing: Any = sys.modules.get("multiprocessing")
+    if multiprocessing and multiprocessing.parent_process() is not None:
+        folder /= re.sub(r"[^\w:-]", "-", multiprocessing.current_process().name)
     try:
         if not os.fspath(out):
             raise OSError("no name")
@@ -436,7 +440,7 @@ def _make_folder(out: Any) -> pathlib.Path:
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         name, fact = os.fspath(out) and str(folder), getattr(error, "strerror", None) or error
         raise ValueError(f"out must be a new or an empty folder; got {name!r}, {fact}") from None
-    return folder
+    return folder.absolute()  # the program may change its working folder
 
 
 def _check_options(every: float, megabytes: float, functions: Any) -> None:
@@ -505,7 +509,7 @@ class Recorder:
             if f.not_kept:
                 _say(f"not recorded of {f.name}: {f.not_kept}, calls and gradients; the last: {f.unread}")
         calls, recorded = (sum(getattr(f, count) for f in self.functions.values()) for count in ("calls", "recorded"))
-        none = "" if calls else "; under torch.compile none is seen"
+        none = "" if calls else "; calls in compiled code and in child processes are not seen"
         _say(f"{recorded} of {calls} calls recorded, {self.num_bytes / 1e6:.0f} MB in {self.folder}{none}")
 
     def _write_manifest(self) -> None:
@@ -719,24 +723,45 @@ def recording(out: Any, **options: Any) -> Iterator[Recorder]:
         recorder.stop()
 
 
-def _can_run(module: str) -> bool:
-    """Return whether `python -m module` finds a module, or a package with a program."""
+def _find_program(module: str) -> Any:
+    """Return the spec of the module that `python -m module` runs, or None."""
     import importlib.util
 
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # the parent package is missing; an empty name
-        return False
-    return spec is not None and (spec.submodule_search_locations is None or _can_run(f"{module}.__main__"))
+        return None
+    return _find_program(f"{module}.__main__") if spec and spec.submodule_search_locations is not None else spec
 
 
-def _check_program(program: str, module: bool) -> None:
-    """Raise an error if there is no such program. sys.path begins as Python's would for it."""
-    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(program))
-    if module and not _can_run(program):
-        raise ValueError(f"program must be a module that Python finds; got {program or repr(program)}")
-    if not module and not os.path.isfile(program):
+def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
+    """Return the module `__main__` and its code. It, sys.path and sys.argv[0] are those that Python would make."""
+    import pkgutil
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
+    main, path, spec = types.ModuleType("__main__"), os.path.join(os.getcwd(), program), None
+    importer = None if module else pkgutil.get_importer(path)  # of a folder or a zip application
+    first = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(program))
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = first
+    if module or importer:
+        spec = importer.find_spec("__main__") if importer else _find_program(program)
+        if spec is None:
+            rule = "a module that Python finds" if module else "a file"
+            raise ValueError(f"program must be {rule}; got {program or repr(program)}")
+        loader, path, code = spec.loader, spec.origin, spec.loader.get_code(spec.name)
+        sys.argv[0] = path if module else program
+    elif not os.path.isfile(path):
         raise ValueError(f"program must be a file; got {program or repr(program)}")
+    elif path.endswith(".pyc"):
+        loader = SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+    else:
+        loader = SourceFileLoader("__main__", path)
+        code = loader.source_to_code(loader.get_data(path), path)  # get_code would write a .pyc file
+    names = {"__file__": path, "__cached__": spec and spec.cached, "__package__": spec and spec.parent}
+    vars(main).update(names, __spec__=spec, __loader__=loader)
+    return main, code
 
 
 def _number(text: str) -> float | str:
@@ -747,19 +772,6 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _explain(message: str) -> str:
-    """Return a sentence for an error of argparse."""
-    option, _, fact = message.partition(": ")
-    option = option.split()[-1]
-    if "expected one argument" in fact:
-        return f"{option} must have a value; got none"
-    if "ignored explicit argument" in fact:
-        return f"{option} must have no value; got one"
-    if option == "arguments":
-        return f"an option must be one that --help lists; got {fact}"
-    return "program must be given; got none" if option == "required" else message
-
-
 def main(command: str = "record.py", words: list[str] | None = None) -> None:
     """Run a program, and record it. A wrong command line ends with one sentence and exit status 2.
 
@@ -768,11 +780,10 @@ def main(command: str = "record.py", words: list[str] | None = None) -> None:
         words: the command line, without the program's name; by default that of this process.
     """
     import argparse
-    import runpy
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> Any:
-            self.exit(2, f"{command}: {_explain(message)}\n")
+            self.exit(2, f"{command}: the command line must be as --help says; got: {message}\n")
 
     name = "mx-driving record" if words is not None else "record.py"
     about = "Run a program, and record its calls of sampling operators for `mx-driving replay`."
@@ -791,19 +802,13 @@ def main(command: str = "record.py", words: list[str] | None = None) -> None:
     options = vars(parser.parse_args(words))
     program, arguments, module = (options.pop(name) for name in ("program", "arguments", "module"))
     options["functions"] = dict(name.partition("=")[::2] for name in options.pop("function"))
+    sys.argv = ["-m" if module else program, *arguments]
     try:
-        _check_program(program, module)
-        recorder = start(**options)
+        sys.modules["__main__"], code = _load_program(program, module)
+        start(**options)  # the recording ends after the program's threads and its functions of atexit
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    sys.argv = [program, *arguments]
-    try:
-        if module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(program, run_name="__main__")
-    finally:
-        recorder.stop()
+        parser.exit(2, f"{command}: {error}\n")
+    exec(code, vars(sys.modules["__main__"]))
 
 
 if __name__ == "__main__":

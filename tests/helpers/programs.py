@@ -71,6 +71,7 @@ def _run(words: list[str], cwd: str, environment: dict[str, str], printed: pathl
         os.dup2(file, stream)
         os.close(file)
     gc.set_threshold(50_000, 20, 50)  # as in conftest.py
+    multiprocessing.process._parent_process = None  # pyright: ignore[reportAttributeAccessIssue]
     os.chdir(cwd)
     sys.path[:] = [folder for folder in sys.path if not pathlib.Path(folder).is_relative_to(_TESTS)]
     os.environ.clear()

@@ -5,8 +5,10 @@ import csv
 import errno
 import functools
 import importlib.util
+import multiprocessing
 import os
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -23,7 +25,7 @@ from mx_driving._vendor.replay import forms
 from mx_driving_portable import record
 
 NAMED = {"stand_in.attend": cases.MULTI_SCALE}
-NOTHING = "record: 0 of 0 calls recorded, 0 MB in {}; under torch.compile none is seen\n"
+NOTHING = "record: 0 of 0 calls recorded, 0 MB in {}; calls in compiled code and in child processes are not seen\n"
 
 
 def inputs(differentiable=(0, 3, 4)):
@@ -83,25 +85,69 @@ def test_a_program_is_recorded_computes_the_same_and_is_right(tmp_path):
     assert {row["verdict"] for row in rows} == {"right"}
 
 
+# Prints what a program sees of its start, and at its end from a thread and from a function of atexit.
+SEEN = """
+import atexit, os, pickle, sys, threading, time
+class Own: pass
+def show(when):
+    print(when, sys.modules["__main__"].__dict__ is globals(), type(pickle.loads(pickle.dumps(Own()))) is Own, flush=True)
+atexit.register(show, "exit")
+threading.Thread(target=lambda: (time.sleep(0.1), show("thread"))).start()
+print(__file__, __name__, __package__, getattr(__spec__, "name", None), __cached__, type(__loader__), sys.argv, sys.path[:1])
+print(os.getcwd(), "torch" in sys.modules, "typer" in sys.modules)
+sys.exit(3)
+"""
+RECORD = ["-m", "mx_driving_portable.record"]
 PROGRAMS = {
-    "script": (["-m", "mx_driving_portable.record"], "module.py"),
-    "module": (["-m", "mx_driving_portable.record"], "-m", "module"),
-    "command": (["-c", "from mx_driving_portable.command import main; main()", "record"], "module.py"),
-    "command of the whole package": (["-m", "mx_driving", "record"], "module.py"),
+    "script": (RECORD, "tools/module.py"),
+    "path with ..": (RECORD, "tools/../tools/module.py"),
+    "link": (RECORD, "link.py"),
+    "folder": (RECORD, "folder"),
+    "module": (RECORD, "-m", "module"),
+    "package": (RECORD, "-m", "folder"),
+    "command": (["-c", "from mx_driving_portable.command import main; main()", "record"], "tools/module.py"),
 }
 
 
+@pytest.fixture
+def programs(tmp_path):
+    for name in ("tools/module.py", "module.py", "folder/__main__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(SEEN)
+    (tmp_path / "link.py").symlink_to(tmp_path / "tools/module.py")
+    return tmp_path
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs_as_it_would_alone(name, tmp_path):
-    (tmp_path / "module.py").write_text(
-        "import sys\nprint(sys.argv[0][-9:], sys.argv[1:], __name__, 'typer' in sys.modules)\nsys.exit(3)\n"
-    )
+def test_a_program_runs_as_it_would_alone(name, programs):
     command, *program = PROGRAMS[name]
-    done = python(*command, "--every", "7", "--out", "here", *program, "--out", "x", cwd=tmp_path, check=False)
-    assert done.returncode == 3
-    assert done.stdout == "module.py ['--out', 'x'] __main__ False\n"
-    assert done.stderr == NOTHING.format("here")
-    assert (tmp_path / "here/manifest.json").exists()
+    alone, done = (
+        subprocess.run([sys.executable, *words, *program, "--out", "x"], cwd=programs, capture_output=True, text=True)
+        for words in ([], [*command, "--every", "7", "--out", "here"])
+    )
+    assert (done.returncode, done.stdout) == (alone.returncode, alone.stdout)
+    assert (done.returncode, len(done.stdout.splitlines())) == (3, 4)
+    assert done.stderr == NOTHING.format(programs / "here")
+    assert (programs / "here/manifest.json").exists()
+
+
+def test_the_whole_packages_command_runs_the_same_recorder(tmp_path):
+    (tmp_path / "module.py").write_text("import sys\nprint(sys.argv, __name__)\nsys.exit(3)\n")
+    done = python("-m", "mx_driving", "record", "--out", "here", "module.py", "x", cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        3,
+        "['module.py', 'x'] __main__\n",
+        NOTHING.format(tmp_path / "here"),
+    )
+
+
+def test_a_program_that_changes_its_folder_is_recorded(attention, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with record.recording("calls", every=1, functions=NAMED):
+        monkeypatch.chdir("run")
+        attention.attend(*inputs()).sum().backward()
+    assert len(recorded(tmp_path / "calls")) == 2
 
 
 def test_help_and_a_wrong_command_line(mx, monkeypatch, capsys):
@@ -498,6 +544,21 @@ def test_each_process_of_a_distributed_program_has_its_folder(attention, recordi
     with recording():
         attention.attend(*inputs())
     assert len(recorded(tmp_path / "calls/rank-1")) == 1
+
+
+def work(folder):
+    with record.recording(folder, every=1):
+        mx_driving.multi_scale_deformable_attn(*inputs(()))
+
+
+def test_each_process_that_a_program_starts_has_its_folder(tmp_path):
+    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+    processes = [context.Process(target=work, args=(tmp_path / "calls",), name=f"loader 0/{index}") for index in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [len(recorded(tmp_path / f"calls/loader-0-{index}")) for index in range(2)] == [1, 1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

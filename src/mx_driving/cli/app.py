@@ -14,7 +14,6 @@ from .bench import bench
 from .check import check
 from .fuse import fuse
 from .info import info
-from .moved import ANY_OPTIONS, demo, models
 from .record import AS_GIVEN, record
 from .replay import replay
 from .verify import verify
@@ -64,8 +63,6 @@ app.command(cls=Command, context_settings=AS_GIVEN)(record)
 app.command(cls=Command)(replay)
 app.command(cls=Command)(fuse)
 app.command(cls=Command)(verify)
-for moved in (demo, models):
-    app.command(cls=Command, context_settings=ANY_OPTIONS)(moved)
 
 
 def main() -> None:

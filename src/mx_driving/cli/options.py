@@ -13,6 +13,7 @@ import typer
 
 from .._cli_support.files import read_arrays
 from .._cli_support.problems import Problem
+from .._cli_support.start import WrongValue
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -22,7 +23,7 @@ def one_of(*words: str) -> Callable[[str], str]:
     def read(word: str) -> str:
         if word in words:
             return word
-        raise typer.BadParameter(f"must be one of {', '.join(words)}; got {word!r}")
+        raise WrongValue(f"must be one of {', '.join(words)}; got {word!r}")
 
     return read
 
@@ -34,7 +35,7 @@ def _number(kind: type, rule: str, most: float = sys.float_info.max) -> Callable
         with suppress(ValueError):
             if 0 <= (number := kind(text)) <= most:
                 return number
-        raise typer.BadParameter(f"must be {rule}; got {text!r}")
+        raise WrongValue(f"must be {rule}; got {text!r}")
 
     return read
 
