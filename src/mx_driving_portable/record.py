@@ -737,31 +737,34 @@ def _find_program(module: str) -> Any:
 def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     """Return the module `__main__` and its code. It, sys.path and sys.argv[0] are those that Python would make."""
     import pkgutil
-    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
-    main, path, spec = types.ModuleType("__main__"), os.path.join(os.getcwd(), program), None
-    importer = None if module else pkgutil.get_importer(path)  # of a folder or a zip application
-    first = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(program))
+    path, spec = os.path.join(os.getcwd(), program), None
+    importer: Any = None if module else pkgutil.get_importer(path)  # of a folder or a zip application
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = first
+        sys.path[0] = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(path))
     if module or importer:
-        spec = importer.find_spec("__main__") if importer else _find_program(program)
-        if spec is None:
-            rule = "a module that Python finds" if module else "a file"
-            raise ValueError(f"program must be {rule}; got {program or repr(program)}")
-        loader, path, code = spec.loader, spec.origin, spec.loader.get_code(spec.name)
-        sys.argv[0] = path if module else program
-    elif not os.path.isfile(path):
-        raise ValueError(f"program must be a file; got {program or repr(program)}")
-    elif path.endswith(".pyc"):
-        loader = SourcelessFileLoader("__main__", path)
-        code = loader.get_code("__main__")
-    else:
-        loader = SourceFileLoader("__main__", path)
-        code = loader.source_to_code(loader.get_data(path), path)  # get_code would write a .pyc file
+        spec = _find_program(program) if module else importer.find_spec("__main__")
+    if spec is None and (module or not os.path.isfile(path)):
+        rule = "a module that Python finds" if module else "a file"
+        raise ValueError(f"program must be {rule}; got {program or repr(program)}")
+    loader, code = _load_file(path) if spec is None else (spec.loader, spec.loader.get_code(spec.name))
+    path = spec.origin if spec else path
+    sys.argv[0] = path if module else program
+    main = types.ModuleType("__main__")
     names = {"__file__": path, "__cached__": spec and spec.cached, "__package__": spec and spec.parent}
     vars(main).update(names, __spec__=spec, __loader__=loader)
     return main, code
+
+
+def _load_file(path: str) -> tuple[Any, Any]:
+    """Return the loader and the code of a program."""
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
+    if path.endswith(".pyc"):
+        compiled = SourcelessFileLoader("__main__", path)
+        return compiled, compiled.get_code("__main__")
+    source = SourceFileLoader("__main__", path)
+    return source, source.source_to_code(source.get_data(path), path)  # get_code would write a .pyc file
 
 
 def _number(text: str) -> float | str:
