@@ -10,8 +10,8 @@ if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-
     from . import compat, geometry, kernels, nn, onnx, ops, viz
     from ._data_checks import DataWarning, data_checks
     from ._dispatch.choose import backends
+    from ._operator.absent import explain_missing as _explain_missing
     from ._operator.limits import atlas_limits
-    from ._operator.rules import explain_missing as _explain_missing
     from ._patch import Patch, patch, patched
     from ._vendor import compiled as _C
     from .ops.bev_pool import bev_pool

@@ -20,6 +20,7 @@ import mx_driving
 import mx_driving_portable
 from mx_driving import _backends, _needs, config
 from mx_driving._dispatch.choose import choose
+from mx_driving._operator import absent
 from mx_driving._operator.description import OPERATORS
 
 WATCH = """
@@ -217,14 +218,30 @@ def test_a_library_of_somebody_else_or_of_another_version_is_not_used(tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("module", ["mx_driving", "mx_driving.ops", "mx_driving._C", "mx_driving.point", "mx_driving.fused"])
 def test_a_name_that_is_not_there_lists_the_operators(module):
-    """The vendor's library has many more operators."""
     there = importlib.import_module(module)
-    assert not hasattr(there, "furthest_point_sampling")
     with pytest.raises(AttributeError) as missing:
         there.multi_scale_deformable_attention  # noqa: B018
     start = f"module '{module}' has no attribute 'multi_scale_deformable_attention'; the operators here are multi_scale_"
     assert str(missing.value).startswith(start)
     assert all(name in str(missing.value) for name in (*cases.EVERY, "bev_pool_v3", "npu_voxel_pooling_train"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("module", ["mx_driving", "mx_driving.ops", "mx_driving._C", "mx_driving.point", "mx_driving.common"])
+def test_the_vendors_other_operators_can_be_imported_and_not_called(module):
+    names = {}
+    exec(f"from {module} import furthest_point_sampling, SparseModule, DeformConv2dFunction", names)
+    exec(f"from {module} import *", everything := {})
+    assert not absent.OTHERS & {*everything, *dir(sys.modules[module])}
+    assert names["furthest_point_sampling"] is sys.modules[module].furthest_point_sampling
+    derived = type("Derived", (names["SparseModule"],), {})
+    for call in (names["furthest_point_sampling"], derived, names["DeformConv2dFunction"].apply):
+        with pytest.raises(NotImplementedError, match=f"^{module}.* is an operator of the vendor's alone; the operators here"):
+            call(1, num=2)
+
+
+def test_no_name_of_ours_is_one_of_the_vendors_other_operators():
+    assert not absent.OTHERS & {*mx_driving.__all__, *mx_driving.ops.__all__, *mx_driving._C.__all__}
 
 
 def test_an_import_for_the_command_config_goes_on():

@@ -111,8 +111,7 @@ def _releases_of_environment() -> list[str]:
 _open: list[str] = _releases_of_environment()
 
 
-@contextlib.contextmanager
-def atlas_limits(release: str = NEWEST) -> Iterator[None]:
+def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[None]:
     """Hold every call inside to the limits that the vendor documents for Atlas A2. A call beyond a limit raises ValueError.
 
     The vendor has no operators with logits. There a model makes locations and weights itself and calls the bare operator, so
@@ -131,6 +130,11 @@ def atlas_limits(release: str = NEWEST) -> Iterator[None]:
     """
     if release not in RELEASES:
         rules.fail(ValueError, "release", f"be {_RULE}", repr(release))
+    return _hold_to(release)
+
+
+@contextlib.contextmanager
+def _hold_to(release: str) -> Iterator[None]:
     _open.append(release)
     try:
         yield

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-
-from .description import OPERATORS
 
 FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 INDEX = frozenset((torch.int32, torch.int64))
@@ -149,15 +147,3 @@ def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
     """Return why an import failed, with advice if compat stands in for the missing extension."""
     missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
     return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)
-
-
-def explain_missing(module: str) -> Callable[[str], NoReturn]:
-    """Return the `__getattr__` of a module: another name than its own may be a typo, or one of the vendor's other operators."""
-
-    def __getattr__(name: str) -> NoReturn:
-        what = f"module {module!r} has no attribute {name!r}"
-        if not name.startswith("_"):
-            what += f"; the operators here are {', '.join(OPERATORS)}, bev_pool, bev_pool_v2 and npu_voxel_pooling_train"
-        raise AttributeError(what, name=name, obj=sys.modules.get(module))
-
-    return __getattr__

@@ -12,8 +12,8 @@ import torch
 
 from .._dispatch.functions import backward_as_compiled
 from .._foreign_functions import Function
+from .._operator.absent import explain_missing
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE
-from .._operator.rules import explain_missing
 from ..ops import _extension
 from ..ops._arguments import explain_arguments
 from ..ops._stand_ins import FORWARDS, stand_in

@@ -7,7 +7,7 @@ module with a `__call__` would not do: torch.compile and type checkers do not ta
 
 import sys
 
-from .._operator.rules import explain_missing
+from .._operator.absent import explain_missing
 from .bev_pool import bev_pool
 from .bev_pool_v2 import bev_pool_v2
 from .bev_pool_v3 import bev_pool_v3

@@ -1,0 +1,52 @@
+"""Names that a module of the vendor's has and ours has not: the vendor's other operators can be imported, not called."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .description import OPERATORS
+
+# Ascend DrivingSDK's public names, April 2026, with their older forms. The vendor's are functions, or classes.
+_NAMES = """
+assign_score_withk border_align box_iou_quadri box_iou_rotated boxes_iou_bev boxes_overlap_bev npu_boxes_overlap_bev
+cal_anchors_heading cartesian_to_frenet cylinder_query deform_conv2d diff_iou_rotated_2d dynamic_scatter npu_dynamic_scatter
+furthest_point_sample_with_dist furthest_point_sampling npu_furthest_point_sampling graph_softmax grid_sampler2d_v2
+grid_sampler3d_v1 group_points npu_group_points hypot knn modulated_deform_conv2d nms3d npu_nms3d nms3d_normal
+npu_nms3d_normal nms3d_on_sight npu_nms3d_on_sight npu_add_relu npu_assign_target_of_single_head npu_batch_matmul
+npu_draw_gaussian_to_heatmap npu_fake_tensor_quant npu_fake_tensor_quant_inplace npu_fake_tensor_quant_with_axis
+npu_fused_bias_leaky_relu npu_gaussian npu_index_select npu_max_pool2d npu_points_in_box points_in_box npu_points_in_box_all
+points_in_boxes_all npu_rotated_iou npu_rotated_overlaps npu_unique pixel_group radius roi_align_rotated roiaware_pool3d
+roipoint_pool3d scatter_add scatter_max npu_scatter_max scatter_mean sigmoid_focal_loss three_interpolate three_nn
+unique_voxel voxelization DeformConv2dFunction ModulatedDeformConv2dFunction RoIPointPool3d SparseConv3d SparseConvTensor
+SparseConvolution SparseInverseConv3d SparseModule SparseSequential SubMConv3d Voxelization
+"""
+OTHERS = frozenset(_NAMES.split())
+_HERE = f"the operators here are {', '.join(OPERATORS)}, bev_pool, bev_pool_v2 and npu_voxel_pooling_train"
+
+
+@functools.cache
+def _make_absent(module: str, name: str) -> Any:
+    """Return a function, or a class if the name is a class's, that raises NotImplementedError when it is called."""
+
+    def call(*args: Any, **named: Any) -> None:
+        raise NotImplementedError(f"{module}.{name} is an operator of the vendor's alone; {_HERE}")
+
+    if name[0].isupper():
+        return type(name, (), {"__module__": module, "__init__": call, "apply": staticmethod(call)})
+    call.__module__, call.__name__, call.__qualname__ = module, name, name
+    return call
+
+
+def explain_missing(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module. A name that neither the module nor the vendor has may be a typo."""
+
+    def __getattr__(name: str) -> Any:
+        if name in OTHERS:
+            return _make_absent(module, name)
+        what = f"module {module!r} has no attribute {name!r}"
+        raise AttributeError(what if name.startswith("_") else f"{what}; {_HERE}", name=name, obj=sys.modules.get(module))
+
+    return __getattr__
