@@ -128,13 +128,14 @@ def test_a_near_miss_stays(name, tmp_path):
 
 
 def with_views(path, count):
-    """So many Identity nodes one behind the other on value, locations and weights, before they are sampled."""
+    """So many nodes that gather all batches, one behind the other, on value, locations and weights before they are sampled."""
     model = onnx.load(path)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(2), "all"))
     for end in "vlw":
         (made,) = (node for node in model.graph.node if end in node.input)
         names = [f"{end}/{number}" for number in range(count)] + [made.output[0]]
         made.output[0] = names[0]
-        chain = [onnx.helper.make_node("Identity", [a], [b]) for a, b in itertools.pairwise(names)]
+        chain = [onnx.helper.make_node("Gather", [a, "all"], [b]) for a, b in itertools.pairwise(names)]
         place = list(model.graph.node).index(made) + 1
         rest = list(model.graph.node)[place:]
         del model.graph.node[place:]

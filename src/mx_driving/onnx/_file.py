@@ -20,6 +20,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferenc
 from .._operator.rules import first_line
 from ._forms import JOINED, NODES, TENSORRT, WITH_LOGITS, has_logits
 from ._graph import SAID_DOMAIN, are_fixed, constant, dims, is_node
+from ._identities import take_out
 from ._order import check, sort_nodes, walk_graphs
 from ._pools import POOLS, give_shape
 
@@ -237,7 +238,9 @@ def _all_sizes_are_fixed(model: ir.Model) -> bool:
 def _follow_sizes(model: ir.Model) -> None:
     """Add sizes that onnx does not infer because the file computes a shape, from constants or from a named batch."""
     try:
-        folded = _fold(model.clone())
+        copy = model.clone()
+        take_out(copy)
+        folded = _fold(copy)
     except Exception:  # any node may fail: sizes stay unknown, and attention that needs them is reported as left
         return
     _add(model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
@@ -247,12 +250,20 @@ def _follow_sizes(model: ir.Model) -> None:
 
 
 def _fold(model: ir.Model) -> ir.Model:
-    """Fold constants twice: folded constants give sizes, which make more constants."""
+    """Fold constants twice: folded constants give sizes, which make more constants.
+
+    Use recorded shapes only where inference gives none: onnx's inference stops at a contradiction, as in files of paddle2onnx.
+    """
     from onnxscript.optimizer import fold_constants
 
+    recorded = {value.name: value.shape for value in list_outputs(model)}
+    for value in list_outputs(model):
+        value.shape = None
     for _ in range(2):
         fold_constants(model, should_fold=_is_small_table)
         model = ShapeInferencePass()(model).model
+        for value in list_outputs(model):
+            value.shape = recorded.get(value.name) if value.shape is None else value.shape
     return model
 
 
@@ -308,4 +319,9 @@ def _add(model: ir.Model, inferred: _Sizes) -> None:
     for value in list_outputs(model):
         before, sizes = dims(value), inferred.get(str(value.name))
         if sizes and len(before) in (0, len(sizes)):
-            value.shape = ir.Shape([b if isinstance(b, int) else s or b for b, s in zip(before or sizes, sizes, strict=True)])
+            value.shape = ir.Shape(map(_choose_size, before or sizes, sizes))
+
+
+def _choose_size(recorded: int | str | None, inferred: int | str | None) -> int | str | None:
+    """Return a number if there is one. paddle2onnx records sizes that contradict the nodes."""
+    return next((size for size in (inferred, recorded) if isinstance(size, int)), inferred or recorded)

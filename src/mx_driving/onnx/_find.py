@@ -10,6 +10,7 @@ import onnx_ir as ir
 from ._constants import find_constants
 from ._file import walk_nodes
 from ._graph import MOVES, Unfit, is_node, producer
+from ._identities import bypass
 from ._nodes import find_nodes
 from ._samples import split_levels
 from ._search import Pairs, Sampling, find_candidates, find_sums, find_table_candidates, find_tables
@@ -24,6 +25,11 @@ def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, 
     GridSample nodes that belong to no weighted sum of the main graph come first. A caller may replace a sampling before it asks
     for the next. `tables=False` leaves out the form "gather".
     """
+    with bypass(model):
+        yield from _search(model, tables)
+
+
+def _search(model: ir.Model, tables: bool) -> Iterator[tuple[str, Sampling | str]]:
     corners, sums = find_tables(model.graph), find_sums(model.graph)
     yield from _find_in_subgraphs(model).items()
     for node in _single_samplers(model.graph, sums):

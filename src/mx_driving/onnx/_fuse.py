@@ -14,6 +14,7 @@ from ._file import check_path, load, silent
 from ._find import find_samplings
 from ._forms import WRITE, Call
 from ._graph import Unfit, dims, label
+from ._identities import name_nodes
 from ._nodes import find_nodes, is_of_form, name_unknown, rewrite
 from ._save import save
 from ._search import Sampling, find_tables
@@ -118,7 +119,7 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
         try:
             if not isinstance(sampling, Sampling):
                 raise Unfit(sampling)
-            names = tuple(str(node.name) for node in collect_part(sampling)[0])
+            names = name_nodes(collect_part(sampling)[0])
             locations = sampling.inputs.get("locations")
             with Writer(model, sampling.output) as write:
                 output, dtype = WRITE[form](write, _call(write, sampling), **options), sampling.output.dtype

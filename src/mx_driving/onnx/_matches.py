@@ -17,6 +17,7 @@ from .._operator.description import SAMPLING
 from . import _file, _find, _trial
 from ._forms import NODES, OURS, has_logits
 from ._graph import Unfit, constant, label
+from ._identities import name_nodes
 from ._nodes import LogitInputs, is_other, read_attention, use_our_nodes
 from ._pools import POOLS
 from ._search import Sampling
@@ -91,7 +92,7 @@ def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
 
 def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
     nodes, sizes = _trial.collect_part(sampling)
-    inputs, names = sampling.inputs, tuple(str(node.name) for node in nodes)
+    inputs, names = sampling.inputs, name_nodes(nodes)
     tables = {str(v.name): v for v in (*sizes, *sampling.ends) if v not in inputs.values()}
     part = _trial.cut(model, [*inputs.values(), *sizes], sampling.output)
     return Match(str(sampling.output.name), sampling.words, inputs, tables, names, part, sampling)

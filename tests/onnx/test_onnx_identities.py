@@ -1,0 +1,178 @@
+"""`mx_driving.onnx.fuse` on files with nodes that change nothing, as paddle2onnx writes them between all others."""
+
+import re
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnx_nodes
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_writings import Calls, Joined, Stacked, Summed, export, feeds, inputs, masked, run, verified
+
+import mx_driving.onnx
+from mx_driving.onnx import _file, _identities
+
+WRITTEN = {
+    "stacked": Stacked(),
+    "summed": Summed(),
+    "unequal points": Joined([2, 4]),
+    "gathers": Stacked(masked),
+    "one table": Calls(),
+}
+# Name -> kind of a node, and its inputs: x, or a number of x's dtype.
+NOTHING = {
+    "Identity": ("Identity", "x"),
+    "product by 1": ("Mul", 1, "x"),
+    "sum with 0": ("Add", "x", 0),
+    "difference to 0": ("Sub", "x", 0),
+    "quotient by 1": ("Div", "x", 1),
+    "Cast": ("Cast", "x"),
+    "Dropout": ("Dropout", "x"),
+    "Concat": ("Concat", "x"),
+}
+NUMERIC = {TensorProto.FLOAT: np.float32, TensorProto.INT64: np.int64}
+
+
+def write_nothing(path, name):
+    """Write a node that changes nothing behind each node of floats or integers, and before the outputs."""
+    kind, *operands = NOTHING[name]
+    model = onnx.shape_inference.infer_shapes(onnx.load(path))
+    dtypes = {v.name: v.type.tensor_type.elem_type for v in (*model.graph.value_info, *model.graph.output)}
+    scalars = {v.name for v in model.graph.value_info if not v.type.tensor_type.shape.dim}
+    nodes, outputs = [], {v.name for v in model.graph.output}
+    for node in model.graph.node:
+        nodes.append(node)
+        dtype, old = dtypes.get(node.output[0]), node.output[0]
+        is_refused = (kind == "Dropout" and dtype != TensorProto.FLOAT) or (kind == "Concat" and old in scalars)
+        if dtype not in NUMERIC or is_refused:
+            continue
+        node.output[0] = f"{old}/raw"
+        numbers = {str(x): numpy_helper.from_array(np.array(x, NUMERIC[dtype]), f"{old}/{x}") for x in operands if x != "x"}
+        model.graph.initializer.extend(numbers.values())
+        read = [node.output[0] if x == "x" else numbers[str(x)].name for x in operands]
+        attributes = {"Cast": {"to": dtype}, "Concat": {"axis": 0}}.get(kind, {})
+        nodes.append(helper.make_node(kind, read, [old], name=f"nothing/{old}", **attributes))
+    assert outputs <= {name for node in nodes for name in node.output}
+    del model.graph.node[:], model.graph.value_info[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "writing"),
+    [
+        *((name, "stacked") for name in NOTHING),
+        *(("product by 1", writing) for writing in [*WRITTEN][1:]),
+        ("Identity", "one table"),
+    ],
+)
+def test_nodes_that_change_nothing_are_passed(name, writing, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(WRITTEN[writing], before, "older, fixed sizes" if writing != "one table" else "fixed sizes")
+    write_nothing(before, name)
+    report = mx_driving.onnx.fuse(before, after)
+    assert (len(report.replaced), report.left) == (1, {})
+    (names,) = report.nodes.values()
+    assert any(node.startswith("nothing/") for node in names)  # to be excluded from int8, too
+    np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), rtol=0, atol=2e-6)
+
+
+def test_the_rest_of_the_file_stays_as_it_is(tmp_path):
+    """Nodes that change nothing remain outside attention: 1 / (-0.0 + 0) is infinite, 1 / -0.0 is negative."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Stacked(), before, "older")
+    model, value = onnx.load(before), helper.make_tensor_value_info
+    for name, numbers in (("negative", -0.0), ("none", 0.0)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array([numbers], np.float32), name))
+    (y,) = (output.name for output in model.graph.output)
+    model.graph.node.extend(
+        [
+            helper.make_node("Identity", ["negative"], ["same"], name="first"),
+            helper.make_node("Add", ["same", "none"], ["sum"], name="second"),
+            helper.make_node("Reciprocal", ["sum"], ["infinite"], name="third"),
+            helper.make_node("Identity", [y], ["copy"], name="fourth"),
+            helper.make_node("Identity", ["copy"], ["z"], name="fifth"),
+        ]
+    )
+    model.graph.output.extend([value("infinite", TensorProto.FLOAT, [1]), value("z", TensorProto.FLOAT, None)])
+    onnx.save(model, before)
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    kept = {node.name: (list(node.input), list(node.output)) for node in model.graph.node[-5:]}
+    assert kept.items() <= {node.name: (list(node.input), list(node.output)) for node in onnx.load(after).graph.node}.items()
+    assert verified(before).right
+    y, infinite, z = onnx_nodes.session(after, mx_driving.onnx.library()).run(None, feeds())
+    assert infinite == np.inf
+    np.testing.assert_array_equal(y, z)
+
+
+GRAPH = """<ir_version: 8, opset_import: ["" : 18]>
+graph (float[3, 3] x, float[n, 3] free, float[1, 3] thin, float default) => (y) <
+ float zero = {0}, float[2, 1, 1] zeros = {0, 0}, float[1, 3] row = {0, 0, 0}, float[3, 1] column = {0, 0, 0}, float one = {1},
+ float[3] ones = {1, 1, 1}, float[3] others = {1, 1, 2}, float default = {1}, float half = {0.5}, bool yes = {1},
+ int64[1] first = {0}, int64[1] second = {1}, int64[1] last = {-1}, int64[1] low = {-9}, int64[1] high = {9},
+ int64[4] pads = {0, 1, 0, -1}, int64[4] no_pads = {0, 0, 0, 0}, int64[2] same = {-1, 3}, int64[2] rows = {3, -1}
+> { y = NODE }"""
+SAME = """
+Add(x, row)  Add(free, row)  Sub(free, zero)  Mul(ones, x)  Div(x, one)  Pow(x, one)  Max(x)  Dropout(x, half)
+Cast<to = 1>(x)  CastLike(x, one)  Reshape(x, same)  Reshape(free, same)  Expand(x, second)  Pad(x, no_pads)
+Slice(x, first, high, first)  Transpose<perm = [0, 1]>(x)  Concat<axis = 1>(x)  Split<num_outputs = 1>(x)
+"""
+OTHER = """
+Add(x, zeros)  Add(free, column)  Sub(zero, x)  Mul(default, x)  Mul(x, half)  Mul(x, others)  Div(one, x)  Pow(one, x)
+Max(x, zero)  Dropout(x, half, yes)  Cast<to = 10>(x)  CastLike(x, first)  Reshape(free, rows)  Squeeze(thin)
+Expand(thin, rows)  Pad(x, pads)  Slice(x, last, low, first, last)  Slice(x, second, high, first)
+Transpose<perm = [1, 0]>(x)  Concat<axis = 0>(x, x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "same"), [(node, texts is SAME) for texts in (SAME, OTHER) for node in re.split(r"  |\n", texts) if node]
+)
+def test_what_a_node_returns(node, same, tmp_path):
+    """`default` is an input, `row` broadcasts to no larger shape."""
+    onnx.save(onnx.parser.parse_model(GRAPH.replace("NODE", node.replace("<", " <").replace(">", "> "))), tmp_path / "one.onnx")
+    model = _file.load(tmp_path / "one.onnx")
+    (found,) = (_identities.find_returned(one, 18) for one in model.graph)
+    assert (found is not None) == same
+
+
+@pytest.mark.parametrize(("opset", "attributes", "same"), [(6, {}, False), (6, {"is_test": 1}, True), (7, {}, True)])
+def test_dropout_of_older_opsets(opset, attributes, same):
+    node = onnx_ir.node("Dropout", [onnx_ir.val("x")], attributes)
+    assert (_identities.find_returned(node, opset) is not None) == same
+
+
+def test_sizes_of_paddle2onnx(tmp_path):
+    """bs * heads is int(float(bs) * 4.0 + 0), then a scalar; and a recorded size contradicts the nodes."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Stacked(), before, "older")
+    model, tensor = onnx.load(before), numpy_helper.from_array
+    scale, zero = (tensor(np.array([x], np.float32), f"scale/{x}") for x in (4, 0))
+    model.graph.initializer.extend([scale, zero, tensor(np.empty(0, np.int64), "scalar")])
+    nodes = []
+    for node in model.graph.node:
+        is_product = node.op_type == "Mul" and node.input[0] == "/Gather_output_0"  # bs * heads
+        nodes += scale_in_floats(*node.input[:1], *node.output) if is_product else [node]
+    assert len(nodes) > len(model.graph.node)
+    del model.graph.node[:], model.graph.value_info[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, before)
+    write_nothing(before, "Identity")
+    model = onnx.load(before)
+    false = helper.make_tensor_value_info("/Reshape_output_0", TensorProto.FLOAT, ["a", "b", 9, "c", "d"])
+    model.graph.value_info.append(false)
+    onnx.save(model, before)
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), rtol=0, atol=2e-6)
+
+
+def scale_in_floats(size, product):
+    names = [f"{product}/{number}" for number in range(4)]
+    return [
+        helper.make_node("Cast", [size], names[:1], to=TensorProto.FLOAT),
+        helper.make_node("Mul", [names[0], "scale/4"], names[1:2]),
+        helper.make_node("Add", [names[1], "scale/0"], names[2:3]),
+        helper.make_node("Cast", [names[2]], names[3:], to=TensorProto.INT64),
+        helper.make_node("Reshape", [names[3], "scalar"], [product]),
+    ]
