@@ -264,7 +264,7 @@ def is_readable(t: Tensor) -> bool:
     """Return whether the numbers of t are here now: on a CPU, side by side, outside of all tracing, transforms and modes."""
     if type(t) is not Tensor or not t.is_cpu or torch.compiler.is_compiling() or t.layout != torch.strided:
         return False
-    if t._is_zerotensor() or torch._is_functional_tensor(t):  # these have no memory of their own
+    if t._is_zerotensor() or torch._is_functional_tensor(t):  # pyright: ignore[reportPrivateImportUsage]
         return False
     modes = torch._C._len_torch_dispatch_stack()  # FakeTensorMode makes fake tensors of real ones
     return not (modes or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active())  # pyright: ignore[reportPrivateImportUsage]
