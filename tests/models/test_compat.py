@@ -337,7 +337,7 @@ def test_a_library_file_that_torch_loads(tmp_path):
         for _ in range(2):
             torch.ops.load_library(str(path))
         forward, backward = torch.ops.nvidia.MultiscaleDeformableAttnPlugin_TRT, torch.ops.nvidia.DMHA_backward
-        same(
+        assert same(
             [*torch.autograd.grad(forward(*args).sum(), learned), *backward(*args, torch.ones_like(expected), 64)],
             2 * gradients,
         )
