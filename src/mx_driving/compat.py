@@ -4,7 +4,8 @@ After `mx_driving.compat.install()` these imports give the operators of this pac
 package that would hold the compiled file (`from . import deformable_aggregation_ext`):
 
 - `MultiScaleDeformableAttention` (Deformable-DETR, DINO, Mask2Former, Mask DINO, ...): ms_deform_attn_forward, _backward;
-  TrackFormer's and TransTrack's without level starts, too
+  TrackFormer's and TransTrack's without level starts, too. A file of this name that `torch.ops.load_library` loads, as NVIDIA
+  TAO does: torch.ops.nvidia.MultiscaleDeformableAttnPlugin_TRT, DMHA_backward
 - `deformable_aggregation_ext` (Sparse4D, SparseDrive; its older interface, too: GaussianFormer, Far3D):
   deformable_aggregation_forward, _backward
 - `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
@@ -24,14 +25,18 @@ vendor's tests and models run on a PC.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ._foreign_functions import FUNCTIONS
 from ._operator.rules import fail
-from ._replacing import MadeModules
+from ._replacing import Changes, MadeModules
 from .ops._stand_ins import stand_in
+from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 
 __all__ = ["NAMES", "install", "uninstall"]
 
@@ -72,6 +77,49 @@ def _find(modules: dict[str, dict[str, Function]], name: str) -> dict[str, Any] 
     return None if functions is None else {**functions, "__getattr__": _make_getattr(name, functions)}
 
 
+_LIBRARY = "MultiScaleDeformableAttention"
+_INPUTS = "Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor sampling_loc, Tensor attn_weight"
+_OPERATORS = {  # of NVIDIA TAO's library file
+    f"MultiscaleDeformableAttnPlugin_TRT({_INPUTS}) -> Tensor": multi_scale_deformable_attn,
+    f"DMHA_backward({_INPUTS}, Tensor grad_output, int im2col_step) -> Tensor[]": _EXTENSIONS[_LIBRARY][
+        "ms_deform_attn_backward"
+    ],
+}
+
+
+class _LibraryFile:
+    """Stand-in for a library file that defines operators of the namespace `nvidia` when it is loaded."""
+
+    def __init__(self) -> None:
+        self.changes = Changes()
+        self.library: Any = None
+
+    def install(self) -> None:
+        original = torch.ops.load_library
+
+        def load_library(path: Any) -> None:
+            if not _is_library(path):
+                original(path)
+            elif self.library is None:
+                self.library = torch.library.Library("nvidia", "FRAGMENT")
+                for schema, function in _OPERATORS.items():
+                    name = self.library.define(schema)
+                    self.library.impl(name, function, "CompositeImplicitAutograd")
+
+        self.changes.set(torch.ops, "load_library", load_library)
+
+    def uninstall(self) -> None:
+        self.changes.undo()
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
+
+
+def _is_library(path: Any) -> bool:
+    return os.path.basename(path).partition(".")[0] == _LIBRARY
+
+
+_file = _LibraryFile()
 _first = MadeModules(functools.partial(_find, _EXTENSIONS))
 _last = MadeModules(functools.partial(_find, _PARTS))
 
@@ -102,16 +150,19 @@ def install(what: str = "extensions") -> tuple[str, ...]:
         spec = getattr(module, "__spec__", None)
         if name.rpartition(".")[2] in _EXTENSIONS and getattr(spec, "loader", None) is not _first:
             raise RuntimeError(f"mx_driving.compat.install must come before the first import of {name}")
+    for path in filter(_is_library, torch.ops.loaded_libraries):
+        raise RuntimeError(f"mx_driving.compat.install must come before torch.ops.load_library loads {path}")
     if not _first.installed:
         _first.install(first=True)
         _last.install(first=False)
+        _file.install()
     return NAMES
 
 
 def uninstall() -> None:
-    """Undo every `install`. Code that has imported a stand-in keeps it."""
+    """Undo every `install`. Code that has imported a stand-in keeps it. Operators of a stand-in for a library file go."""
     npu = sys.modules.get(f"{__package__}._vendor.npu")
     if npu is not None:
         npu.uninstall()
-    for modules in (_first, _last):
-        modules.uninstall()
+    for stand_ins in (_first, _last, _file):
+        stand_ins.uninstall()

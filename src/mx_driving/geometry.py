@@ -2,14 +2,20 @@
 
 Frames are right-handed and in metres. A camera looks along its z axis, with x to the right of its picture and y down. Pixels
 are (u, v): (0, 0) is the corner of the picture and (0.5, 0.5) the centre of the first pixel, as the operators count.
+
+A function computes in the common dtype of its tensors. Tensors of whole numbers count as torch's default dtype.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._operator import rules
 
 __all__ = ["augmentation_matrix", "bev_ranks", "frustum", "image_locations", "projection_matrix", "unproject"]
 
@@ -41,11 +47,13 @@ def projection_matrix(
     >>> geometry.projection_matrix(K, torch.eye(3), torch.zeros(3)) @ torch.tensor([0.0, 0, 2, 1])
     tensor([100.,  50.,   2.,   1.])
     """
-    _check(("intrinsics", intrinsics, (3, 3)), ("rotation", rotation, (3, 3)), ("translation", translation, (3,)))
+    intrinsics, rotation, translation = _inputs(
+        ("intrinsics", intrinsics, (3, 3)), ("rotation", rotation, (3, 3)), ("translation", translation, (3,))
+    )
     depth = intrinsics[..., 2:, :]  # S adds a multiple of it to u and v
     matrix = torch.cat([intrinsics[..., :2, :] + (0.5 - first_pixel) * depth, depth], -2)
     if augmentation is not None:
-        _check(("augmentation", augmentation, (3, 3)))
+        (augmentation,) = _inputs(("augmentation", augmentation, (3, 3)))
         matrix = augmentation.to(matrix) @ matrix
     matrix = matrix @ torch.cat([rotation, translation[..., None]], -1)
     last = torch.tensor([[0.0, 0, 0, 1]]).to(matrix).expand(*matrix.shape[:-2], 1, 4)
@@ -53,40 +61,43 @@ def projection_matrix(
 
 
 def augmentation_matrix(
-    scale: float | tuple[float, float] = 1.0,
-    crop: tuple[float, float] = (0.0, 0.0),
+    scale: float | Sequence[float] = 1.0,
+    crop: Sequence[float] = (0.0, 0.0),
     flip_width: float | None = None,
     degrees: float = 0.0,
-    size: tuple[float, float] | None = None,
+    size: Sequence[float] | None = None,
 ) -> Tensor:
-    """Return what the usual augmentations of a picture do to its pixels: scale, then crop, then flip, then turn.
+    """Return the matrix that moves pixels as the usual augmentations of a picture do: scale, then crop, then flip, then turn.
 
     Args:
         scale: of the picture, or of its width and height.
         crop: pixels (left, top) that are cut off after the scale.
         flip_width: the width of the cropped picture if it is mirrored, else None.
-        degrees: how far it is turned, counter-clockwise on the screen as in ``PIL.Image.rotate``, about its centre.
-        size: (width, height) of the cropped picture; needed where degrees are not 0.
+        degrees: the angle of the turn about the picture's centre, counter-clockwise on the screen as in ``PIL.Image.rotate``.
+        size: (width, height) of the cropped picture; needed if degrees is not 0.
 
     Returns:
         float64 [3, 3], for pixels (u, v, 1).
     """
-    scale = scale if isinstance(scale, tuple) else (scale, scale)
-    matrix = torch.tensor([[scale[0], 0, -crop[0]], [0, scale[1], -crop[1]], [0, 0, 1]], dtype=torch.float64)
+    x_scale, y_scale = _numbers(
+        "scale", 2, scale if isinstance(scale, Sequence) or getattr(scale, "ndim", 0) else (scale, scale)
+    )
+    left, top = _numbers("crop", 2, crop)
+    matrix = torch.tensor([[x_scale, 0, -left], [0, y_scale, -top], [0, 0, 1]], dtype=torch.float64)
     if flip_width is not None:
         matrix = torch.tensor([[-1, 0, flip_width], [0, 1, 0], [0, 0, 1]], dtype=torch.float64) @ matrix
     if degrees:
         if size is None:
             raise ValueError("size must be the (width, height) of a picture that is turned; got None")
         angle = torch.deg2rad(torch.tensor(degrees, dtype=torch.float64))
-        (cos, sin), (x, y) = (angle.cos(), angle.sin()), (size[0] / 2, size[1] / 2)
+        (cos, sin), (x, y) = (angle.cos(), angle.sin()), (side / 2 for side in _numbers("size", 2, size))
         turn = [[cos, sin, x - cos * x - sin * y], [-sin, cos, y + sin * x - cos * y], [0, 0, 1]]
         matrix = torch.tensor(turn, dtype=torch.float64) @ matrix
     return matrix
 
 
 def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> tuple[Tensor, Tensor]:
-    """Project points into each camera: the `sample_locations` of :func:`mx_driving.deformable_aggregation`.
+    """Project points into each camera, as `sample_locations` of :func:`mx_driving.deformable_aggregation`.
 
     Args:
         points: [..., 3].
@@ -94,10 +105,12 @@ def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> t
         image_size: [2] or [cam, 2], (width, height) of the pictures in pixels.
 
     Returns:
-        locations [..., cam, 2], (x, y) of 0..1 across the picture, and -1 for a point that is not before the camera; and
-        depths [..., cam] in metres.
+        locations [..., cam, 2], (x, y) of 0..1 across the picture, (-1, -1) for a point that is not in front of the camera;
+        and depths [..., cam] in metres.
     """
-    _check(("points", points, (3,)), ("projection", projection, (4, 4)), ("image_size", image_size, (2,)))
+    points, projection, image_size = _inputs(
+        ("points", points, (3,)), ("projection", projection, (4, 4)), ("image_size", image_size, (2,))
+    )
     projected = torch.einsum("cij,...j->...ci", projection[:, :3, :3], points) + projection[:, :3, 3]
     depth = projected[..., 2]
     plane = projected[..., :2] / depth.clamp(min=1e-5)[..., None] / image_size
@@ -105,7 +118,7 @@ def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> t
 
 
 def frustum(image_size: tuple[int, int], feature_size: tuple[int, int], depths: Tensor) -> Tensor:
-    """Return the points of a camera that a map of features and bins of depth stand for.
+    """Return the centre of each feature of a camera, at each depth, as (u, v, depth).
 
     Args:
         image_size: (width, height) of the picture.
@@ -115,8 +128,9 @@ def frustum(image_size: tuple[int, int], feature_size: tuple[int, int], depths: 
     Returns:
         [D, H, W, 3] in the dtype of depths: the pixel (u, v) at the centre of each feature, and its depth.
     """
-    _check(("depths", depths, ("D",)))
-    u, v = ((torch.arange(n).to(depths) + 0.5) * (side / n) for side, n in zip(image_size, feature_size, strict=True))
+    (depths,) = _inputs(("depths", depths, ("D",)))
+    sides, counts = _numbers("image_size", 2, image_size), _numbers("feature_size", 2, feature_size)
+    u, v = ((torch.arange(n).to(depths) + 0.5) * (side / n) for side, n in zip(sides, counts, strict=True))
     d, v, u = torch.meshgrid(depths, v, u, indexing="ij")
     return torch.stack([u, v, d], -1)
 
@@ -126,9 +140,10 @@ def unproject(pixels: Tensor, projection: Tensor) -> Tensor:
 
     The inverse of :func:`image_locations`; `projection` is [cam, 4, 4].
     """
-    _check(("pixels", pixels, (3,)), ("projection", projection, (4, 4)))
-    seen = torch.cat([pixels[..., :2] * pixels[..., 2:], pixels[..., 2:], torch.ones_like(pixels[..., :1])], -1)
-    return torch.einsum("cij,...j->c...i", torch.linalg.inv(projection), seen)[..., :3]
+    pixels, projection = _inputs(("pixels", pixels, (3,)), ("projection", projection, (4, 4)))
+    projected = torch.cat([pixels[..., :2] * pixels[..., 2:], pixels[..., 2:], torch.ones_like(pixels[..., :1])], -1)
+    inverse = torch.linalg.inv(projection.to(torch.promote_types(projection.dtype, torch.float32)))  # it takes no 16 bits
+    return torch.einsum("cij,...j->c...i", inverse.to(pixels.dtype), projected)[..., :3]
 
 
 def bev_ranks(
@@ -137,22 +152,24 @@ def bev_ranks(
     """Return the ranks of :func:`mx_driving.bev_pool_v3` for points of cameras, sorted by cell.
 
     Args:
-        points: [B, cam, D, H, W, 3], what :func:`unproject` gives for a frustum, a batch of it.
+        points: [B, cam, D, H, W, 3], for instance the result of :func:`unproject` for a frustum, for each scene of a batch.
         lower: smallest (x, y, z) of the grid in metres.
         cell: size (x, y, z) of a cell in metres.
-        cells: how many along (x, y, z).
+        cells: number of cells along (x, y, z).
 
     Returns:
         ranks_depth, ranks_feat and ranks_bev, int32 [n], of the n points that lie in the grid, for depth [B, cam, D, H, W],
         feat [B, cam, H, W, C] and bev_feat_shape (B, z, y, x, C).
     """
-    _check(("points", points, ("B", "cam", "D", "H", "W", 3)))
+    (points,) = _inputs(("points", points, ("B", "cam", "D", "H", "W", 3)))
+    lower, cell, (nx, ny, nz) = (_numbers(*row) for row in (("lower", 3, lower), ("cell", 3, cell), ("cells", 3, cells)))
+    if min(cell) <= 0:
+        rules.fail(ValueError, "cell", "be positive", tuple(cell))
     batch, _, depths, height, width, _ = points.shape
     voxel = ((points - points.new_tensor(lower)) / points.new_tensor(cell)).floor()
     x, y, z = voxel.unbind(-1)
-    inside = ((voxel >= 0) & (voxel < points.new_tensor(cells))).all(-1)
+    inside = ((voxel >= 0) & (voxel < points.new_tensor([nx, ny, nz]))).all(-1)
     b = torch.arange(batch, device=points.device).view(-1, 1, 1, 1, 1)
-    nx, ny, nz = cells
     ranks_depth = inside.flatten().nonzero()[:, 0]
     x, y, z = (torch.where(inside, axis, 0).long() for axis in (x, y, z))
     ranks_bev, order = (((b * nz + z) * ny + y) * nx + x).flatten()[ranks_depth].sort(stable=True)
@@ -162,8 +179,8 @@ def bev_ranks(
     return ranks_depth.int(), ranks_feat.int(), ranks_bev.int()
 
 
-def _check(*rows: tuple[str, Tensor, tuple[int | str, ...]]) -> None:
-    """Check that each tensor is one and that its last axes have these sizes; a name stands for any size."""
+def _inputs(*rows: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Tensor]:
+    """Check the last axes of each tensor, where a name is any size, and return the tensors in their common floating dtype."""
     for name, tensor, sizes in rows:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
@@ -171,3 +188,16 @@ def _check(*rows: tuple[str, Tensor, tuple[int | str, ...]]) -> None:
         if len(last) < len(sizes) or any(isinstance(n, int) and n != size for n, size in zip(sizes, last, strict=True)):
             shape = ", ".join(map(str, sizes))
             raise ValueError(f"{name} must have the last axes [{shape}]; got {tuple(tensor.shape)}")
+        if tensor.is_complex():
+            rules.fail(TypeError, name, "have a dtype of real numbers", str(tensor.dtype).removeprefix("torch."))
+    rules.need_one_device(*((name, tensor) for name, tensor, _ in rows))
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for _, tensor, _ in rows))
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    return [tensor.to(dtype) for _, tensor, _ in rows]
+
+
+def _numbers(name: str, count: int, numbers: Any) -> list[Any]:
+    """Return the numbers of a tuple, a list, a tensor or an array, which must hold `count`."""
+    if not hasattr(numbers, "__len__") or len(numbers) != count:
+        rules.fail(ValueError, name, f"hold {count} numbers", repr(numbers))
+    return list(numbers)

@@ -96,4 +96,22 @@ def aggregation() -> viz.Look:
     return looks[0]
 
 
+class BirdsEyeLayer(torch.nn.Module):
+    """A layer of BEVFormer and a decoder's layer: 12 cells, three cameras, four queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temporal = mx_driving.nn.TemporalSelfAttention(16)
+        self.spatial = mx_driving.nn.SpatialCrossAttention(16, num_levels=1)
+        self.decoder = torch.nn.ModuleList([mx_driving.nn.MultiScaleDeformableAttention(16, num_levels=1) for _ in range(2)])
+
+    def forward(self, mask):
+        (grid, *image), cells = [cases.levels_of(size) for size in ((3, 4), (5, 6))], torch.rand(1, 12, 16)
+        cells = self.temporal(cells, torch.rand(1, 2, 12, 1, 2), None, *grid)
+        pillars = torch.rand(1, 3, 12, 4, 2)
+        cells = self.spatial(cells, pillars, torch.rand(1, 3, 30, 16), *image[0], mask[None, ..., None].expand(-1, -1, -1, 4))
+        for layer in self.decoder:
+            layer(torch.rand(1, 4, 16), torch.rand(1, 4, 1, 2), cells, *grid)
+
+
 PICTURE = torch.rand(6, 8, 3)

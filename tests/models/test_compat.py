@@ -321,6 +321,40 @@ def test_install_twice_and_undo():
     ]
 
 
+def test_a_library_file_that_torch_loads(tmp_path):
+    """NVIDIA TAO's constructor loads one; its code calls torch.ops.nvidia."""
+    path = tmp_path / "MultiScaleDeformableAttention.cpython-311-x86_64-linux-gnu.so"
+    args = [a.clone().requires_grad_(a.is_floating_point()) for a in inputs_of(cases.MULTI_SCALE)]
+    expected = mx_driving.multi_scale_deformable_attn(*args)
+    learned = [a for a in args if a.requires_grad]
+    gradients = torch.autograd.grad(expected.sum(), learned)
+    original = torch.ops.load_library
+    for _ in range(2):  # it can be undone, and come again
+        with pytest.raises(OSError):
+            torch.ops.load_library(path)
+        compat.install()
+        for _ in range(2):
+            torch.ops.load_library(str(path))
+        forward, backward = torch.ops.nvidia.MultiscaleDeformableAttnPlugin_TRT, torch.ops.nvidia.DMHA_backward
+        assert same(
+            [*torch.autograd.grad(forward(*args).sum(), learned), *backward(*args, torch.ones_like(expected), 64)],
+            2 * gradients,
+        )
+        (node,) = torch.jit.trace(lambda *args, op=forward: op(*args), [a.detach() for a in args]).graph.nodes()
+        assert node.kind() == "nvidia::MultiscaleDeformableAttnPlugin_TRT"  # TAO's exporter writes a node of it
+        with pytest.raises(OSError):
+            torch.ops.load_library(tmp_path / "other.so")
+        compat.uninstall()
+        assert torch.ops.load_library == original
+
+
+def test_a_library_file_that_was_loaded_before(tmp_path, monkeypatch):
+    path = str(tmp_path / "MultiScaleDeformableAttention.so")
+    monkeypatch.setattr(torch.ops, "loaded_libraries", {path})
+    with pytest.raises(RuntimeError, match=r"install must come before torch.ops.load_library loads .*Attention\.so"):
+        compat.install()
+
+
 @pytest.mark.parametrize("name", ["detrex", "adet", "groundingdino"])
 def test_an_uncompiled_part_of_a_package(unbuilt, name):
     unbuilt(name)

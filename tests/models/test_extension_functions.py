@@ -9,7 +9,7 @@ import torch
 from mx_driving import _C
 from mx_driving._foreign_functions import FUNCTIONS
 from mx_driving.ops import _extension
-from mx_driving.ops._stand_ins import stand_in
+from mx_driving.ops._stand_ins import stand_in, sum_runs
 
 B, D, H, W, C = 2, 1, 2, 3, 8
 RANKS = [torch.arange(4, dtype=torch.int32)] * 3
@@ -129,3 +129,19 @@ def test_functions_of_the_compiled_module_take_names():
     assert torch.equal(named, _C.npu_deformable_aggregation(*AGGREGATION))
     with pytest.raises(TypeError, match=r"^weight must be given by this name; got the name weigth$"):
         _C.npu_deformable_aggregation(*AGGREGATION[:4], weigth=AGGREGATION[4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sorted_ranks", [[], [4], [0, 0, 2, 2, 2, 7], [3, 1, 1, 3]])
+def test_runs_of_equal_ranks_are_summed(sorted_ranks, dtype):
+    """As Lift-Splat's cumsum_trick sums them: a rank that comes again is a run of its own."""
+    ranks, places = torch.tensor(sorted_ranks, dtype=torch.int64), torch.randint(9, (len(sorted_ranks), 4))
+    x = torch.rand(len(sorted_ranks), 3, dtype=dtype, requires_grad=True)
+    run, counts = torch.unique_consecutive(ranks, return_inverse=True, return_counts=True)[1:]
+    expected = torch.zeros(len(counts), 3, dtype=torch.float64).index_add(0, run, x.double())
+    sums, last = sum_runs(x, places, ranks)
+    assert sums.dtype == dtype
+    assert torch.equal(last, places[counts.cumsum(0) - 1])
+    torch.testing.assert_close(sums, expected.to(dtype))
+    grad = torch.rand(len(counts), 3, dtype=dtype)
+    assert torch.equal(torch.autograd.grad(sums, x, grad)[0], grad[run])

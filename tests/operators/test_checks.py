@@ -10,7 +10,9 @@ import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from small_cases import GOOD
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
+import mx_driving
 from mx_driving._operator import checks
 from mx_driving._operator.description import OPERATORS
 
@@ -107,3 +109,25 @@ def test_a_backward_like_an_earlier_one_is_one_look(operator, monkeypatch):
     call[0] = call[0].half()  # another dtype is another call
     with pytest.raises(pytest.fail.Exception, match="looked twice"):
         checks.backward(operator, *call)
+
+
+KINDS = {
+    "subclass": lambda t: TwoTensor(t, t),
+    "without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "functional": torch._to_functional_tensor,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize("operator", [*cases.OPERATORS, MULTI_SCALE_LOGITS, GEOMETRIC_LOGITS, AGGREGATION_LOGITS])
+def test_a_table_may_be_another_kind_of_tensor_than_the_other_table(operator, place, kind):
+    """Only tables in memory are read before the kernel reads them."""
+    args = list(GOOD[operator]())
+    args[2] = torch.zeros_like(args[2])  # all levels read the same rows
+    args[place] = KINDS[kind](args[place])
+    if place == 1 and kind == "without memory":
+        with pytest.raises((ValueError, RuntimeError), match=r"\] must be positive \(H, W\); got \(0, 0\)"):
+            getattr(mx_driving, operator)(*args)
+    else:
+        assert getattr(mx_driving, operator)(*args).shape[0] == args[0].shape[0]

@@ -84,12 +84,53 @@ def test_ranks_lift_as_a_loop_does():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float64, torch.float16])
+def test_inputs_of_any_dtype_give_the_numbers_of_float32(dtype):
+    """Every tensor of each function has another dtype than the others, which have float32."""
+    points = torch.tensor([[3.0, 1, 2], [4, 4, 8]])
+    K, R, t = torch.tensor([[8.0, 0, 4], [0, 8, 4], [0, 0, 1]]), torch.eye(3), torch.tensor([1.0, 0, 2])
+    projection = geometry.projection_matrix(K, R, t)[None]
+    grid = (-1, -1, -1), (0.5, 0.5, 0.5), (12, 12, 20)
+    calls = [
+        (geometry.projection_matrix, K, R, t, 2 * R),
+        (geometry.image_locations, points, projection, torch.tensor([8.0, 8])),
+        (geometry.unproject, points, projection),
+        (lambda depths: geometry.frustum((8, 6), (4, 3), depths), torch.tensor([1.0, 2])),
+        (lambda points: geometry.bev_ranks(points, *grid), points.expand(1, 1, 1, 1, 2, 3)),
+    ]
+    for function, *args in calls:
+        expected = function(*args)
+        for place, arg in enumerate(args):
+            if torch.equal(arg.to(dtype).float(), arg):
+                got = function(*args[:place], arg.to(dtype), *args[place + 1 :])
+                torch.testing.assert_close(got, expected, check_dtype=False, rtol=2e-3, atol=2e-3)
+    assert geometry.bev_ranks(*calls[-1][1:], *grid)[0].numel() == 2
+
+
+def test_numbers_come_in_any_sequence():
+    expected = geometry.augmentation_matrix((0.5, 0.25), (1, 2), None, 30, (8, 6))
+    for kind in (list, np.array, torch.tensor):
+        got = geometry.augmentation_matrix(kind((0.5, 0.25)), kind((1, 2)), None, 30, kind((8, 6)))
+        torch.testing.assert_close(got, expected)
+    assert torch.equal(geometry.augmentation_matrix(np.float32(0.5)), geometry.augmentation_matrix(0.5))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: geometry.projection_matrix(torch.eye(4), torch.eye(3), torch.zeros(3)), "intrinsics must have the last axes"),
         (lambda: geometry.projection_matrix(torch.eye(3), torch.eye(3), torch.zeros(4)), r"translation must .*got \(4,\)"),
         (lambda: geometry.augmentation_matrix(degrees=3), r"size must be the \(width, height\) .*; got None"),
+        (lambda: geometry.augmentation_matrix((1, 2, 3)), r"scale must hold 2 numbers; got \(1, 2, 3\)"),
+        (lambda: geometry.bev_ranks(torch.zeros(1, 1, 1, 1, 1, 3), (0,) * 3, (1, 0, 1), (1,) * 3), "cell must be positive"),
+        (
+            lambda: geometry.bev_ranks(torch.zeros(1, 1, 1, 1, 1, 3), (0,) * 3, 0.5, (1,) * 3),
+            "cell must hold 3 numbers; got 0.5",
+        ),
+        (
+            lambda: geometry.unproject(torch.zeros(3), torch.zeros(1, 4, 4, device="meta")),
+            "projection must be on pixels's device",
+        ),
         (lambda: geometry.bev_ranks(torch.zeros(3), (0,) * 3, (1,) * 3, (1,) * 3), r"points must .* \[B, cam, D, H, W, 3\]"),
     ],
 )
@@ -101,3 +142,5 @@ def test_wrong_shapes_are_named(call, message):
 def test_what_is_no_tensor_is_named():
     with pytest.raises(TypeError, match="depths must be a tensor; got list"):
         geometry.frustum((8, 6), (4, 3), [1.0])
+    with pytest.raises(TypeError, match="depths must have a dtype of real numbers; got complex64"):
+        geometry.frustum((8, 6), (4, 3), torch.ones(1, dtype=torch.complex64))

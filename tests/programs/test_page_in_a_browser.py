@@ -215,6 +215,26 @@ def test_marks_move_with_the_query_and_heads_and_weights_are_filtered(page):
     assert (page.texts(SHARE)[0], page.marks()[0]) == ("not read", 0)
 
 
+def test_wide_pictures_use_a_wide_window_and_are_enlarged(page):
+    """Three cameras take two columns of 1400 pixels, and a click or the button gives a picture the whole width."""
+    sizes = "const e = [...document.querySelectorAll('#panels canvas')]; return e.map((c) => Math.round(c.clientWidth))"
+    page.open(1400)
+    assert page.run(sizes) == [485, 485, 485]
+    page.click("#panels button")
+    assert page.run(sizes) == [984, 485, 485]
+    assert page.marks()[0] > 50
+    page.click("#panels button")
+    page.run("document.querySelectorAll('#panels canvas')[1].scrollIntoView()")
+    left, top = page.run(
+        "const b = document.querySelectorAll('#panels canvas')[1].getBoundingClientRect(); return [b.left + 9, b.top + 9]"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        page.command("Input.dispatchMouseEvent", type=kind, x=left, y=top, button="left", clickCount=1, pointerType="mouse")
+    page.settle()
+    assert page.run(sizes) == [485, 984, 485]
+    assert page.texts("#panels button") == ["larger", "smaller", "larger"]
+
+
 def test_a_phone(page):
     """A finger drags the query, and nothing scrolls sideways."""
     page.open(320, dark=True)

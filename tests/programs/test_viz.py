@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 
 import cases
 import logits_cases
 import pytest
 import torch
-from pages import attention
+from pages import BirdsEyeLayer, aggregation, attention, geometric
 from programs import python
 from small_cases import GROWING
 
@@ -37,6 +38,47 @@ def test_recording_sees_every_sampling_operator_and_no_backward():
     ]
     assert torch.equal(looks[0].weights, weights)
     assert not looks[0].table.requires_grad
+
+
+def test_a_look_has_the_name_of_its_layer():
+    """Of the innermost module that has a name, from the outermost that is called; also after a layer that raises."""
+    model = torch.nn.ModuleDict({"encoder": BirdsEyeLayer()})
+    model.forward = lambda mask: model["encoder"](mask)
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    with viz.recording() as looks:
+        with pytest.raises(TypeError):
+            model(None)
+        model(torch.ones(3, 12).bool())
+        model["encoder"].temporal(torch.rand(1, 12, 16), torch.rand(1, 2, 12, 1, 2), None, *cases.levels_of((3, 4)))
+        elsewhere = threading.Thread(target=torch.nn.Identity(), args=(0,))
+        elsewhere.start()
+        elsewhere.join()
+        mx_driving.multi_scale_deformable_attn(*GROWING[cases.MULTI_SCALE](2, 5))
+    spatial = ["encoder.spatial.deformable_attention"] * 3
+    decoder = ["encoder.decoder.0", "encoder.decoder.1"]
+    assert [look.layer for look in looks] == ["encoder.temporal", "encoder.temporal", *spatial, *decoder, "", ""]
+    assert [len(looks.of(name)) for name in ("spatial", "encoder", "decoder.*", "encoder.decoder.1")] == [3, 7, 2, 1]
+    assert looks.of("decoder").of("1")[0] is looks[6]
+    assert repr(looks[6]).startswith("Look(multi_scale_deformable_attn of encoder.decoder.1: table [1, 12, 8, 2] float32")
+    names = "encoder.temporal, encoder.spatial.deformable_attention, encoder.decoder.0, encoder.decoder.1"
+    with pytest.raises(ValueError) as refused:
+        looks.of("spatia")
+    assert str(refused.value) == f"layer must be part of a name of the recorded layers ({names}); got 'spatia'"
+    assert not hooks
+
+
+@pytest.mark.parametrize("make", [attention, aggregation, geometric])
+def test_samples_of_a_look_are_drawn(make):
+    """Every sample on the map is a dot, whichever the operator."""
+    look = make()
+    camera, scene = (2, 0) if make is aggregation else (0, 1)
+    locations, weights = look.samples(3, camera, scene)
+    heads, levels, points = weights.shape
+    assert locations.shape == (heads, levels, points, 2)
+    ax = viz.sampling_points(torch.rand(8, 9), locations, weights)
+    assert sum(len(c.get_offsets()) for c in ax.collections) == int(((locations > 0) & (locations < 1)).all(-1).sum())
+    if make is aggregation:
+        assert torch.equal(weights, look.weights[0, 3, :, 2].permute(2, 1, 0))
 
 
 def test_what_is_compiled_stays_so():
@@ -147,6 +189,11 @@ REFUSED = [
     (lambda: viz.sampling_points(IMAGE, POINTS[:, :0], SHARES[:, :0]), "locations must hold a point; got shape (2, 0, 2)"),
     (lambda: viz.sampling_points(IMAGE, [[1]], SHARES),
      "locations must be a torch.Tensor, as torch.tensor(locations) makes it; got list"),
+    (lambda: viz.sampling_points(IMAGE, torch.rand(13, 3, 2), torch.rand(13, 3, 2, 4)),
+     "weights must have shape (13, 3); got (13, 3, 2, 4), as deformable_aggregation has it: look.samples(query, camera) "
+     "returns both as they are drawn"),
+    (lambda: attention().samples(0, 1),
+     "camera must be 0 for multi_scale_deformable_attn, whose cameras are entries of the batch; got 1"),
     (lambda: viz.sampling_points(IMAGE, POINTS, SHARES, reference=torch.rand(3)),
      "reference must have shape (n, 2) or (n, 4); got (3,)"),
     (lambda: viz.sampling_points(torch.rand(4, 4, 5), POINTS, SHARES),

@@ -11,7 +11,7 @@ from mx_driving import viz
 pytest.importorskip("numpy")
 pytest.importorskip("PIL.Image")
 
-from pages import PICTURE, aggregation, attention, geometric, samples, written
+from pages import PICTURE, BirdsEyeLayer, aggregation, attention, geometric, samples, written
 
 HOSTILE = "</script><script>alert(1)</script><!-- & \u2028 \ud800 {{data}} 漢"
 
@@ -62,3 +62,42 @@ def test_the_page(make, tmp_path):
             for (h, l, p), row in zip(expected, rows.get((query, camera), []), strict=True):
                 assert row[3:5] == pytest.approx(at[query, h, l, p].tolist(), abs=2e-5)
                 assert row[5] == pytest.approx(float(weights[query, h, l, p]), abs=2e-5)
+
+
+def birds_eye_looks(mask):
+    with viz.recording() as looks:
+        BirdsEyeLayer()(mask)
+    return looks
+
+
+@pytest.mark.parametrize("unseen", [(), (2,)])
+def test_a_layer_that_samples_its_cameras_in_turn_is_a_call(unseen, tmp_path):
+    """A camera may see no cell."""
+    mask = torch.arange(36).view(3, 12) % 5 < 2
+    mask[list(unseen)] = False
+    looks, plane = birds_eye_looks(mask), viz.Plane((3, 4), seen=mask.T)
+    facts = [
+        written(viz.page(call, [PICTURE] * 3, tmp_path / "x.html", plane=plane))[1]
+        for call in (looks.of("spatial"), [looks[1:4]])
+    ]
+    assert facts[0] == facts[1]
+    assert facts[0]["looks"][0]["name"] == "call 1 (spatial.deformable_attention)"
+    assert {(query, camera) for query, camera in samples(facts[0])} <= {tuple(pair) for pair in mask.T.nonzero().tolist()}
+
+
+def test_looks_that_do_not_fit_are_named(tmp_path):
+    looks = birds_eye_looks(torch.ones(3, 12).bool())
+    for chosen, pictures, plane, sentence in (
+        (looks, 3, None, "pictures must be one for each camera of a scene, a number that divides bs=2 of call 1 (temporal); "
+         "got 3, which fits looks.of('spatial.deformable_attention')"),
+        (looks.of("decoder"), 3, None,
+         "pictures must be one for each camera of a scene, a number that divides bs=1 of call 1 (decoder.0); got 3"),
+        (looks, 1, None, "looks must have the same queries on one page; got 12 queries in call 1 (temporal) and 4 in "
+         "call 5 (decoder.0); looks.of(layer) selects the looks of a layer"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as refused:
+            viz.page(chosen, [PICTURE] * pictures, tmp_path / "x.html", plane=plane)
+        assert str(refused.value) == sentence
+    looks = birds_eye_looks(torch.arange(36).view(3, 12) % 5 < 2)
+    with pytest.raises(ValueError, match=r"^plane.seen must be a mask .* have different queries; got None for 6 and 4 and 5 "):
+        viz.page(looks.of("spatial"), [PICTURE] * 3, tmp_path / "x.html")

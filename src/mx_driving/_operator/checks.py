@@ -264,6 +264,8 @@ def is_readable(t: Tensor) -> bool:
     """Return whether the numbers of t are here now: on a CPU, side by side, outside of all tracing, transforms and modes."""
     if type(t) is not Tensor or not t.is_cpu or torch.compiler.is_compiling() or t.layout != torch.strided:
         return False
+    if t._is_zerotensor() or torch._is_functional_tensor(t):  # pyright: ignore[reportPrivateImportUsage]
+        return False
     modes = torch._C._len_torch_dispatch_stack()  # FakeTensorMode makes fake tensors of real ones
     return not (modes or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active())  # pyright: ignore[reportPrivateImportUsage]
 
@@ -285,10 +287,10 @@ def check_tables(operator: Operator, inputs: Sequence[Any]) -> None:
         same = legal_shapes() is shapes and legal_starts() is starts
         if same and (shapes._version, starts._version) == versions and num_keys >= enough:
             return
-    if not is_readable(starts) or shapes.layout != torch.strided:
+    if not (is_readable(shapes) and is_readable(starts)):
         return
     contents(operator, inputs)
-    if type(shapes) is Tensor and not (shapes.is_inference() or starts.is_inference()):  # these have no versions
+    if not (shapes.is_inference() or starts.is_inference()):  # these have no versions
         if len(_LEGAL_TABLES) == 256:
             _LEGAL_TABLES.clear()
         _LEGAL_TABLES[id(shapes)] = (weakref.ref(shapes), weakref.ref(starts), (shapes._version, starts._version), num_keys)

@@ -30,7 +30,7 @@ def sampling_points(
     Args:
         image: [H, W, 3], [3, H, W] or [H, W], 0..1 or bytes, a tensor or a NumPy array.
         locations: [..., num_levels, num_points, 2], (x, y), 0..1 is the picture: a query's heads, or several queries.
-        weights: [..., num_levels, num_points].
+        weights: [..., num_levels, num_points]. `look.samples(query, camera)` returns locations and weights of a recorded call.
         reference: [n, 2] or [n, 4], points or boxes (centre x, centre y, width, height) to mark, 0..1.
         least: samples of a smaller weight are left out.
         labels: a legend that names the levels.
@@ -77,7 +77,10 @@ def _check_samples(locations: Tensor, weights: Tensor) -> None:
     if locations.dim() < 3 or locations.shape[-1] != 2:
         rules.fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
     if weights.shape != locations.shape[:-1]:
-        rules.fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", tuple(weights.shape))
+        fact = f"{tuple(weights.shape)}"
+        if weights.dim() == locations.dim() + 1:
+            fact += ", as deformable_aggregation has it: look.samples(query, camera) returns both as they are drawn"
+        rules.fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", fact)
     if locations.numel() == 0:
         rules.fail(ValueError, "locations", "hold a point", f"shape {tuple(locations.shape)}")
 

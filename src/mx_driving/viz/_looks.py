@@ -1,25 +1,28 @@
-"""What operators are given while a model runs: `recording()` keeps the inputs of each call as a `Look`."""
+"""Record the inputs of a model's operator calls: `recording()` keeps each call of a sampling operator as a `Look`."""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._operator import composition
+from .._operator import composition, rules
 from .._operator.description import OPERATORS, SAMPLING
 
 
 @dataclass(frozen=True)
 class Look:
-    """The inputs of one call of a bare operator, without their gradients.
+    """The inputs of one call of a sampling operator, without their gradients.
 
-    A call of an operator with logits is looked at as one of its bare operator, with the locations and weights it works out.
+    For an operator with logits these are the inputs of its bare operator: the locations and weights computed from the logits.
     """
 
     operator: str
@@ -28,32 +31,90 @@ class Look:
     starts: Tensor
     locations: Tensor
     weights: Tensor
+    layer: str = ""  # name of the innermost module that made the call, from the outermost that was called; "" if unknown
+
+    def samples(self, query: int, camera: int = 0, scene: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the samples of a query as `sampling_points` draws them.
+
+        Args:
+            query: the query's number.
+            camera: a camera of `deformable_aggregation`; 0 for attention, which has a scene for each camera.
+            scene: the entry of the batch.
+
+        Returns:
+            locations [num_heads, num_levels, num_points, 2], (x, y), 0..1 is the picture, NaN for samples that read nothing;
+            and weights [num_heads, num_levels, num_points]. Heads and levels are the groups and scales of
+            `deformable_aggregation`.
+        """
+        from ._samples import to_one_layout
+
+        if camera and OPERATORS[self.operator].kind != "aggregation":
+            rules.fail(ValueError, "camera", f"be 0 for {self.operator}, whose cameras are entries of the batch", camera)
+        locations, weights = to_one_layout(self, scene, camera)
+        return locations[query].expand(*weights.shape[1:], 2), weights[query]
 
     def __repr__(self) -> str:
         tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
         inputs = [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()]
-        return f"Look({self.operator}: {', '.join(inputs)}, on {self.table.device})"
+        layer = f" of {self.layer}" * bool(self.layer)
+        return f"Look({self.operator}{layer}: {', '.join(inputs)}, on {self.table.device})"
+
+
+class Looks(list[Look]):
+    """The looks of a recording, in the order of the calls."""
+
+    def of(self, layer: str) -> Looks:
+        """Return the looks of the layers with this name, and of the layers inside them.
+
+        Args:
+            layer: one or more parts of a layer's name, such as "encoder", "spatial" or "layers.0" of
+                "encoder.layers.0.spatial". `*` stands for any text: "decoder.layers.*.cross_attn".
+
+        Raises:
+            ValueError: no recorded call was made by such a layer; the sentence has the names of the layers that made calls.
+        """
+        looks = Looks(look for look in self if fnmatch.fnmatchcase(f".{look.layer}.", f"*.{layer}.*"))
+        if not looks:
+            layers = ", ".join(dict.fromkeys(look.layer for look in self if look.layer)) or "no layer with a name"
+            rules.fail(ValueError, "layer", f"be part of a name of the recorded layers ({layers})", repr(layer))
+        return looks
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, running: list[nn.Module]) -> None:
         super().__init__()
-        self.looks: list[Look] = []
+        self.looks = Looks()
+        self.running = running
+        self.names: dict[int, dict[int, str]] = {}  # id of an outermost module -> id of a module in it -> name
+        self.outermost: list[nn.Module] = []  # keeps their ids
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func._schema.name.partition("::")
         name = name.removesuffix("_autocast")
         if namespace == "mx_driving" and name in SAMPLING:
             inputs, bare = [a.detach() if isinstance(a, Tensor) else a for a in args], OPERATORS[name].bare
-            self.looks.append(Look(bare, *composition.bare_inputs(name, *inputs)) if bare else Look(name, *inputs))
+            tensors = composition.bare_inputs(name, *inputs) if bare else inputs
+            self.looks.append(Look(bare or name, *tensors, layer=self._layer()))
         return func(*args, **(kwargs or {}))
+
+    def _layer(self) -> str:
+        """Return the name of the innermost running module that has a name in the outermost one."""
+        if not self.running:
+            return ""
+        root = self.running[0]
+        if id(root) not in self.names:
+            self.names[id(root)] = {id(module): name for name, module in root.named_modules()}
+            self.outermost.append(root)
+        names = self.names[id(root)]
+        return next(names[id(module)] for module in reversed(self.running) if id(module) in names)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Look]]:
+def recording() -> Iterator[Looks]:
     """Record every call of a sampling operator inside the `with` block, in order, by modules, patched models or other code.
 
-    What torch.compile has compiled runs as it is written inside the block, and is compiled as before after it.
+    A look has the name of the layer that made the call; `looks.of("spatial")` selects looks by such names. `bev_pool_v3` and
+    its other names sample nothing: their calls are not recorded. Functions of torch.compile run eagerly inside the block.
 
     >>> import torch, mx_driving
     >>> attention = mx_driving.nn.MultiScaleDeformableAttention(16, num_levels=1)
@@ -63,15 +124,40 @@ def recording() -> Iterator[list[Look]]:
     >>> [(look.operator, tuple(look.locations.shape)) for look in looks]
     [('multi_scale_deformable_attn', (1, 3, 8, 1, 4, 2))]
     """
-    with _as_written(), _Recorder() as recorder:
+    with _run_eagerly(), _running_modules() as running, _Recorder(running) as recorder:
         yield recorder.looks
 
 
-def _as_written() -> contextlib.AbstractContextManager[Any]:
-    """Run uncompiled: under a mode torch.compile would leave out or split functions, and keep to that afterwards."""
+@contextlib.contextmanager
+def _running_modules() -> Iterator[list[nn.Module]]:
+    """Keep a list of the modules that this thread is running, the outermost first, by torch's hooks of all modules."""
+    running: list[nn.Module] = []
+    if torch.compiler.is_dynamo_compiling():
+        yield running
+        return
+    thread = threading.get_ident()
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        if threading.get_ident() == thread:
+            running.append(module)
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        while threading.get_ident() == thread and running and running.pop() is not module:
+            pass
+
+    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
+    try:
+        yield running
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _run_eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Turn torch.compile off. Under a dispatch mode it would skip or split functions, also after the block."""
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
     try:
         return torch.compiler.set_stance("force_eager")
-    except RuntimeError:  # the block is a part of what was compiled
+    except RuntimeError:  # a compiled function has the block inside
         return contextlib.nullcontext()

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import html
+import itertools
 import json
 import math
 import re
@@ -25,13 +26,13 @@ from ._looks import Look
 from ._plane import Plane, PlaneLayout
 from ._samples import SampledCall, Samples
 
-Looks = Look | Sequence[Look]
+CallLooks = Look | Sequence[Look]  # a call, or a call for each camera
 _NOTHING = 65535  # a location that reads nothing; others are -0.5 to 1.5 in 65534 steps
-_LARGEST = 32767  # a weight as large as the call's largest one
+_LARGEST = 32767  # the largest weight of a call
 
 
 def page(
-    looks: Looks | Sequence[Looks] | Mapping[str, Looks],
+    looks: CallLooks | Sequence[CallLooks] | Mapping[str, CallLooks],
     pictures: Any,
     path: str | Path,
     *,
@@ -42,12 +43,13 @@ def page(
 ) -> Path:
     """Write one HTML file that shows the samples of a query on all cameras and levels, while a person moves over the queries.
 
-    The file holds all that it needs, and a browser opens it without a server or a network. Mouse, touch and arrow keys move
-    the query; heads, levels and small weights can be filtered.
+    A browser opens the file without a server or a network. Mouse, touch and arrow keys move the query; heads, levels and small
+    weights can be filtered, and a click enlarges a picture.
 
     Args:
         looks: calls that `recording()` kept, or a mapping of names to calls: the page shows one at a time. All have the same
-            queries. A call may be a sequence of looks, one for each camera: see `Plane`.
+            queries: `looks.of("decoder")` selects layers. A call may be a sequence of looks, one for each camera; successive
+            looks of a layer that samples its cameras in turn, as `SpatialCrossAttention` does, become such a call.
         pictures: one for each camera of a scene, in order, or a mapping of names to pictures: [H, W, 3], [3, H, W] or [H, W],
             0..1 or bytes, as tensors or NumPy arrays in RGB (OpenCV's are BGR: `picture[..., ::-1]`), or Pillow images.
             Instead of a picture, a camera may have a list of pictures, one for each level.
@@ -86,7 +88,7 @@ def page(
     calls = _calls(looks, len(cameras), scene)
     _samples.check(calls, seen)
     _check_levels(calls, cameras)
-    laid = _plane.layout(plane, calls[0].queries(seen))
+    laid = _plane.layout(plane, calls[0].num_queries(seen))
     facts = {"title": title, "cameras": [_camera(c) for c in cameras], "plane": _picture_of(plane)}
     with _writing(path):
         path.write_bytes(_fitting(facts, calls, laid, plane, seen, max_mb))
@@ -94,7 +96,7 @@ def page(
 
 
 def _checked(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
-    """The path, when the simple arguments are as they must be."""
+    """Check the simple arguments. Return the path."""
     if not isinstance(path, (str, Path)):
         rules.fail(TypeError, "path", "be a string or a Path", type(path).__name__)
     path = Path(path)
@@ -116,7 +118,7 @@ def _checked(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn an error of the operating system into a sentence."""
+    """Word an error of the operating system as an error of `path`."""
     try:
         yield
     except OSError as error:
@@ -137,12 +139,33 @@ def _calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
     if not isinstance(looks, (Mapping, Sequence)) or isinstance(looks, str):
         rules.fail(TypeError, "looks", "be what recording() gives", type(looks).__name__)
     if isinstance(looks, Mapping):
-        named = [(str(name), entry) for name, entry in looks.items()]
+        calls = [SampledCall(str(name), _looks_of(str(name), entry), cameras, scene) for name, entry in looks.items()]
     else:
-        named = [(f"call {i}", entry) for i, entry in enumerate(looks, 1)]
-    if not named:
+        calls = [SampledCall(f"call {i}", _looks_of(f"call {i}", entry), cameras, scene) for i, entry in enumerate(looks, 1)]
+        calls = [call._replace(name=_with_layer(call)) for call in _join_cameras(calls, cameras)]
+    if not calls:
         rules.fail(ValueError, "looks", "hold a call", "none")
-    return [SampledCall(name, _looks_of(name, entry), cameras, scene) for name, entry in named]
+    return calls
+
+
+def _join_cameras(calls: Sequence[SampledCall], cameras: int) -> Iterator[SampledCall]:
+    """Join calls that a layer made one after the other, one for each camera, where no call alone fits the cameras."""
+
+    def alike(call: SampledCall) -> Any:
+        look = call.looks[0]
+        return call.num_scenes is None and look.layer, look.operator, len(look.weights), look.weights.shape[2:]
+
+    for (layer, operator, *_), group in itertools.groupby(calls, alike):
+        run = list(group)
+        in_turn = layer and OPERATORS[operator].kind == "attention" and len(run) % cameras == 0
+        size = cameras if in_turn else 1
+        for i in range(0, len(run), size):
+            yield run[i]._replace(looks=tuple(look for call in run[i : i + size] for look in call.looks))
+
+
+def _with_layer(call: SampledCall) -> str:
+    layers = dict.fromkeys(look.layer for look in call.looks if look.layer)
+    return f"{call.name} ({', '.join(layers)})" if layers else call.name
 
 
 def _looks_of(name: str, entry: Any) -> tuple[Look, ...]:
@@ -155,7 +178,7 @@ def _looks_of(name: str, entry: Any) -> tuple[Look, ...]:
 
 
 def _check_levels(calls: Sequence[SampledCall], cameras: Sequence[_pictures.Camera]) -> None:
-    """Where pictures are of levels, every call has as many."""
+    """Check that every call has as many levels as a camera has pictures of levels."""
     for camera in cameras:
         for call in calls:
             if camera.apart and len(camera.pictures) != call.sizes[1]:
@@ -186,7 +209,7 @@ def _picture_of(plane: Plane) -> dict[str, Any]:
 def _fitting(
     facts: dict[str, Any], calls: Sequence[SampledCall], laid: PlaneLayout, plane: Plane, seen: Tensor | None, max_mb: float
 ) -> bytes:
-    """The page with as many queries as max_mb leaves room for."""
+    """Return the page with as many queries as max_mb leaves room for."""
     room, bare = max_mb * 1e6, len(_filled(facts))
     most = int((room - bare) / _bytes_of_a_query(calls, laid, plane, seen))
     while most >= 1:
@@ -200,19 +223,20 @@ def _fitting(
 
 
 def _bytes_of_a_query(calls: Sequence[SampledCall], laid: PlaneLayout, plane: Plane, seen: Tensor | None) -> float:
-    """How much a query takes on average, in base64."""
+    """Return the mean size of a query in base64."""
     total = 0.0
     for call in calls:
         for samples in call.samples(seen):
-            locations, weights = samples.locations[0], samples.weights[0]
-            total += _kept(call, samples).sum().item() * (2 + 2 * locations.numel() + 2 * weights.numel()) / len(laid.places)
+            locations, weights = samples.locations.shape[1:], samples.weights.shape[1:]
+            size = 2 + 2 * locations.numel() + 2 * weights.numel()
+            total += _kept(call, samples).sum().item() * size / len(laid.places)
     own = 4 * len(calls) + 4 + 4 * laid.places.shape[1] + (0 if laid.grid is None else 4)
     labels = 0 if plane.labels is None else sum(map(len, plane.labels)) / len(plane.labels) + 3
     return (total + own) * 4 / 3 + labels
 
 
 def _kept(call: SampledCall, samples: Samples) -> Tensor:
-    """The queries of which a camera's samples are written: those that read it, or all if it is the only one."""
+    """Return the mask of the queries whose samples are written: those that read the camera, or all if there is one camera."""
     return samples.read if call.cameras > 1 else torch.ones_like(samples.read)
 
 
@@ -225,10 +249,10 @@ def _queries(laid: PlaneLayout, plane: Plane, kept: Tensor, sentence: str) -> di
 
 
 def _look(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict[str, Any]:
-    """A call: blocks of samples, one for each query and camera that it reads, sorted by query."""
+    """Return a call as blocks of samples, one for each query and camera that it reads, sorted by query."""
     numbers, cameras, locations, weights = [], [], [], []
     for camera, samples in enumerate(call.samples(seen)):
-        samples = Samples(*(t[_kept(call, samples)] for t in samples)).of(kept)
+        samples = Samples(*(t[_kept(call, samples)] for t in samples)).select(kept)
         numbers.append(torch.searchsorted(kept, samples.queries))
         cameras.append(torch.full_like(samples.queries, camera))
         steps = ((samples.locations + 0.5) * 32767).round()
@@ -261,10 +285,10 @@ def _packed(numbers: Tensor, kind: str) -> str:
 
 
 def _filled(facts: dict[str, Any]) -> bytes:
-    """The template with these facts. Its policy lets a browser run our script alone, and fetch nothing."""
+    """Return the template with these facts. Its policy lets a browser run our script and nothing else, and fetch nothing."""
     parts = {name: _template(name) for name in ("page.html", "page.css", "samples.js", "page.js")}
     script = parts["samples.js"] + parts["page.js"]
-    # no text can end the element early, and ASCII leaves no question of encoding
+    # Escaped, no text can end the element early. JSON in ASCII is the same in every encoding.
     data = json.dumps(facts, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     fills = {
         "title": html.escape(facts["title"]),

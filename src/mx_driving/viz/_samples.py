@@ -1,4 +1,4 @@
-"""The samples of a call, camera by camera, in one form for all operators: locations on the picture, and weights."""
+"""The samples of a call, camera by camera, in one layout for all operators: locations on the picture, and weights."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class Samples(NamedTuple):
 
     @property
     def read(self) -> Tensor:
-        """Which queries read something here: [n]."""
+        """Return the mask [n] of the queries that read something in this camera."""
         return ((self.weights != 0) & ~self.locations[..., 0].isnan()).flatten(1).any(1)
 
-    def of(self, queries: Tensor) -> Samples:
+    def select(self, queries: Tensor) -> Samples:
         kept = torch.isin(self.queries, queries)
         return Samples(*(t[kept] for t in self))
 
 
 class SampledCall(NamedTuple):
-    """One call as a page shows it: a look, or one for each camera, whose rows are then the queries that the camera sees."""
+    """A call as a page shows it: one look, or a look for each camera. The rows of a camera's look may be the queries that the
+    camera sees alone."""
 
     name: str
     looks: tuple[Look, ...]
@@ -44,7 +45,7 @@ class SampledCall(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many heads, levels and points: [head, level, point]."""
+        """Return (num_heads, num_levels, num_points); groups are heads and scales are levels."""
         weights = self.looks[0].weights
         if OPERATORS[self.operator].kind == "aggregation":
             _, _, points, _, levels, heads = weights.shape
@@ -54,19 +55,29 @@ class SampledCall(NamedTuple):
 
     @property
     def shapes(self) -> Tensor:
-        """(H, W) of the levels of each camera: [camera, level, 2]."""
+        """Return the (H, W) of each camera's levels, [camera, level, 2]."""
         shapes = torch.stack([look.shapes.cpu() for look in self.looks])
         return (shapes[0] if shapes.dim() == 4 else shapes).expand(self.cameras, -1, -1)
 
-    def queries(self, seen: Tensor | None) -> int:
-        """How many queries there are in all."""
+    @property
+    def num_scenes(self) -> int | None:
+        """Return the number of scenes in the batch, or None if the batch does not divide into scenes of these cameras."""
+        first, *others = self.looks
+        batch = first.weights.shape[0]
+        if others:
+            return batch
+        if OPERATORS[self.operator].kind == "aggregation":
+            return batch if first.starts.shape[0] == self.cameras else None
+        return None if batch % self.cameras else batch // self.cameras
+
+    def num_queries(self, seen: Tensor | None) -> int:
         return self.looks[0].weights.shape[1] if seen is None else len(seen)
 
     def samples(self, seen: Tensor | None) -> Iterator[Samples]:
         for camera in range(self.cameras):
             look = self.looks[camera if len(self.looks) > 1 else 0]
             entry = self._entry(camera, look)
-            locations, weights = _one_form(look, entry, camera)
+            locations, weights = to_one_layout(look, entry, camera)
             if seen is None:
                 yield Samples(torch.arange(len(weights)), locations, weights)
                 continue
@@ -75,14 +86,14 @@ class SampledCall(NamedTuple):
             yield Samples(queries, locations[rows], weights[rows])
 
     def _entry(self, camera: int, look: Look) -> int:
-        """The place of a camera in the batch."""
+        """Return the index of a camera in the batch; for aggregation, of its scene."""
         if len(self.looks) > 1 or OPERATORS[look.operator].kind == "aggregation":
             return self.scene
         return self.scene * self.cameras + camera
 
 
-def _one_form(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
-    """Locations and weights of all queries in one camera."""
+def to_one_layout(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
+    """Return locations and weights of all queries in one camera, in the layout of `Samples`."""
     if OPERATORS[look.operator].kind == "aggregation":
         locations = look.locations[entry, :, :, camera].cpu().float()
         within = geometry.inside(locations)[..., None]
@@ -97,43 +108,46 @@ def _one_form(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
 
 
 def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
-    """The looks have queries and samples, and fit the cameras, the scene and each other."""
+    """Check that the looks have queries and samples, and fit the cameras, the scene and each other."""
     for call in calls:
-        for look in call.looks:
-            if look.weights.numel() == 0:
-                fact = f"weights {tuple(look.weights.shape)} in {call.name}"
-                rules.fail(ValueError, "looks", "have queries and samples", fact)
-        _check_cameras(call)
+        if not any(look.weights.numel() for look in call.looks):
+            fact = f"weights {tuple(call.looks[0].weights.shape)} in {call.name}"
+            rules.fail(ValueError, "looks", "have queries and samples", fact)
+        _check_cameras(call, calls)
         if seen is not None:
             _check_seen(call, seen)
-    counts = [call.queries(seen) for call in calls]
-    if len(set(counts)) > 1:
-        fact = " and ".join(f"{n} queries" for n in dict.fromkeys(counts))
-        rules.fail(ValueError, "looks", "have the same queries on one page", fact)
+        elif len({look.weights.shape[1] for look in call.looks}) > 1:
+            counts = " and ".join(str(look.weights.shape[1]) for look in call.looks)
+            rule = f"be a mask [num_queries, cameras], because the cameras of {call.name} have different queries"
+            rules.fail(ValueError, "plane.seen", rule, f"None for {counts} queries")
+    first = calls[0]
+    for call in calls:
+        counts = [c.num_queries(seen) for c in (first, call)]
+        if counts[0] != counts[1]:
+            fact = f"{counts[0]} queries in {first.name} and {counts[1]} in {call.name}"
+            advice = "; looks.of(layer) selects the looks of a layer" if call.looks[0].layer else ""
+            rules.fail(ValueError, "looks", "have the same queries on one page", fact + advice)
 
 
-def _check_cameras(call: SampledCall) -> None:
-    """There is a picture for each camera, and the scene is in the batch."""
-    first = call.looks[0]
-    grouped, batch, cameras = OPERATORS[call.operator].kind == "aggregation", first.weights.shape[0], call.cameras
-    scenes = batch
+def _check_cameras(call: SampledCall, calls: Sequence[SampledCall]) -> None:
+    """Check that there is a picture for each camera, and that the scene is in the batch."""
+    first, scenes = call.looks[0], call.num_scenes
     if len(call.looks) > 1:
         _check_one_for_each(call)
-    elif grouped:
-        if first.starts.shape[0] != cameras:
+    if scenes is None:
+        if OPERATORS[call.operator].kind == "aggregation":
             rule = f"be one for each of the cam={first.starts.shape[0]} cameras of {call.name}"
-            rules.fail(ValueError, "pictures", rule, cameras)
-    else:
-        scenes = batch // cameras
-        if batch % cameras:
-            rule = f"be one for each camera of a scene, a number that divides bs={batch} of {call.name}"
-            rules.fail(ValueError, "pictures", rule, cameras)
+        else:
+            rule = f"be one for each camera of a scene, a number that divides bs={first.weights.shape[0]} of {call.name}"
+        fitting = dict.fromkeys(c.looks[0].layer for c in calls if c.num_scenes is not None and c.looks[0].layer)
+        advice = ", which fits " + " and ".join(f"looks.of({layer!r})" for layer in fitting) if fitting else ""
+        rules.fail(ValueError, "pictures", rule, f"{call.cameras}{advice}")
     if not 0 <= call.scene < scenes:
         rules.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
 
 
 def _check_one_for_each(call: SampledCall) -> None:
-    """Several looks make a call if they are of one attention operator, a camera each, with the same sizes."""
+    """Check that several looks are of one attention operator, have the same sizes, and are one for each camera."""
     kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
     if OPERATORS[call.operator].kind == "aggregation" or len(kinds) > 1 or len(call.looks) != call.cameras:
         rule = f"be alike and of attention, one for each of the {call.cameras} cameras, where {call.name} has several"
@@ -141,7 +155,7 @@ def _check_one_for_each(call: SampledCall) -> None:
 
 
 def _check_seen(call: SampledCall, seen: Tensor) -> None:
-    """Rows are all queries, or those that the camera sees: alone, or padded to the longest as BEVFormer pads them."""
+    """Check that a look's rows are all queries, or the queries that the camera sees, which BEVFormer pads to the longest."""
     if seen.shape[1] != call.cameras:
         rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
     counts = seen.sum(0).tolist()

@@ -121,6 +121,32 @@
     at("panels").classList.toggle("one", panels.length === 1);
     at("panels").classList.toggle("rows", apart && look().levels > 1 && look().levels <= 5);
     at("panels").style.setProperty("--levels", look().levels);
+    arrangePanels();
+  }
+
+  /** As few columns as fill the window without scrolling, so that pictures are large; else columns of 270 pixels or more. */
+  function arrangePanels() {
+    const [gap, caption, least] = [14, 32, 270];
+    const width = at("panels").clientWidth;
+    const room = window.innerHeight - at("panels").getBoundingClientRect().top - window.scrollY;
+    const ratio = panels.reduce((least, {camera}) => Math.min(least, camera.width / camera.height), Infinity);
+    const most = Math.max(1, Math.min(panels.length, Math.floor((width + gap) / (least + gap))));
+    let columns = 1;
+    const height = () => Math.ceil(panels.length / columns) * ((width - gap * (columns - 1)) / columns / ratio + caption + gap);
+    while (columns < most && height() > room) columns++;
+    at("panels").style.setProperty("--columns", columns);
+    for (const {canvas, camera} of panels) {
+      canvas.style.maxWidth = `${Math.max(least, (0.9 * window.innerHeight * camera.width) / camera.height)}px`;
+    }
+  }
+
+  /** Give a picture the whole width, or its column again. */
+  function enlarge(panel) {
+    const large = panel.figure.classList.toggle("large");
+    panel.button.setAttribute("aria-pressed", String(large));
+    panel.button.textContent = large ? "smaller" : "larger";
+    drawPanels();
+    panel.figure.scrollIntoView({block: "nearest"});
   }
 
   function buildPanel(camera, number, level) {
@@ -128,18 +154,23 @@
     canvas.setAttribute("role", "img");
     const name = make("span", {className: "name"});
     const share = make("span", {className: "share"}, make("span"), make("span"));
-    const figure = make("figure", {}, canvas, make("figcaption", {}, name, share));
+    const button = make("button", {type: "button", textContent: "larger"});
+    button.setAttribute("aria-pressed", "false");
+    const figure = make("figure", {}, canvas, make("figcaption", {}, name, share, button));
     const source = images[number][camera.apart ? level : 0];
     const shape = level === null ? null : look().shapes[number][level];
     const resolution = shape && `${words().level} ${level} (${shape[0]} × ${shape[1]})`;
     const title = [data.cameras.length > 1 || level === null ? camera.name : "", resolution].filter(Boolean).join(", ");
     name.textContent = title;
-    const panel = {camera, number, level, figure, canvas, share, title, marks: []};
+    button.setAttribute("aria-label", `Enlarge ${title}`);
+    const panel = {camera, number, level, figure, canvas, share, button, title, marks: []};
     panel.source = shape && !camera.apart ? coarse(source, shape) : source;
     panel.smooth = panel.source === source && source.width >= 64;
     canvas.addEventListener("pointermove", (event) => showTip(panel, event));
     canvas.addEventListener("pointerdown", (event) => showTip(panel, event));
     canvas.addEventListener("pointerleave", () => (at("tip").hidden = true));
+    canvas.addEventListener("click", (event) => event.pointerType === "mouse" && panels.length > 1 && enlarge(panel));
+    button.addEventListener("click", () => enlarge(panel));
     return panel;
   }
 
@@ -514,6 +545,7 @@
     });
     new ResizeObserver(() => {
       sizePlane();
+      arrangePanels();
       update();
     }).observe(document.body);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", update);
@@ -542,6 +574,7 @@
     at("number").max = queries.total - 1;
     at("sentence").textContent = queries.sentence;
     at("help-rows").hidden = looks.every(({heads, levels}) => heads < 2 && levels < 2);
+    at("help-pictures").hidden = data.cameras.length < 2;
     at("main").hidden = false;
     followAddress();
     setLook(state.look);
