@@ -241,3 +241,34 @@ def test_the_site_builds_without_a_warning(tmp_path):
     html = "".join(file.read_text(encoding="utf-8") for file in (tmp_path / "html").glob("*.html"))
     assert not re.findall(r'(?:src="|<link[^>]*href=")https?://[^"]*', html), "a page fetches nothing from elsewhere"
     assert "<math" in html
+
+
+FOLDERS = ("src", "native", "tests", "benchmarks", "docs", "examples", "wheels", ".github")
+TREE = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix not in (".pyc", ".so", ".html")]
+TREE += [file for file in ROOT.iterdir() if file.is_file()]
+
+
+@pytest.fixture(scope="module")
+def words_of_the_code():
+    """Words of all programs, but the private names of tests."""
+    code = [file for file in TREE if file.suffix in (".py", ".cpp", ".h", ".c", ".yml", ".toml", ".txt", "") and file.is_file()]
+    return {
+        word
+        for file in code
+        for word in re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace"))
+        if not word.startswith("_") or "tests" not in file.relative_to(ROOT).parts
+    }
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "native/README.md", "docs/maintaining.md", "docs/kernels.md"])
+def test_names_on_pages_of_maintainers_are_in_the_tree(page, words_of_the_code):
+    """Files by the end of their path, make targets, and names in code that have an underscore or a capital."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    paths = [f"/{file.relative_to(ROOT).as_posix()}" for file in TREE]
+    files = set(re.findall(r"(?<![\w<>])[\w./-]*\w\.(?:py|cpp|h|c|md|csv|toml|yml|txt)\b", text))
+    missing = {name for name in files if not any(path.endswith(f"/{name.removeprefix('../')}") for path in paths)}
+    targets = re.findall(r"^([\w-]+(?: [\w-]+)*):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    missing |= set(re.findall(r"(?:`|    )make ([a-z][\w-]*)", text)) - {name for line in targets for name in line.split()}
+    names = re.findall(r"`(?!torch\.|np\.)([A-Za-z_][\w.]*)(?:\(\))?`", text)
+    parts = {part for name in names if name not in files for part in name.split(".") if re.search("_|[A-Z]", part)}
+    assert not sorted(missing | (parts - words_of_the_code))
