@@ -58,6 +58,14 @@ def cpu_models() -> Chart:
     return Chart("Whole models on a CPU, float32", values, draw_times, "milliseconds; shorter is better")
 
 
+def cpu_modules() -> Chart:
+    modules = times.by_implementation("forward", times.MODULES_BY_MODE)
+    values = {
+        name.removeprefix("Module: "): {"plain PyTorch": float(by["plain torch"]["times ours"])} for name, by in modules.items()
+    }
+    return Chart("Modules on a CPU, forward, float32", values, draw_ratios, "how many times longer plain PyTorch takes")
+
+
 def cpu_operators() -> Chart:
     names = {"plain torch": "plain PyTorch", "torch.compile": "torch.compile", "torch-ms-deform-attn": "torch-ms-deform-attn"}
     workloads = {name: by for name, by in times.bare_workloads("forward").items() if not name.startswith("Vendor example")}
@@ -143,7 +151,7 @@ def figure(chart: Chart) -> Figure:
     return drawn
 
 
-CHARTS = {"chart_models": cpu_models, "chart_operators": cpu_operators}
+CHARTS = {"chart_models": cpu_models, "chart_modules": cpu_modules, "chart_operators": cpu_operators}
 CHARTS |= {"chart_gpu_models": gpu_models, "chart_gpu_operators": gpu_operators}
 
 

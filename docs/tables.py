@@ -19,7 +19,9 @@ import support_tables as support
 TABLES: dict[str, Callable[[], str]] = {
     "first": times.first,
     "first_on_gpu": times.first_on_gpu,
-    "numbers": times.numbers,
+    "models": lambda: times.forwards("whole model", times.MODES, times.of_models(), times.BY_MODE),
+    "module_forwards": times.module_forwards,
+    "operators": lambda: times.forwards("operator", times.MODES[:1], times.of_operators(), times.BENCH),
     "modules_by_mode": times.modules_by_mode,
     "measured": lambda: times.made(times.read(times.BENCH)) + "\n",
     "forward": lambda: times.speed_ups("forward"),
