@@ -187,9 +187,8 @@ def test_the_landing_pages_figures_are_those_of_the_files(tables):
     plain, extension, ours = (float(row["milliseconds"]) for row in by)
     for sentence in (
         f"**On a CPU {speed_up:.1f} times faster**: a whole Deformable DETR takes {after:.2f} s a picture",
-        f"**On a GPU {plain / ours:.1f} times faster**: a batch of 8 in bfloat16 takes {ours} ms on an H100 instead",
+        f"On an H100 a batch of 8 in bfloat16 takes {ours} ms instead of {plain}, and {extension} with the CUDA",
         f"a picture instead of {before:.2f} s",
-        f"H100 instead of {plain}, and {extension} with the CUDA",
     ):
         assert sentence in TEXTS["docs/index.md"]
 
