@@ -10,6 +10,7 @@
 # make onnx-forms  the files that these libraries export in every form of `fuse`: docs/support/onnx-forms.csv; the same downloads
 # make test-transformers   its own tests of models with deformable attention, plain and patched; CHECKOUT=its source tree
 # make docs    the site: docs/_build/html/index.html
+# make tables  the tables and charts of the pages, from their CSV files, after a change in one of them
 # make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
 # make test-avx512   the native tests and the comparison with AVX-512; EMULATOR="sde64 -skx --" where the processor has none
 # make aarch64   cross-compile, and run the native tests under qemu-user, and the comparison with this processor's results
@@ -178,6 +179,10 @@ onnx-forms: $(LIBRARIES)/installed
 $(VENV)/docs: $(VENV)/made pyproject.toml $(NATIVE)
 	test -e $(STAMP) || $(EDITABLE) '.[docs]'
 	touch $@
+
+.PHONY: tables
+tables: $(VENV)/docs
+	$(BIN)/python docs/tables.py
 
 docs: $(VENV)/docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

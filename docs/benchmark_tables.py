@@ -161,18 +161,14 @@ def of_operators() -> dict[str, list[str]]:
     return {name: cells[name] for name in names}
 
 
-def numbers() -> str:
-    """Whole models, modules in each mode, and operators, each with its machine."""
-    modules = {name.removeprefix("Module: "): cells for name, cells in of_mode(MODULES_BY_MODE, "forward").items()}
-    parts = (
-        ("whole model", MODES, of_models(), BY_MODE),
-        ("module", MODES, modules, MODULES_BY_MODE),
-        ("operator", MODES[:1], of_operators(), BENCH),
-    )
-    return "\n".join(
-        f"{markdown([f'{what}, ms', *modes], [[name, *cells] for name, cells in rows.items()])}\n{made(read(file))}\n"
-        for what, modes, rows, file in parts
-    )
+def forwards(what: str, modes: Iterable[str], rows: dict[str, list[str]], file: str) -> str:
+    """Return the table of whole models, of modules or of operators, with its machine."""
+    return f"{markdown([f'{what}, ms', *modes], [[name, *cells] for name, cells in rows.items()])}\n{made(read(file))}\n"
+
+
+def module_forwards() -> str:
+    rows = {name.removeprefix("Module: "): cells for name, cells in of_mode(MODULES_BY_MODE, "forward").items()}
+    return forwards("module", MODES, rows, MODULES_BY_MODE)
 
 
 FIRST = ("Deformable DETR", "Grounding DINO", "Mask2Former", "RT-DETR", "Operator: Deformable-DETR encoder")

@@ -1,13 +1,11 @@
-"""The pages' bar charts, drawn from the CSV files of benchmarks/results: `python docs/charts.py FOLDER` writes them.
+"""The pages' bar charts, drawn from the CSV files of benchmarks/results: `make tables` writes them to docs/images.
 
-A chart is two pictures, for a light and a dark page, as wide as a telephone; the page enlarges them. Its text alternative
-has the values.
+A chart is as wide as a telephone; the site enlarges it. Its text alternative has the values, and stands in the picture, too.
 """
 
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 WIDTH = 3.7  # inches
-THEMES = {"light": {"ink": "#1b1b1b", "grid": "#d5d5d5"}, "dark": {"ink": "#e6e6e6", "grid": "#4a4a4a"}}
-# Readable on white and on black, and told apart by the colour-blind
+INK, GRID = "#1b1b1b", "#d5d5d5"
+# Letters stay text: outlines would make a file five times as large. The salt gives elements the same ids in each run.
+SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "mx_driving", "font.size": 8}
+SETTINGS |= {"legend.frameon": False, "legend.fontsize": 7.5}
+SETTINGS |= {"text.color": INK, "xtick.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "grid.color": GRID}
+# Told apart by the colour-blind
 GREY, ORANGE, GREEN, BLUE = "#8c8c8c", "#e08a1e", "#2ca089", "#3b82c4"
 COLOURS = {
     "plain PyTorch": GREY,
@@ -54,6 +56,14 @@ def cpu_models() -> Chart:
         row["model"]: {"its own code": float(row["before s"]) * 1e3, "mx_driving": float(row["after s"]) * 1e3} for row in rows
     }
     return Chart("Whole models on a CPU, float32", values, draw_times, "milliseconds; shorter is better")
+
+
+def cpu_modules() -> Chart:
+    modules = times.by_implementation("forward", times.MODULES_BY_MODE)
+    values = {
+        name.removeprefix("Module: "): {"plain PyTorch": float(by["plain torch"]["times ours"])} for name, by in modules.items()
+    }
+    return Chart("Modules on a CPU, forward, float32", values, draw_ratios, "how many times longer plain PyTorch takes")
 
 
 def cpu_operators() -> Chart:
@@ -125,41 +135,35 @@ def draw_ratios(axes: Any, rows: dict[str, dict[str, float]]) -> None:
     axes.legend(ncols=2)
 
 
-def figure(chart: Chart, ink: str, grid: str) -> Figure:
+def figure(chart: Chart) -> Figure:
     """Return the drawn chart, whose height follows from the number of bars."""
-    settings = {"text.color": ink, "xtick.color": ink, "axes.labelcolor": ink, "axes.edgecolor": grid, "grid.color": grid}
-    settings |= {"font.size": 8, "legend.frameon": False, "legend.fontsize": 7.5}
-    with rc_context(settings):
-        drawn = Figure(figsize=(WIDTH, 1), layout="constrained")
-        axes = drawn.subplots()
-        axes.xaxis.grid(True, linewidth=0.5)
-        axes.set_axisbelow(True)
-        axes.spines[:].set_visible(False)
-        axes.tick_params(left=False, labelleft=False, bottom=False, which="both")
-        chart.draw(axes, chart.rows)
-        axes.set_xlabel(chart.unit)
-        axes.get_legend().set(loc="lower left", bbox_to_anchor=(-0.02, 1), title=chart.title, alignment="left")
-        bottom, top = axes.get_ylim()
-        drawn.set_size_inches(WIDTH, 0.135 * abs(bottom - top) + 0.95)
+    drawn = Figure(figsize=(WIDTH, 1), layout="constrained")
+    axes = drawn.subplots()
+    axes.xaxis.grid(True, linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(left=False, labelleft=False, bottom=False, which="both")
+    chart.draw(axes, chart.rows)
+    axes.set_xlabel(chart.unit)
+    axes.get_legend().set(loc="lower left", bbox_to_anchor=(-0.02, 1), title=chart.title, alignment="left")
+    bottom, top = axes.get_ylim()
+    drawn.set_size_inches(WIDTH, 0.135 * abs(bottom - top) + 0.95)
     return drawn
 
 
-CHARTS = {"chart_models": cpu_models, "chart_operators": cpu_operators}
+CHARTS = {"chart_models": cpu_models, "chart_modules": cpu_modules, "chart_operators": cpu_operators}
 CHARTS |= {"chart_gpu_models": gpu_models, "chart_gpu_operators": gpu_operators}
 
 
+def markdown(name: str) -> str:
+    """Return the line of a page that shows a chart, with its text alternative."""
+    alternative = CHARTS[name]().alternative().replace("*", "\\*")
+    return f"![{alternative}](images/{name}.svg)\n"
+
+
 def write(folder: pathlib.Path) -> None:
-    """Write each chart's pictures, and the lines of Markdown that a page includes."""
+    """Write each chart's picture."""
     for name, make in CHARTS.items():
         chart = make()
-        lines = ""
-        for theme, colours in THEMES.items():
-            figure(chart, **colours).savefig(folder / f"{name}_{theme}.svg", transparent=True, metadata={"Date": None})
-            lines += (
-                f"```{{image}} _generated/{name}_{theme}.svg\n:alt: {chart.alternative()}\n:class: chart only-{theme}\n```\n\n"
-            )
-        (folder / f"{name}.md").write_text(lines, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write(pathlib.Path(sys.argv[1]))
+        with rc_context(SETTINGS):
+            figure(chart).savefig(folder / f"{name}.svg", metadata={"Date": None, "Description": chart.alternative()})

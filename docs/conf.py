@@ -1,28 +1,19 @@
-"""The site of `make docs`: Sphinx, MyST and furo. Nothing is fetched; tables and pictures are made from data first."""
+"""The site of `make docs`: Sphinx, MyST and furo. Nothing is fetched."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import pathlib
 import re
-import sys
 from typing import Any
 
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
 
-HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import charts  # noqa: E402
-import pictures  # noqa: E402
-import tables  # noqa: E402
-
 project = "mx_driving, portable"
 author = "the mx_driving portable contributors"
 release = importlib.metadata.version("mx-driving-portable")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "_generated"]
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_show_copyright = False
@@ -32,6 +23,7 @@ highlight_language = "text"
 html_math_renderer = "mathml"
 default_role = "code"  # docstrings mark code with single backticks
 myst_heading_anchors = 3
+myst_fence_as_directive = ["math"]  # code hosts show such a fence as an equation, too
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -74,16 +66,7 @@ def break_names(app: Any, page: str, template: str, context: dict[str, Any], doc
         context[part] = context[part].replace('<span class="pre">-', '<span class="pre option">-')
 
 
-def make(app: Any) -> None:
-    folder = HERE / "_generated"
-    folder.mkdir(exist_ok=True)
-    tables.write(folder)
-    pictures.write(folder)
-    charts.write(folder)
-
-
 def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (inline, None), (block, None))
-    app.connect("builder-inited", make)
     app.connect("html-page-context", break_names)
     app.connect("autodoc-process-docstring", block_equations, priority=100)  # before napoleon

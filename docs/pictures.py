@@ -1,4 +1,4 @@
-"""The operators' pictures: what one query, or one anchor, reads. `python docs/pictures.py` writes them beside this file.
+"""The operators' pictures: what one query, or one anchor, reads. `make tables` writes them to docs/images.
 
 How strongly a pixel is read is the operator's own gradient of value, so that a picture cannot differ from the operator.
 """
@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 import torch
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
@@ -136,8 +137,5 @@ def bev_pool_v3() -> Figure:
 
 def write(folder: pathlib.Path) -> None:
     for picture in (multi_scale_deformable_attn, deformable_aggregation, geometric_kernel_attention, bev_pool_v3):
-        picture().savefig(folder / f"{picture.__name__}.svg", metadata={"Date": None})
-
-
-if __name__ == "__main__":
-    write(pathlib.Path(__file__).parent / "_generated")
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mx_driving"}):
+            picture().savefig(folder / f"{picture.__name__}.svg", metadata={"Date": None})

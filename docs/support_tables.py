@@ -50,26 +50,6 @@ def tested() -> str:
     return markdown(header, rows) if rows else NOTHING_YET
 
 
-def tested_by_file() -> str:
-    """What each file of tests gave on each torch."""
-    runs = _runs()
-    if not runs:
-        return NOTHING_YET
-    files = sorted({row["file"] for rows in runs.values() for row in rows})
-    cells = [
-        [
-            file.removeprefix("test_").removesuffix(".py"),
-            *(_outcome([r for r in rows if r["file"] == file]) for rows in runs.values()),
-        ]
-        for file in files
-    ]
-    header = ["tests of"]
-    for (torch, packages, *_), rows in runs.items():
-        dates = sorted(row["date"] for row in rows)
-        header.append(f"torch {torch}, {packages}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
-    return markdown(header, cells)
-
-
 def needs() -> str:
     """The features that not every torch has."""
     from mx_driving._needs import NEEDS

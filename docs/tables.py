@@ -1,22 +1,27 @@
 """The pages' tables, from the CSV files of benchmarks/results and docs/support.
 
-`python docs/tables.py` prints them; `python docs/tables.py README.md README.zh-CN.md` refreshes their rows of times.
+`make tables` writes them between the marks `<!-- table: NAME -->` and `<!-- end -->` of the pages. It also draws charts
+and pictures.
 """
 
 from __future__ import annotations
 
 import pathlib
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 
 import benchmark_tables as times
+import charts
+import pictures
 import support_tables as support
 
 TABLES: dict[str, Callable[[], str]] = {
     "first": times.first,
     "first_on_gpu": times.first_on_gpu,
-    "numbers": times.numbers,
+    "models": lambda: times.forwards("whole model", times.MODES, times.of_models(), times.BY_MODE),
+    "module_forwards": times.module_forwards,
+    "operators": lambda: times.forwards("operator", times.MODES[:1], times.of_operators(), times.BENCH),
     "modules_by_mode": times.modules_by_mode,
     "measured": lambda: times.made(times.read(times.BENCH)) + "\n",
     "forward": lambda: times.speed_ups("forward"),
@@ -38,7 +43,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_models": times.gpu_models,
     "onnx_forms": support.onnx_forms,
     "tested": support.tested,
-    "tested_by_file": support.tested_by_file,
     "needs": support.needs,
     "wheels": support.wheels,
     "limits": support.limits,
@@ -47,21 +51,31 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def write(folder: pathlib.Path) -> None:
-    for name, table in TABLES.items():
-        (folder / f"{name}.md").write_text(table(), encoding="utf-8")
+TABLES |= {name: partial(charts.markdown, name) for name in charts.CHARTS}
+HERE = pathlib.Path(__file__).parent
+MARKED = re.compile(r"(<!-- (?:table|chart): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def refresh(page: pathlib.Path) -> None:
-    """Write the rows of `first` and `first_on_gpu` into a page's rows of the same names."""
+def refresh(text: str) -> str:
+    """Return a page's text with fresh tables between its marks."""
+    return MARKED.sub(lambda mark: f"{mark[1]}\n{TABLES[mark[2]]()}\n{mark[3]}", text)
+
+
+def refresh_rows(text: str) -> str:
+    """Return the text of a README, whose headers differ, with fresh rows of `first` and `first_on_gpu`."""
     tables = f"{times.first()}{times.first_on_gpu()}".replace("\u00a0", " ").splitlines()
     rows = {line.split(" | ")[0]: line for line in tables if re.search(r"\| \d", line)}
-    fresh = [rows.get(line.split(" | ")[0], line) for line in page.read_text(encoding="utf-8").splitlines()]
-    page.write_text("\n".join(fresh) + "\n", encoding="utf-8")
+    return "".join(rows.get(line.split(" | ")[0], line) + "\n" for line in text.splitlines())
+
+
+def main() -> None:
+    pages = [(page, refresh) for page in HERE.glob("*.md")]
+    pages += [(readme, refresh_rows) for readme in HERE.parent.glob("README*.md")]
+    for page, refreshed in pages:
+        page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
+    charts.write(HERE / "images")
+    pictures.write(HERE / "images")
 
 
 if __name__ == "__main__":
-    for page in sys.argv[1:]:
-        refresh(pathlib.Path(page))
-    for name, table in () if sys.argv[1:] else TABLES.items():
-        print(f"## {name}\n\n{table()}")
+    main()
