@@ -103,14 +103,16 @@ def check(
     use_threads(threads)
     used = torch.get_num_threads()
     where = f"on {device}, {used} thread{'s' * (used > 1)}, torch {torch.__version__}"
-    console = Console(stderr=True) if as_json else open_console(f"mx-driving check {where}")
-    rows: list[WorkloadErrors] = []
     work = [(workload, name) for name in dtype or ["float32"] for workload in chosen]
+    effort = f"{len(work)} calls against float64, which takes {'a minute' if quick else 'some minutes'}"
+    console = Console(stderr=True) if as_json else open_console(f"mx-driving check {where}: {effort}")
+    rows: list[WorkloadErrors] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("checking", total=None)
+        task = progress.add_task("", total=len(work))
         for workload, name in work:
             progress.update(task, description=f"{workload.name} {name}")
-            rows.append(check_one(workload, name, device, quick, lambda: progress.advance(task)))
+            rows.append(check_one(workload, name, device, quick))
+            progress.advance(task)
     failures = [failure for row in rows for failure in row.failures]
     if as_json:
         print_json(_facts(rows))

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .._cli_support.files import writable
 from .._cli_support.problems import Problem, need
 from .._cli_support.show import print_json
 from .._operator.rules import first_line
@@ -42,6 +43,8 @@ def fuse(
     if not time and (inputs or seconds != _SECONDS):
         option = "--inputs" if inputs else "--seconds"
         raise Problem(f"{option} must come with --time, which runs both files; got {option} alone")
+    if inputs:
+        writable("path_out", Path(path_out), [inputs])
     use_threads(threads)
     fed = arrays(inputs)
     try:

@@ -49,7 +49,7 @@ def replay(
     stems = reading.find_calls(path)
     stems = {name: stems[name] for name in matching("--call", only, stems)}
     if out:
-        writable("--csv", out)
+        writable("--csv", out, [path.with_name("manifest.json"), path / "manifest.json", *reading.list_files(stems.values())])
     use_threads(threads)
     console = None if as_json else open_console(f"mx-driving replay: {path}")
     verdicts, problems = _judge_all(stems, console)
@@ -58,8 +58,9 @@ def replay(
     if out:
         write_csv(rows, out, "call")
     if console:
-        if verdicts:
-            show(console, shown.table(verdicts))
+        for verdict in verdicts:
+            say(console, shown.headline(verdict))
+            show(console, shown.table(verdict))
         sentences = [sentence for verdict in verdicts for sentence in shown.sentences(verdict)]
         not_read = [f"[bold red]not read:[/] {escape(problem)}" for problem in problems]
         outcome = f"[bold {'red' if wrong or problems else 'green'}]{_outcome(wrong, len(verdicts), len(problems))}"
