@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import mx_driving
 from mx_driving import _backends
-from mx_driving._cli_support import problems
 from mx_driving._measure.workloads import CHECKED, EXAMPLES, WORKLOADS
+from mx_driving._operator import problems
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
 from mx_driving.cli.app import app

@@ -7,7 +7,7 @@ import pytest
 import torch
 from recorded_calls import NAMES, A, G, M, call, computed, replay, save
 
-from mx_driving._vendor.replay import judge
+from mx_driving._replay import judge
 
 INPUTS, GRAD = call(M)
 RIGHT = M, INPUTS, GRAD, computed(M, INPUTS, GRAD)  # what `save` takes

@@ -11,11 +11,12 @@ from rich.markup import escape
 
 import mx_driving_portable
 
-from .._cli_support.problems import matching, ruled
-from .._cli_support.show import grid, open_console, print_json, say, show
 from .._measure.accuracy import CHANNELS, QUICK, WorkloadErrors, check_one
 from .._measure.workloads import CHECKED
+from .._operator.problems import ruled
+from .._show import grid, open_console, print_json, say, show
 from .options import DTypes, Json, Only, Threads, use_threads
+from .start import matching
 
 
 def _table(rows: list[WorkloadErrors]) -> Any:

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .._cli_support.files import writable, write_csv
-from .._cli_support.problems import Problem, matching, ruled
-from .._cli_support.show import open_console, print_json, say, show
+from .._files import writable, write_csv
 from .._operator.limits import suspended
+from .._operator.problems import Problem, ruled
+from .._show import open_console, print_json, say, show
 from .options import Csv, Json, Threads, use_threads
+from .start import matching
 
 
 def replay(
@@ -40,8 +41,8 @@ def replay(
 
     Example: `mx-driving replay calls --csv calls.csv`
     """
-    from .._vendor.replay import calls as reading
-    from .._vendor.replay import show as shown
+    from .._replay import calls as reading
+    from .._replay import show as shown
 
     if not calls:  # as a path it would be the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
@@ -83,8 +84,8 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
     """Return the verdicts on the calls, and sentences about what could not be read or judged."""
     from rich.progress import track
 
-    from .._vendor.replay.calls import read
-    from .._vendor.replay.judge import judge
+    from .._replay.calls import read
+    from .._replay.judge import judge
 
     verdicts, problems = [], []
     for name in track(stems, description="judging", console=console, transient=True, disable=console is None):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._cli_support.problems import Problem, ruled
-from ..._operator import checks
-from ..._operator.description import OPERATORS, Operator, SamplingInputs
+from .._operator import checks
+from .._operator.description import OPERATORS, Operator, SamplingInputs
+from .._operator.problems import Problem, ruled
 from . import forms
 
 FORMAT = 1  # record.FORMAT of the recordings that can be read

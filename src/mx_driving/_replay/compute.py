@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import reference
-from ..._operator.description import OPERATORS
+from .. import reference
+from .._operator.description import OPERATORS
 from .calls import RecordedCall
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over

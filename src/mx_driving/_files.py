@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-from .problems import Problem
+from ._operator.problems import Problem
 
 
 def writable(name: str, path: Path, inputs: Sequence[Path] = ()) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from torch import Tensor
 
-from ..._cli_support.show import grid
+from .._show import grid
 from .judge import COARSE, RIGHT, WRONG, Verdict
 
 COLOURS = {RIGHT: "green", COARSE: "yellow", WRONG: "red"}
