@@ -21,16 +21,15 @@ from rich.markup import escape
 from rich.progress import track
 from traits import of_the_package, traits
 
-from mx_driving._cli_support.files import writable
-from mx_driving._cli_support.problems import matching
-from mx_driving._cli_support.show import open_console, say, show
-from mx_driving._cli_support.start import start
+from mx_driving._files import writable
 from mx_driving._measure import report, speed
 from mx_driving._measure.report import OURS, Row
 from mx_driving._measure.timing import Call
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 from mx_driving._operator.description import OPERATORS
+from mx_driving._show import open_console, say, show
 from mx_driving.cli.options import Csv, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
+from mx_driving.cli.start import matching, start
 
 
 def calls_of_floor(operator: str, args: Args, dtype: str, head_major: bool) -> dict[str, Call]:

@@ -23,12 +23,11 @@ from rich.table import Table
 
 import mx_driving  # noqa: F401  registers the operators
 from mx_driving import _backends, config
-from mx_driving._cli_support.problems import matching
-from mx_driving._cli_support.start import start
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import WORKLOADS, Workload
 from mx_driving._operator.description import OPERATORS
 from mx_driving.cli.options import OnlyWorkloads, Seconds, Threads, use_threads
+from mx_driving.cli.start import matching, start
 
 
 def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:

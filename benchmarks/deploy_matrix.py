@@ -27,15 +27,14 @@ import typer
 from rich.console import Console
 
 import mx_driving
-from mx_driving._cli_support.problems import matching
-from mx_driving._cli_support.show import grid, say, show
-from mx_driving._cli_support.start import start
 from mx_driving._measure.report import OURS, Row, write
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
 from mx_driving._operator.description import OPERATORS
 from mx_driving._operator.rules import first_line
+from mx_driving._show import grid, say, show
 from mx_driving.cli.options import Csv, Only, Seconds, Threads, use_threads
+from mx_driving.cli.start import matching, start
 
 Tensors = tuple[torch.Tensor, ...]
 SIZES = ("Deformable-DETR decoder, 300 queries", "Sparse4D v3", "MapTR nano")

@@ -34,11 +34,11 @@ from torch import Tensor
 
 import mx_driving.onnx
 from mx_driving._agreement import queries_off
-from mx_driving._cli_support.problems import matching, need
-from mx_driving._cli_support.start import start
-from mx_driving._measure import onnx_files
+from mx_driving._operator.problems import need
 from mx_driving._operator.rules import first_line
 from mx_driving.cli.options import Csv, Only, Seconds
+from mx_driving.cli.start import matching, start
+from mx_driving.onnx import _running
 
 Build = Callable[[int, int], Subject]  # from the height and width of the photograph
 
@@ -254,7 +254,7 @@ def _in_onnxruntime(whole: torch.nn.Module, picture: Tensor) -> list[Tensor]:
     assert program is not None
     with tempfile.TemporaryDirectory() as folder:
         program.save(f"{folder}/model.onnx")
-        session = onnx_files.session(Path(folder, "model.onnx"))
+        session = _running.session(Path(folder, "model.onnx"))
     return [torch.from_numpy(output) for output in session.run(None, {session.get_inputs()[0].name: picture.numpy()})]
 
 

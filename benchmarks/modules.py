@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import mx_driving
 from mx_driving._agreement import output_difference
-from mx_driving._cli_support.problems import Problem
 from mx_driving._measure.report import OURS, PLAIN, Row
 from mx_driving._measure.rivals import operator_of, recorded
 from mx_driving._measure.speed import Calls, timed_rows
 from mx_driving._measure.timing import Call
+from mx_driving._operator.problems import Problem
 
 # What outputs may differ by, as a share of the largest entry, and gradients, as a share of their norm. Some samples of an
 # encoder lie within a rounding of a pixel centre, where the gradient of a location jumps.

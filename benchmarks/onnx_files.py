@@ -29,10 +29,9 @@ import typer
 from libraries import silent
 
 import mx_driving.onnx
-from mx_driving._cli_support.problems import matching
-from mx_driving._cli_support.start import start
-from mx_driving._measure import onnx_files
 from mx_driving.cli.options import Csv, Only, Seconds, Threads, use_threads
+from mx_driving.cli.start import matching, start
+from mx_driving.onnx import _running
 from mx_driving.onnx._forms import NODES
 from mx_driving.onnx._save import with_ours
 
@@ -148,12 +147,12 @@ def fused(exporter: Exporter, folder: Path, side: int) -> tuple[Path, mx_driving
     return before, mx_driving.onnx.fuse(before, folder / "fused.onnx")
 
 
-def compare(before: Path, after: Path, seconds: float) -> onnx_files.Compared:
+def compare(before: Path, after: Path, seconds: float) -> _running.Compared:
     """Both on a photograph, as large as the file's pictures: noise has no objects, and scores of queries nearly tie."""
     inputs = onnx_ir.load(before).graph.inputs
     sides = {str(one.name): one.shape[2:] for one in inputs if one.shape is not None and len(one.shape) == 4}
     pictures = {name: models.photograph(*map(int, two)).numpy() for name, two in sides.items()}
-    return onnx_files.compare(before, after, seconds, pictures)
+    return _running.compare(before, after, seconds, pictures)
 
 
 def row_of(exporter: Exporter, side: int, seconds: float) -> dict[str, Any]:

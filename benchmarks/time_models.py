@@ -15,11 +15,10 @@ import models
 import torch
 import typer
 
-from mx_driving._cli_support.files import writable
-from mx_driving._cli_support.problems import matching
-from mx_driving._cli_support.start import start
+from mx_driving._files import writable
 from mx_driving._measure.report import Row, machine
 from mx_driving.cli.options import Csv, Only, Seconds, Threads, one_of, use_threads
+from mx_driving.cli.start import matching, start
 
 MODES = ("float32", "autocast", "bfloat16")
 

@@ -28,7 +28,7 @@ def main() -> None:
         print(f"mx-driving: torch must be installed (pip install torch); got: {error}", file=sys.stderr)
         sys.exit(2)
     except ValueError as error:
-        if not str(error).startswith("MX_DRIVING_"):  # a word in the environment
+        if not hasattr(error, "is_of_setting"):
             raise
         print(f"mx-driving: {error}", file=sys.stderr)
         sys.exit(2)

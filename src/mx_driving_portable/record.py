@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "FUNCTIONS", "Recorder", "main", "recording", "start"]
 
-FORMAT = 1  # of a recording; _vendor/replay/calls.py has the same
+FORMAT = 1  # of a recording; _replay/calls.py has the same
 EVERY = 101  # a prime: the layers of a model are recorded in turn
 MEGABYTES = 1000.0
 _ABSENT: Any = object()

@@ -141,7 +141,7 @@ def test_each_is_recorded_and_judged(extension, tmp_path):
         aggregation.deformable_aggregation_backward(*older, torch.randn_like(output), *zeros)
     judged = replay(tmp_path / "calls")
     assert judged.output.rstrip().endswith("all is well: 6 calls are right"), judged.output
-    assert all(judged.output.count(f"  grad_{name} ") == 2 for name in ("value", "locations", "weights"))
+    assert all(judged.output.count(f"│ grad_{name} ") == 2 for name in ("value", "locations", "weights"))
 
 
 @pytest.mark.parametrize("name", compat.NAMES)

@@ -10,8 +10,7 @@ from test_onnx_other_nodes import PLUGIN, save
 from test_onnx_other_nodes import feeds as feeds_of
 
 import mx_driving.onnx
-from mx_driving._measure import onnx_files
-from mx_driving.onnx import _runtimes
+from mx_driving.onnx import _running, _runtimes
 from mx_driving.onnx._check import check
 
 SENTENCE = "queries are left out: their locations are NaN or infinite, "
@@ -94,7 +93,7 @@ def test_other_differences_are_still_told(tmp_path):
     writings.export(writings.Stacked(), before, "older")
     report = mx_driving.onnx.fuse(before, after)
     writings.export(writings.Stacked(order=(1, 0)), after, "older")
-    compared = onnx_files.compare(before, after, 0, feeds(BAD), list(report.locations.values()))
+    compared = _running.compare(before, after, 0, feeds(BAD), list(report.locations.values()))
     assert compared.off or compared.difference > 0.1
     assert compared.note.startswith("10.7 % of their numbers are left out")
 
@@ -109,4 +108,4 @@ def test_plugins_have_locations_too(tmp_path):
 
 
 def test_an_output_without_axes_is_compared():
-    assert onnx_files._difference([np.float32(2)], [np.array(1, np.float32)]) == (0.5, 0)
+    assert _running._difference([np.float32(2)], [np.array(1, np.float32)]) == (0.5, 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mx_driving._agreement import difference_beside_ties, gradient_differences, model_difference, output_difference, queries_off
-from mx_driving._measure.onnx_files import _difference
+from mx_driving.onnx._running import _difference
 
 INF, NAN = math.inf, math.nan
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import mx_driving
 from mx_driving import _backends
-from mx_driving._cli_support import problems
 from mx_driving._measure.workloads import CHECKED, EXAMPLES, WORKLOADS
+from mx_driving._operator import problems
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
 from mx_driving.cli.app import app
@@ -348,7 +348,7 @@ def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, col
     assert max(map(len, lines)) <= 80
 
 
-def fake_check(workload, dtype, device, quick, tick):
+def fake_check(workload, dtype, device, quick):
     errors = dict.fromkeys(("output", *workload.gradients), 1.2e-7)
     row = "cpu: native C++, avx512, threads of libgomp", errors, errors, 12.34567, 123.4
     return check_module.WorkloadErrors(workload, dtype, *row)

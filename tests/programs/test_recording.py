@@ -21,7 +21,7 @@ from programs import python
 from recorded_calls import call, replay
 
 import mx_driving
-from mx_driving._vendor.replay import forms
+from mx_driving._replay import forms
 from mx_driving_portable import record
 
 NAMED = {"stand_in.attend": cases.MULTI_SCALE}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from recorded_calls import NAMES, A, G, M, call, computed, replay, save
 
-from mx_driving._vendor.replay import judge
+from mx_driving._replay import judge
 
 INPUTS, GRAD = call(M)
 RIGHT = M, INPUTS, GRAD, computed(M, INPUTS, GRAD)  # what `save` takes
@@ -28,7 +28,7 @@ def not_read(folder):
     result = replay(folder)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 1
-    assert "│ call-000000 " in result.output
+    assert "\ncall-000000\n" in result.output
     return re.findall("not read: (.*)", result.output)
 
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_read_is_one_sentence_and_all_else_is_judged(what, folder
     torch.save({"metadata": {"format": form, "call": about}, "tensors": tensors}, folder / "call-000001.pt")
     (sentence,) = not_read(folder)
     assert sentence.startswith(words)
-    is_judged = "│ call-000001 " in replay(folder).output
+    is_judged = "\ncall-000001\n" in replay(folder).output
     assert is_judged == (what in ("output", "no grad_output"))
 
 
@@ -99,8 +99,8 @@ def test_a_cut_file_is_one_sentence(folder, size):
     assert gradients.startswith("call-000000-gradients.pt must be a whole file that record.py wrote; got ")
     assert call.startswith(FILE)
     output = replay(folder).output
-    assert "│   output " in output
-    assert "│   grad_value " not in output
+    assert "│ output " in output
+    assert "│ grad_value " not in output
 
 
 def test_gradients_without_their_call(folder):
@@ -163,3 +163,15 @@ def test_the_table_fits_80_columns(folder, monkeypatch):
     result = replay(folder, "--threads", 1, "--csv", folder / "x.csv")
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines()[1:])) <= 80
+    assert f"\n  {function}\n" in result.output
+
+
+@pytest.mark.parametrize("name", ["call-000000.pt", "call-000000-gradients.pt", "manifest.json", "link"])
+def test_no_file_of_the_recording_is_overwritten(mx, folder, name):
+    (folder / "manifest.json").write_text("{}")
+    (folder / "link").symlink_to(folder / "call-000000.pt")
+    before = (folder / name).read_bytes()
+    for calls in (folder, folder / "call-000000.pt"):
+        code, _, error = mx("replay", calls, "--csv", folder / name)
+        assert (code, error) == (2, f"mx-driving: --csv must be another file than those that are read; got {folder / name}\n")
+    assert (folder / name).read_bytes() == before

@@ -10,25 +10,23 @@ import mx_driving
 import mx_driving_portable
 
 SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving, mx_driving_portable))
-# The lowest floor first. A room is a folder, a file that lies in none, or a file of a folder that only programs import.
-# Rooms of one floor do not import each other.
+# The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
 FLOORS = (
-    ("geometry", "_agreement", "_foreign_functions", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
+    (
+        *("geometry", "_agreement", "_foreign_functions", "_installing", "_import_guard", "_library_path", "_needs"),
+        *("_replacing", "_show"),
+    ),
     ("_operator", "config"),
-    ("_data_checks", "reference"),
-    ("_operator.decompositions", "_backends"),
+    ("_data_checks", "_files", "reference"),
+    ("_backends",),
     ("_dispatch",),
-    ("_vendor", "ops"),
-    ("_vendor.compiled", "aclnn", "common", "compat", "fused", "kernels", "nn", "onnx", "point", "viz"),
+    ("ops",),
+    ("_measure", "_vendor", "common", "fused", "kernels", "nn", "point", "viz"),
+    ("_replay", "aclnn", "compat"),
+    ("onnx",),
     ("_patch",),
-    ("_vendor.patcher",),
     ("patcher", "patching"),
     ("__init__",),
-    ("_cli_support",),
-    ("_measure",),
-    ("_vendor.replay",),
-    ("onnx._runtimes",),
-    ("onnx._check",),
     ("cli",),
     ("__main__",),
 )
@@ -66,10 +64,7 @@ def module_of(name):
 
 
 def room_of(module):
-    room = module.partition(".")[2] or "__init__"
-    while room not in FLOOR and "." in room:
-        room = room.rpartition(".")[0]
-    return room
+    return [*module.split("."), "__init__"][1]
 
 
 def upward(room):

@@ -20,9 +20,9 @@ from torch.autograd.function import _SingleLevelFunction
 
 from .. import _backends, _data_checks, reference
 from .._backends.triton import from_cpp
-from .._operator import checks, decompositions, rules
+from .._operator import checks, rules
 from .._operator.description import OPERATORS, Operator, autocast_dtype, empty_gradients
-from . import distributed, flops, vmap
+from . import decompositions, distributed, flops, vmap
 from .choose import choose
 
 # If another program defined our schemas in C++, this removes its definitions first.

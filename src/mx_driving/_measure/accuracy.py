@@ -53,7 +53,7 @@ def _by_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
     return [forward(*args), *backward(grad, *args, [True] * len(workload.gradients))]
 
 
-def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[], None]) -> list[Tensor]:
+def _in_float64(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
     """Compute the reference in float64, in pieces of queries. Join results with an axis of queries, and add the others."""
     wide, wide_grad = cast(args, torch.float64), grad.double()
     query_axes = workload.row.axes[workload.row.queries]
@@ -68,7 +68,6 @@ def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[],
                 parts[0] += result
             else:
                 parts.append(result)
-        tick()
     return [parts[0] if axis is None else torch.cat(parts, axis) for axis, parts in zip(axes, parts_of, strict=True)]
 
 
@@ -101,9 +100,7 @@ def _times(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[f
     return ours, _timed(plain, device)
 
 
-def check_one(
-    workload: Workload, dtype: str, device: str, quick: bool, tick: Callable[[], None] = lambda: None, timed: bool = True
-) -> WorkloadErrors:
+def check_one(workload: Workload, dtype: str, device: str, quick: bool, timed: bool = True) -> WorkloadErrors:
     """Return the errors on all queries, or on some with `quick`, and the times of the same call."""
     args, (_, few) = workload.inputs(dtype), _pieces(workload)
     if quick:
@@ -113,15 +110,15 @@ def check_one(
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
     output = op(*args)
     grad = torch.rand(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    true = _in_float64(workload, args, grad, tick)
+    true = _in_float64(workload, args, grad)
     errors = _errors(workload, [output, *backward(grad, *args, [True] * len(workload.gradients))], true)
     some, some_grad = some_queries(workload.operator, args, 0, few), grad[:, :few]
-    lost = _errors(workload, _by_reference(workload, some, some_grad), _in_float64(workload, some, some_grad, lambda: None))
+    true_of_some = true if quick else _in_float64(workload, some, some_grad)
+    lost = _errors(workload, _by_reference(workload, some, some_grad), true_of_some)
     allowed = {what: loss + ULPS * torch.finfo(args[0].dtype).eps for what, loss in lost.items()}
     ours = theirs = 0.0
     if timed:
         ours, theirs = _times(workload, args, grad, device)
-        tick()
     kind = device if device in ("cpu", "cuda") else "other"
     serving = _dispatch.choose.backends()[kind][workload.operator]
     backend = f"reference ({device}: {serving})" if serving.startswith("reference") else f"{device}: {serving}"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from .. import _backends
-from .._cli_support.files import write_csv
-from .._cli_support.show import grid
+from .._files import write_csv
+from .._show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from .._cli_support.problems import Problem
 from .._operator.description import OPERATORS
+from .._operator.problems import Problem
 from .accuracy import check_one
 from .report import BARE, OURS, PLAIN, Row
 from .rivals import Rival, ours, plain_form, recorded

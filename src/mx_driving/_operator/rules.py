@@ -106,14 +106,20 @@ def flag(name: str, default: bool = False) -> bool:
     return word.lower() in ON
 
 
+class SettingError(ValueError):
+    """A word in the environment that the package refuses at its import."""
+
+    is_of_setting = True  # for callers that cannot import this class, because the import failed
+
+
 def fail_setting(name: str, rule: str, word: str) -> NoReturn:
-    """Raise ValueError for a word in the environment. `python -m mx_driving` imports the package before its main could catch
+    """Raise SettingError for a word in the environment. `python -m mx_driving` imports the package before its main could catch
     that, so it ends here. Python has sys.argv[0] "-m" then, and the module's name only in sys.orig_argv."""
     module = sys.orig_argv[-len(sys.argv)].removeprefix("-m") if sys.argv[:1] == ["-m"] else ""
     if module.partition(".")[0] == "mx_driving":
         print(f"mx-driving: {name} must {rule}; got {word!r}", file=sys.stderr)
         sys.exit(2)
-    fail(ValueError, name, rule, repr(word))
+    fail(SettingError, name, rule, repr(word))
 
 
 def patch_target(target: object) -> NoReturn:

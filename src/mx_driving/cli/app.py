@@ -9,13 +9,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__, _backends
-from .._cli_support.start import start
 from .bench import bench
 from .check import check
 from .fuse import fuse
 from .info import info
 from .record import AS_GIVEN, record
 from .replay import replay
+from .start import start
 from .verify import verify
 
 

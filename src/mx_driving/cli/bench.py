@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from .._cli_support.files import writable
-from .._cli_support.problems import matching
-from .._cli_support.show import open_console, show
+from .._files import writable
 from .._measure import report
 from .._measure.report import Row
 from .._measure.speed import measure
 from .._measure.workloads import WORKLOADS
+from .._show import open_console, show
 from .options import Csv, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
+from .start import matching
 
 
 def bench(

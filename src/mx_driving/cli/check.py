@@ -11,11 +11,12 @@ from rich.markup import escape
 
 import mx_driving_portable
 
-from .._cli_support.problems import matching, ruled
-from .._cli_support.show import grid, open_console, print_json, say, show
 from .._measure.accuracy import CHANNELS, QUICK, WorkloadErrors, check_one
 from .._measure.workloads import CHECKED
+from .._operator.problems import ruled
+from .._show import grid, open_console, print_json, say, show
 from .options import DTypes, Json, Only, Threads, use_threads
+from .start import matching
 
 
 def _table(rows: list[WorkloadErrors]) -> Any:
@@ -103,14 +104,16 @@ def check(
     use_threads(threads)
     used = torch.get_num_threads()
     where = f"on {device}, {used} thread{'s' * (used > 1)}, torch {torch.__version__}"
-    console = Console(stderr=True) if as_json else open_console(f"mx-driving check {where}")
-    rows: list[WorkloadErrors] = []
     work = [(workload, name) for name in dtype or ["float32"] for workload in chosen]
+    effort = f"{len(work)} calls against float64, which takes {'a minute' if quick else 'some minutes'}"
+    console = Console(stderr=True) if as_json else open_console(f"mx-driving check {where}: {effort}")
+    rows: list[WorkloadErrors] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("checking", total=None)
+        task = progress.add_task("", total=len(work))
         for workload, name in work:
             progress.update(task, description=f"{workload.name} {name}")
-            rows.append(check_one(workload, name, device, quick, lambda: progress.advance(task)))
+            rows.append(check_one(workload, name, device, quick))
+            progress.advance(task)
     failures = [failure for row in rows for failure in row.failures]
     if as_json:
         print_json(_facts(rows))

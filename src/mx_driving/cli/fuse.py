@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .._cli_support.problems import Problem, need
-from .._cli_support.show import print_json
+from .._files import writable
+from .._operator.problems import Problem, need
 from .._operator.rules import first_line
+from .._show import print_json
 from .options import Inputs, Json, Seconds, Threads, arrays, use_threads
 
 _SECONDS = 20.0
@@ -42,6 +43,8 @@ def fuse(
     if not time and (inputs or seconds != _SECONDS):
         option = "--inputs" if inputs else "--seconds"
         raise Problem(f"{option} must come with --time, which runs both files; got {option} alone")
+    if inputs:
+        writable("path_out", Path(path_out), [inputs])
     use_threads(threads)
     fed = arrays(inputs)
     try:
@@ -60,10 +63,10 @@ def fuse(
 
 
 def _compare(path_in: Path, report: Any, seconds: float, fed: dict[str, Any]) -> Any:
-    from .._measure import onnx_files
+    from ..onnx import _running
 
     try:
-        return onnx_files.compare(path_in, report.path, seconds, fed, list(report.locations.values()))
+        return _running.compare(path_in, report.path, seconds, fed, list(report.locations.values()))
     except Problem:
         raise
     except Exception as error:  # onnxruntime has a dozen kinds of its own

@@ -12,8 +12,8 @@ import torch
 import mx_driving_portable
 
 from .. import __distribution__, _backends, backends
-from .._cli_support.show import print_json
 from .._measure.report import processor
+from .._show import print_json
 from .options import Json
 
 PACKAGES = (__distribution__, "torch", "numpy", "triton", "onnx", "onnxruntime", "transformers")

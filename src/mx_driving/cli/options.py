@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .._cli_support.files import read_arrays
-from .._cli_support.problems import Problem
-from .._cli_support.start import WrongValue
+from .._files import read_arrays
+from .._operator.problems import Problem
+from .start import WrongValue
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .._cli_support.files import writable, write_csv
-from .._cli_support.problems import Problem, matching, ruled
-from .._cli_support.show import open_console, print_json, say, show
+from .._files import writable, write_csv
 from .._operator.limits import suspended
+from .._operator.problems import Problem, ruled
+from .._show import open_console, print_json, say, show
 from .options import Csv, Json, Threads, use_threads
+from .start import matching
 
 
 def replay(
@@ -40,8 +41,8 @@ def replay(
 
     Example: `mx-driving replay calls --csv calls.csv`
     """
-    from .._vendor.replay import calls as reading
-    from .._vendor.replay import show as shown
+    from .._replay import calls as reading
+    from .._replay import show as shown
 
     if not calls:  # as a path it would be the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
@@ -49,7 +50,7 @@ def replay(
     stems = reading.find_calls(path)
     stems = {name: stems[name] for name in matching("--call", only, stems)}
     if out:
-        writable("--csv", out)
+        writable("--csv", out, [path.with_name("manifest.json"), path / "manifest.json", *reading.list_files(stems.values())])
     use_threads(threads)
     console = None if as_json else open_console(f"mx-driving replay: {path}")
     verdicts, problems = _judge_all(stems, console)
@@ -58,8 +59,9 @@ def replay(
     if out:
         write_csv(rows, out, "call")
     if console:
-        if verdicts:
-            show(console, shown.table(verdicts))
+        for verdict in verdicts:
+            say(console, shown.headline(verdict))
+            show(console, shown.table(verdict))
         sentences = [sentence for verdict in verdicts for sentence in shown.sentences(verdict)]
         not_read = [f"[bold red]not read:[/] {escape(problem)}" for problem in problems]
         outcome = f"[bold {'red' if wrong or problems else 'green'}]{_outcome(wrong, len(verdicts), len(problems))}"
@@ -82,8 +84,8 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
     """Return the verdicts on the calls, and sentences about what could not be read or judged."""
     from rich.progress import track
 
-    from .._vendor.replay.calls import read
-    from .._vendor.replay.judge import judge
+    from .._replay.calls import read
+    from .._replay.judge import judge
 
     verdicts, problems = [], []
     for name in track(stems, description="judging", console=console, transient=True, disable=console is None):

@@ -8,8 +8,8 @@ import torch
 import typer
 from rich.markup import escape
 
-from .._cli_support.problems import Problem, need
-from .._cli_support.show import grid, open_console, print_json, say, show
+from .._operator.problems import Problem, need
+from .._show import grid, open_console, print_json, say, show
 from .options import DTYPES, Inputs, Json, Threads, arrays, one_of, use_threads
 
 _RUNTIME = (

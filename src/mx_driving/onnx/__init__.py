@@ -1,6 +1,6 @@
 """The nodes that `torch.onnx.export(..., dynamo=True)` writes for the operators, our library for onnxruntime, and `fuse`.
 
-By default the exporter writes gathers of standard operators (`_operator/decompositions.py`). For another form, pass its table:
+By default the exporter writes gathers of standard operators (`_dispatch/decompositions.py`). For another form, pass its table:
 
     torch.onnx.export(module, inputs, dynamo=True, opset_version=20,
                       custom_translation_table=mx_driving.onnx.translations("grid_sample"))

@@ -13,13 +13,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from .._cli_support.files import temporary_folder
-from .._cli_support.problems import Problem
-from .._measure import onnx_files
+from .._files import temporary_folder
+from .._operator.problems import Problem
 from .._operator.rules import first_line
-from .._vendor.replay.calls import RecordedCall
-from .._vendor.replay.judge import WRONG, Judged, judge
-from . import _file, _not_finite, _outputs
+from .._replay.calls import RecordedCall
+from .._replay.judge import WRONG, Judged, judge
+from . import _file, _not_finite, _outputs, _running
 from ._graph import constant
 from ._matches import (
     Array,
@@ -158,9 +157,9 @@ class _Checker:
         file = self.folder / "reference.onnx"
         ir.save(model or self.model, file, external_data="reference.data")
         try:
-            session = onnx_files.session(file)
-            fed = onnx_files.inputs(session, inputs, defaults)
-            return fed, onnx_files.run(session, fed)
+            session = _running.session(file)
+            fed = _running.inputs(session, inputs, defaults)
+            return fed, _running.run(session, fed)
         except Problem:
             raise
         except Exception as error:  # onnxruntime raises a dozen classes

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .._cli_support.files import read_arrays, temporary_folder
-from .._cli_support.problems import Problem, need
-from .._measure import onnx_files
+from .._files import read_arrays, temporary_folder
+from .._operator.problems import Problem, need
 from .._operator.rules import first_line
+from . import _running
 from ._matches import Arrays
 
 Run = Callable[[Path, Arrays], Arrays]
@@ -68,7 +68,7 @@ def _onnxruntime(provider: str) -> Run:
         raise Problem(f"--runtime onnxruntime:NAME must name one of its providers, {names} ({advice}); got {provider!r}")
     devices = [] if provider in providers or not provider else _register(provider, plugins[provider])
     provider, settings = provider or "CPUExecutionProvider", _OPTIONS.get(provider, {})
-    return lambda path, arrays: onnx_files.run(onnx_files.session(path, provider, devices, **settings), arrays)
+    return lambda path, arrays: _running.run(_running.session(path, provider, devices, **settings), arrays)
 
 
 def _plugins() -> dict[str, Any]:

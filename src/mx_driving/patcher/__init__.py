@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _import_guard as _import_guard
-from .._vendor import patcher as _patcher
-from .._vendor.patcher import *  # noqa: F403
-from . import distribute, functions, mmcv, mmdet, mmdet3d, numpy, nuscenes, optimizer, patcher, tensor  # noqa: F401
+from . import _patcher, distribute, functions, mmcv, mmdet, mmdet3d, numpy, nuscenes, optimizer, patcher, tensor  # noqa: F401
+from ._patcher import *  # noqa: F403
 
 __all__: list[str] = []
 __all__ += _patcher.__all__

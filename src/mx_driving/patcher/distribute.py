@@ -1,5 +1,5 @@
 """The vendor's path of its patches of distributed training."""
 
-from .._vendor.patcher import ddp, ddp_forward
+from ._patcher import ddp, ddp_forward
 
 __all__ = ["ddp", "ddp_forward"]

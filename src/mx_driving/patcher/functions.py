@@ -1,5 +1,5 @@
 """The vendor's path of its patches of mmcv's scatter."""
 
-from .._vendor.patcher import stream
+from ._patcher import stream
 
 __all__ = ["stream"]

@@ -1,5 +1,5 @@
 """The vendor's path of its patches of mmcv."""
 
-from .._vendor.patcher import dc, mdc, msda, patch_mmcv_version
+from ._patcher import dc, mdc, msda, patch_mmcv_version
 
 __all__ = ["dc", "mdc", "msda", "patch_mmcv_version"]

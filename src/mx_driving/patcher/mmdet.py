@@ -1,5 +1,5 @@
 """The vendor's path of its patches of mmdet."""
 
-from .._vendor.patcher import pseudo_sampler, resnet_add_relu, resnet_fp16, resnet_maxpool
+from ._patcher import pseudo_sampler, resnet_add_relu, resnet_fp16, resnet_maxpool
 
 __all__ = ["pseudo_sampler", "resnet_add_relu", "resnet_fp16", "resnet_maxpool"]

@@ -1,5 +1,5 @@
 """The vendor's path of its patches of mmdet3d's nuScenes."""
 
-from .._vendor.patcher import nuscenes_dataset, nuscenes_metric
+from ._patcher import nuscenes_dataset, nuscenes_metric
 
 __all__ = ["nuscenes_dataset", "nuscenes_metric"]

@@ -1,5 +1,5 @@
 """The vendor's path of its patches of numpy."""
 
-from .._vendor.patcher import numpy_type
+from ._patcher import numpy_type
 
 __all__ = ["numpy_type"]

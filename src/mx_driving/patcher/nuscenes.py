@@ -1,5 +1,5 @@
 """The vendor's path of its patches of nuScenes' tracking metric."""
 
-from .._vendor.patcher import nuscenes_mot_metric
+from ._patcher import nuscenes_mot_metric
 
 __all__ = ["nuscenes_mot_metric"]

@@ -1,5 +1,5 @@
 """The vendor's path of its patches of optimizers' hooks."""
 
-from .._vendor.patcher import optimizer_hooks, optimizer_wrapper
+from ._patcher import optimizer_hooks, optimizer_wrapper
 
 __all__ = ["optimizer_hooks", "optimizer_wrapper"]

@@ -1,5 +1,5 @@
 """The vendor's path of its classes."""
 
-from .._vendor.patcher import Patch, Patcher, PatcherBuilder
+from ._patcher import Patch, Patcher, PatcherBuilder
 
 __all__ = ["Patch", "Patcher", "PatcherBuilder"]

@@ -1,5 +1,5 @@
 """The vendor's path of its patches of torch."""
 
-from .._vendor.patcher import batch_matmul, index
+from ._patcher import batch_matmul, index
 
 __all__ = ["batch_matmul", "index"]

@@ -15,9 +15,9 @@ import torch
 import mx_driving.onnx
 
 from .._agreement import ULPS, difference_beside_ties, model_difference
-from .._cli_support.files import temporary_folder
-from .._cli_support.problems import Problem
-from .timing import interleaved
+from .._files import temporary_folder
+from .._measure.timing import interleaved
+from .._operator.problems import Problem
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 _FEW = 8  # most columns that are compared one by one
@@ -155,7 +155,7 @@ def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = N
 
 def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[Any], ours: list[Any]) -> tuple[list[Any], str]:
     """Return their outputs with our numbers where they depend on locations that are not finite, and a note that says so."""
-    from ..onnx import _file, _not_finite
+    from . import _file, _not_finite
 
     model = _file.load(path)
     with temporary_folder() as folder:
@@ -175,7 +175,7 @@ def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[A
 
 def _differs(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return where two outputs differ by more than rounding."""
-    from ..onnx._outputs import find_distances, find_largest_ulp
+    from ._outputs import find_distances, find_largest_ulp
 
     if one.shape != other.shape:
         return np.zeros(one.shape, bool)

@@ -1,35 +1,45 @@
-"""A program reports a failure in one sentence on standard error, with exit status 2. Status 1 is a wrong result."""
+"""How a program starts and fails: one sentence on standard error, and exit status 2. Status 1 is a wrong result."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
-from .._installing import pip_install
-from .._operator.rules import first_line
+import typer
+
+from .._operator.problems import Problem
+
+_UsageError: Any = typer.BadParameter.__base__  # typer's own, or click's with an older typer
 
 
-class Problem(ValueError):
-    """An error that the user can mend. Its message is one sentence: *name* must *rule*; got *fact*."""
+class WrongValue(typer.BadParameter):
+    """A value that an option's parser refuses. The message is the rest of a sentence that begins with the option's name."""
 
 
-@contextmanager
-def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds (of any kind if none is given) into a Problem: the rule, and "got" with the error."""
-    try:
-        yield
-    except Problem:
-        raise
-    except Exception as error:
-        if kinds and not isinstance(error, kinds):
-            raise
-        raise Problem(f"{rule}; got {first_line(error).split('. ')[0]}") from None
+def start(program: str, command: typer.Typer | Callable[..., None]) -> None:
+    """Run a command, or an app of several, on the arguments of this process, and exit."""
+    app = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    if app is not command:
+        app.command()(command)
+    with in_a_sentence(program):
+        try:
+            status = app(sys.argv[1:], prog_name=program, standalone_mode=False)
+        except typer.Abort:
+            sys.exit(130)
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help
+                sys.exit(2)
+            message = " ".join(error.format_message().split())
+            if isinstance(error, WrongValue):
+                raise Problem(f"{error.param.opts[0]} {error.message}") from None  # pyright: ignore[reportOptionalMemberAccess]
+            raise Problem(f"the command line must be as --help says; got: {message}") from None
+        sys.exit(status)
 
 
 @contextmanager
@@ -69,15 +79,6 @@ def _drop_output() -> None:
     """Drop the rest of the buffer: Python writes it at exit, and would fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def need(what: str, install: str, *modules: str) -> None:
-    """Raise a Problem that says what to install, packages with blanks between them, unless all modules can be imported."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise Problem(f"{what} must have {module} installed ({pip_install(*install.split())}); got: {error}") from None
 
 
 def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) -> list[str]:

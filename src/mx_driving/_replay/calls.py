@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._cli_support.problems import Problem, ruled
-from ..._operator import checks
-from ..._operator.description import OPERATORS, Operator, SamplingInputs
+from .._operator import checks
+from .._operator.description import OPERATORS, Operator, SamplingInputs
+from .._operator.problems import Problem, ruled
 from . import forms
 
 FORMAT = 1  # record.FORMAT of the recordings that can be read
@@ -83,9 +84,13 @@ def find_calls(path: Path) -> dict[str, Path]:
     return {str(stem.relative_to(path)) if path.is_dir() else stem.name: stem for stem in stems}
 
 
+def list_files(stems: Iterable[Path]) -> list[Path]:
+    return [stem.with_name(f"{stem.name}{end}.pt") for stem in stems for end in ("", GRADIENTS)]
+
+
 def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
     """Return a call, and why some of its results are left out. Raise a Problem if the call cannot be read."""
-    file, gradients_file = (stem.with_name(f"{stem.name}{end}.pt") for end in ("", GRADIENTS))
+    file, gradients_file = list_files([stem])
     if not file.is_file():
         raise Problem(f"{name}{GRADIENTS} must lie beside {name}, which has its inputs; got no such file")
     about, tensors = _load(file)

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..._agreement import entry_differences, largest_magnitude, rounding_limit
-from ..._operator import geometry
+from .._agreement import entry_differences, largest_magnitude, rounding_limit
+from .._operator import geometry
 from .calls import RecordedCall
 from .compute import compute
 

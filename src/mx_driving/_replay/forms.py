@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ... import ops
-from ..._cli_support.problems import Problem
-from ..._foreign_functions import FUNCTIONS
-from ..._operator.description import OPERATORS, POOL, Operator
-from ...ops._other_shapes import sampling_inputs
-from ...ops._stand_ins import stand_in
+from .. import ops
+from .._foreign_functions import FUNCTIONS
+from .._operator.description import OPERATORS, POOL, Operator
+from .._operator.problems import Problem
+from ..ops._other_shapes import sampling_inputs
+from ..ops._stand_ins import stand_in
 
 Facts = dict[str, Any]  # tensors and sizes by name
 _ROWS = {row.name: row for row in FUNCTIONS if row.operator == POOL}

@@ -6,18 +6,20 @@ import csv
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
-from .problems import Problem
+from ._operator.problems import Problem
 
 
-def writable(name: str, path: Path) -> None:
-    """Check that the file can be written later. Nothing is created, and a file that is there is not touched."""
+def writable(name: str, path: Path, inputs: Sequence[Path] = ()) -> None:
+    """Check that the file can be written later, and is none of the command's inputs. Create and change nothing."""
     with writing(name, path):
+        if path.exists() and any(file.exists() and file.samefile(path) for file in inputs):
+            raise Problem(f"{name} must be another file than those that are read; got {path}")
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         folder = path.parent
         if not folder.exists():

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from torch import Tensor
 
-from ..._cli_support.show import grid
+from .._show import grid
 from .judge import COARSE, RIGHT, WRONG, Verdict
 
 COLOURS = {RIGHT: "green", COARSE: "yellow", WRONG: "red"}
@@ -34,22 +34,25 @@ def _shape(t: Tensor) -> str:
     return f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}"
 
 
-def table(verdicts: list[Verdict]) -> Any:
-    """Return a table within 80 columns: a call and its inputs stand above its results."""
+def headline(verdict: Verdict) -> str:
+    """Return lines that name a call, its function and its inputs."""
+    facts = {**describe(verdict), "caller": Path(verdict.call.about.get("caller", "")).name}
+    function = facts.pop("function")
+    if function.endswith(facts["operator"]):
+        del facts["operator"]
+    lines = [function, *(f"{name}: {fact}" for name, fact in facts.items() if fact not in ("", 0))]
+    return "\n  ".join([f"[bold]{escape(verdict.call.name)}[/]", *map(escape, filter(None, lines))])
+
+
+def table(verdict: Verdict) -> Any:
+    """Return a table of the results of a call, within 80 columns."""
     shown = grid(None, {"error of, in units": 34}, {"device": 6, "float32": 7, "ours": 6})
-    shown.columns[0].max_width, shown.columns[0].overflow = 34, "fold"
     shown.add_column("verdict")
-    for verdict in verdicts:
-        caller = Path(verdict.call.about.get("caller", "")).name
-        items = {**describe(verdict), "caller": caller}.items()
-        facts = [f"\n{name}: {fact}" for name, fact in items if fact not in ("", 0)]
-        shown.add_row(f"[bold]{escape(verdict.call.name)}[/]{escape(''.join(facts))}")
-        for judged in verdict.results:
-            counts = [f", {n} {word}" for n, word in ((judged.nans, "NaN"), (judged.infinities, "infinite")) if n]
-            errors = map(_in_units, (judged.device, judged.float32, judged.ours))
-            word = f"[{COLOURS[judged.verdict]}]{judged.verdict}[/]"
-            shown.add_row("".join([f"  {judged.result}", *counts]), *errors, word)
-        shown.add_section()
+    for judged in verdict.results:
+        counts = [f", {n} {word}" for n, word in ((judged.nans, "NaN"), (judged.infinities, "infinite")) if n]
+        errors = map(_in_units, (judged.device, judged.float32, judged.ours))
+        word = f"[{COLOURS[judged.verdict]}]{judged.verdict}[/]"
+        shown.add_row("".join([judged.result, *counts]), *errors, word)
     return shown
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, _decomp
 
 from .. import reference
+from .._operator import composition, geometry
+from .._operator.description import OPERATORS
 from .._replacing import when_imported
-from . import composition, geometry
-from .description import OPERATORS
 
 # For each corner: the row of a padded value, and the coefficient.
 Corners = list[tuple[Tensor, Tensor]]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._measure import plain
-from ..._operator import geometry
-from ..._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, POOL
+from .._measure import plain
+from .._operator import geometry
+from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, POOL
 from .compute import Core, as_attention, core_of
 
 Mistake = Callable[..., Tensor]
