@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
 from .._operator.rules import first_line
-from ._forms import JOINED, NODES, TENSORRT, WITH_LOGITS, has_logits
+from ._forms import AGGREGATES, JOINED, NODES, OURS, TENSORRT, WITH_LOGITS, has_logits
 from ._graph import SAID_DOMAIN, are_fixed, constant, dims, is_node
 from ._identities import take_out
 from ._order import check, sort_nodes, walk_graphs
@@ -26,7 +26,7 @@ from ._pools import POOLS, give_shape
 
 _FEW = 8192  # the most numbers of a table that is folded, as in onnxscript
 # Plugin -> the index of an input with the axis of queries.
-_SHAPED_PLUGINS = {**dict.fromkeys((NODES[TENSORRT], *JOINED), 3), **dict.fromkeys(WITH_LOGITS, 2)}
+_SHAPED_PLUGINS = {**dict.fromkeys((NODES[TENSORRT], *JOINED, *AGGREGATES), 3), **dict.fromkeys(WITH_LOGITS, 2)}
 _Sizes = dict[str, list[int | str | None]]
 
 
@@ -80,6 +80,8 @@ def load(path: Path) -> ir.Model:
     _check(path, proto, model, has_changed)
     shapes = {value.name: value.shape for value in list_outputs(model)}
     model = _infer_shapes(model)
+    if _ask_onnxruntime(model):
+        model = _infer_shapes(model)
     model.meta["said"] = shapes
     if not _all_sizes_are_fixed(model):
         _follow_sizes(model)
@@ -94,6 +96,41 @@ def _infer_shapes(model: ir.Model) -> ir.Model:
     return model
 
 
+def _ask_onnxruntime(model: ir.Model) -> bool:
+    """Set types and shapes of the outputs of onnxruntime's own nodes, which onnx does not know. Return whether any was set."""
+    nodes = (node for node in model.graph if node.domain.startswith("com.microsoft"))
+    unknown = {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}
+    try:
+        answers = _list_outputs_in_session(model, [*unknown.values()]) if unknown else ()
+    except (
+        Exception
+    ):  # onnxruntime may lack a node or more: sizes stay unknown, and attention that needs them is reported as left
+        return False
+    for answer in answers:
+        kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
+        if kind in ir.DataType.__members__:
+            value.dtype = ir.DataType[kind]
+            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape  # [] may be an unknown number of axes
+    return bool(answers)
+
+
+def _list_outputs_in_session(model: ir.Model, values: list[ir.Value]) -> Any:
+    """Return onnxruntime's description of these values. Large weights become inputs, so that the session is made fast."""
+    import onnxruntime
+
+    graph = ir.convenience.extract(model.graph, model.graph.inputs, values)
+    for name, value in list(graph.initializers.items()):
+        if value.const_value is not None and value.const_value.size > _FEW:
+            del graph.initializers[name]
+            value.const_value = None
+            graph.inputs.append(value)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=model.ir_version))
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"]).get_outputs()
+
+
 def _give_shape(node: ir.Node) -> bool:
     output, inputs = node.outputs[0], [v for v in node.inputs if v is not None]
     if output.shape is not None or len(inputs) != 5 or node.op_type not in _SHAPED_PLUGINS:
@@ -101,7 +138,7 @@ def _give_shape(node: ir.Node) -> bool:
     if node.op_type in WITH_LOGITS and not has_logits(node):
         return False
     value, (batch, queries, *_) = dims(inputs[0]), (*dims(inputs[_SHAPED_PLUGINS[node.op_type]]), None, None)
-    if len(value) != 4 or queries is None:
+    if len(value) != (3 if node.op_type in AGGREGATES else 4) or queries is None:
         return False
     blocks = value[2:]
     if node.op_type in JOINED:
@@ -187,9 +224,11 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
         check(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         raise ValueError(f"path_in must be an ONNX file; got {path}: {quote_checker(error)}") from None
-    version = model.graph.opset_imports.get("mx_driving", 1)
+    if all(node.domain != OURS for node in walk_nodes(model)):  # onnxruntime imports every domain that its process knows
+        model.graph.opset_imports.pop(OURS, None)
+    version = model.graph.opset_imports.get(OURS, 1)
     if version != 1:
-        raise ValueError(f"path_in must hold nodes of version 1 of mx_driving; got {path}, of version {version}")
+        raise ValueError(f"path_in must hold nodes of version 1 of {OURS}; got {path}, of version {version}")
 
 
 def quote_checker(error: Exception) -> str:
