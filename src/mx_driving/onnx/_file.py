@@ -59,25 +59,22 @@ def silent() -> Iterator[None]:
             logger.setLevel(level)
 
 
+class _Unreadable(Exception):
+    """A file breaks a rule. The arguments are the rule and the fact."""
+
+
 @silent()
-def load(path: Path) -> ir.Model:
-    """Return the model with all sizes that can be inferred. `save` removes sizes that are not in the file."""
+def load(path: Path, name: str = "path_in") -> ir.Model:
+    """Return the model with all sizes that can be inferred. `save` removes sizes that are not in the file.
+
+    Raises:
+        ValueError: the file cannot be read. The message begins with `name`.
+    """
     try:
-        proto = onnx.load(path, format="protobuf", load_external_data=False)
-        has_changed = sort_nodes(proto) | _name_plugins(proto)
-        sparse = [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]
-        model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inline(proto))
-    except OSError as error:
-        raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
-    except Exception as error:  # protobuf and onnx_ir raise their own classes
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {first_line(error)}") from None
-    if sparse:
-        raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
-    _take_in_attributes(model, path)
-    for tensor in list_external(model):
-        _check_external(tensor, path)
-    _set_defaults_aside(model)
-    _check(path, proto, model, has_changed)
+        model = _read(path)
+    except _Unreadable as error:
+        rule, fact = error.args
+        raise ValueError(f"{name} must {rule}; got {path}{fact}") from None
     shapes = {value.name: value.shape for value in list_outputs(model)}
     model = _infer_shapes(model)
     if _ask_onnxruntime(model):
@@ -85,6 +82,26 @@ def load(path: Path) -> ir.Model:
     model.meta["said"] = shapes
     if not _all_sizes_are_fixed(model):
         _follow_sizes(model)
+    return model
+
+
+def _read(path: Path) -> ir.Model:
+    try:
+        proto = onnx.load(path, format="protobuf", load_external_data=False)
+        has_changed = sort_nodes(proto) | _name_plugins(proto)
+        sparse = [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]
+        model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inline(proto))
+    except OSError as error:
+        raise _Unreadable("be a file that can be read", f": {error.strerror or error}") from None
+    except Exception as error:  # protobuf and onnx_ir raise their own classes
+        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
+    if sparse:
+        raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
+    _take_in_attributes(model, path)
+    for tensor in list_external(model):
+        _check_external(tensor, path)
+    _set_defaults_aside(model)
+    _check(path, proto, model, has_changed)
     return model
 
 
@@ -223,16 +240,17 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
     try:
         check(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {quote_checker(error)}") from None
+        raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
     if all(node.domain != OURS for node in walk_nodes(model)):  # onnxruntime imports every domain that its process knows
         model.graph.opset_imports.pop(OURS, None)
     version = model.graph.opset_imports.get(OURS, 1)
     if version != 1:
-        raise ValueError(f"path_in must hold nodes of version 1 of {OURS}; got {path}, of version {version}")
+        raise _Unreadable(f"hold nodes of version 1 of {OURS}", f", of version {version}")
 
 
-def quote_checker(error: Exception) -> str:
-    return " ".join(str(error).split("==>")[0].split())
+def first_paragraph(error: Exception) -> str:
+    """Return the first paragraph of an error's message in one line. The rest of onnx's messages is the context."""
+    return " ".join(str(error).strip().split("\n\n")[0].split())
 
 
 def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
@@ -254,7 +272,7 @@ def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
     """Set the folder of an external tensor, and check that the file has all of its bytes."""
     tensor.base_dir = path.parent
     if fact := _find_fault(tensor):
-        raise ValueError(f"path_in must have its weights beside it; got {path}, and {fact}")
+        raise _Unreadable("have its weights beside it", f", and {fact}")
 
 
 def _find_fault(tensor: ir.ExternalTensor) -> str | None:
