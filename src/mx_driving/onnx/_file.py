@@ -86,23 +86,30 @@ def load(path: Path, name: str = "path_in") -> ir.Model:
 
 
 def _read(path: Path) -> ir.Model:
-    try:
-        proto = onnx.load(path, format="protobuf", load_external_data=False)
-        has_changed = sort_nodes(proto) | _name_plugins(proto)
-        sparse = [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]
-        model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inline(proto))
-    except OSError as error:
-        raise _Unreadable("be a file that can be read", f": {error.strerror or error}") from None
-    except Exception as error:  # protobuf and onnx_ir raise their own classes
-        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
-    if sparse:
+    proto = _parse(path)
+    if sparse := [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]:
         raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
+    try:
+        whole = sort_nodes(proto)
+        has_changed = _name_plugins(whole) or whole is not proto
+        model = ir.serde.deserialize_model(_inline(whole))
+    except Exception as error:  # onnx_ir raises its own classes
+        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
     _take_in_attributes(model, path)
     for tensor in list_external(model):
         _check_external(tensor, path)
     _set_defaults_aside(model)
-    _check(path, proto, model, has_changed)
+    _check(path, whole, model, has_changed)
     return model
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    try:
+        return onnx.load(path, format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise _Unreadable("be a file that can be read", f": {error.strerror or error}") from None
+    except Exception as error:  # protobuf raises its own classes
+        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
 
 
 def _infer_shapes(model: ir.Model) -> ir.Model:
