@@ -68,6 +68,16 @@ class _Joined(onnx.reference.op_run.OpRun):
         return (blocks.reshape(*blocks.shape[:2], -1),)
 
 
+class _Aggregation(onnx.reference.op_run.OpRun):
+    """Sparse4D's kernel, under the name that an exporter gives it."""
+
+    def _run(self, features, shapes, starts, locations, weights):
+        assert shapes.dtype == starts.dtype == np.int32
+        tensors = (features.astype(np.float64), shapes, starts, locations.astype(np.float64), weights.astype(np.float64))
+        zeros = np.zeros((*locations.shape[:2], features.shape[2]))
+        return (truth.deformable_aggregation(*tensors, zeros).results[0].astype(features.dtype),)
+
+
 class _Pool(onnx.reference.op_run.OpRun):
     """BEVDet's kernel: the points of an interval are added to the cell of the first."""
 
@@ -97,6 +107,13 @@ def _in_domain(base, name, domain):
     return type(name, (base,), {"op_domain": domain})
 
 
+AGGREGATES = [
+    ("MSDA", "nv"),
+    ("DeformableAttentionAggrPlugin", "custom"),
+    ("DeformableAttentionAggrPlugin", ""),
+    ("DeformableAggregation", "sparsedrivev2"),
+    ("DeformableAggregation", "SparseDrive"),
+]
 PLUGINS = [
     MultiscaleDeformableAttnPlugin_TRT,
     _in_domain(MultiscaleDeformableAttnPlugin_TRT, "MultiscaleDeformableAttnPlugin_TRT", "com.microsoft"),
@@ -106,6 +123,7 @@ PLUGINS = [
     _in_domain(MultiScaleDeformableAttnTRT, "MultiScaleDeformableAttnTRT", "trt.plugins"),
     *(_in_domain(_Joined, "MMCVMultiScaleDeformableAttention", domain) for domain in ("mmdeploy", "")),
     *(_in_domain(_Joined, "MultiScaleDeformableAttentionPlugin", domain) for domain in ("custom_op", "")),
+    *(_in_domain(_Aggregation, name, domain) for name, domain in AGGREGATES),
     _in_domain(_Pool, "bev_pool_v2", "mmdeploy"),
     _in_domain(_Pool, "BEVPoolV2TRT", ""),
     _in_domain(_Pool, "BEVPoolV2TRT2", ""),

@@ -5,6 +5,7 @@ from unittest import mock
 import numpy as np
 import onnx
 import onnx_ir
+import onnxruntime
 import pytest
 import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
@@ -262,8 +263,10 @@ def of_one_input(model):
     next(node for node in model.graph.node if node.op_type == "GridSample").input.pop()
 
 
-def of_another_version(model):
-    model.opset_import.append(onnx.helper.make_opsetid("mx_driving", 7))
+def of_another_version(model, version=7):
+    node = onnx.helper.make_node("multi_scale_deformable_attn", [""] * 5, ["ours"], domain="mx_driving")
+    model.graph.node.append(node)
+    model.opset_import.append(onnx.helper.make_opsetid("mx_driving", version))
 
 
 BROKEN = {
@@ -287,6 +290,61 @@ def test_broken_files_are_refused_in_a_sentence(name, tmp_path, capfd):
         mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "after.onnx").exists()
+
+
+def test_a_version_without_nodes(tmp_path):
+    """onnxruntime writes version 1000 of every domain that its process knows into the files that it saves."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(WRITINGS["stacked"], before, "older")
+    model = onnx.load(before)
+    model.opset_import.append(onnx.helper.make_opsetid("mx_driving", 1000))
+    onnx.save(model, before)
+    for form in ("onnxruntime", "gather"):
+        assert len(mx_driving.onnx.fuse(before, after, form).replaced) == 1
+        assert {o.version for o in onnx.load(after).opset_import if o.domain == "mx_driving"} <= {1}
+
+
+class Convolved(Stacked):
+    """A convolution with an activation before attention: onnxruntime fuses them to a node of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(32, 32, 1)
+
+    def forward(self, value, locations, weights):
+        rows = self.conv(value.flatten(2).transpose(1, 2)).relu().transpose(1, 2).unflatten(2, (4, 8))
+        return super().forward(rows, locations, weights * torch.sigmoid(1.702 * weights))
+
+
+@pytest.mark.parametrize("level", ["BASIC", "EXTENDED", "ALL"])
+def test_files_that_onnxruntime_has_optimised(level, tmp_path):
+    """They record no shapes, and onnx knows no shapes behind a node of onnxruntime."""
+    plain, before, after = (tmp_path / f"{name}.onnx" for name in ("plain", "before", "after"))
+    export(Convolved().eval(), plain, "older, fixed sizes")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(before)
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+    onnxruntime.InferenceSession(plain, options, providers=["CPUExecutionProvider"])
+    model = onnx.load(before)
+    del model.graph.value_info[:]
+    onnx.save(model, before)
+    assert any(node.domain.startswith("com.microsoft") for node in model.graph.node) == (level != "BASIC")
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    np.testing.assert_allclose(run(after, inputs()), run(plain, inputs()), rtol=0, atol=1e-5)
+
+
+def test_a_node_without_a_shape_is_named(tmp_path):
+    before = tmp_path / "before.onnx"
+    export(WRITINGS["stacked"], before, "older")
+    model = onnx.load(before)
+    model.opset_import.append(onnx.helper.make_opsetid("theirs", 1))
+    next(node for node in model.graph.node if "l" in node.input).input[0] = "moved"
+    model.graph.node.insert(0, onnx.helper.make_node("Move", ["l"], ["moved"], name="move", domain="theirs"))
+    del model.graph.value_info[:]
+    onnx.save(model, before)
+    with pytest.raises(ValueError, match=r"the file does not say the shape of the output of theirs::Move \(move\)"):
+        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
 
 
 HUGE = """<ir_version: 8, opset_import: ["" : 20]>

@@ -11,7 +11,7 @@ import onnx_nodes
 import onnx_writings
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_stand_ins import run_plugins
+from onnx_stand_ins import AGGREGATES, run_plugins
 
 import mx_driving.onnx
 from mx_driving.onnx import FUSED_FORMS
@@ -179,6 +179,7 @@ MMDEPLOY, DL4AGX = KINDS["mmdeploy"], KINDS["DL4AGX"]
             DL4AGX._replace(kind="ms_deform_attn_plugin"),
             "first: its node custom_op::ms_deform_attn_plugin is not known",
         ),
+        (DL4AGX._replace(kind="MSDA"), "its node custom_op::MSDA must have one output, and inputs of 3, 3, 2, 5, 6 axes"),
         (
             DL4AGX._replace(kind="MMCVDeformConv2d", domain=""),
             r"has no weighted samples; not known: its nodes MMCVDeformConv2d\)",
@@ -198,6 +199,73 @@ def test_others_are_named(node, why, mx, tmp_path):
         mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
     status, _, problem = mx("verify", tmp_path / "before.onnx", "--runtime", "onnxruntime", "--json")
     assert (status, problem.count("\n"), " must " in problem) == (2, 1, True)
+
+
+def save_aggregation(path, kind, domain, dtype=np.float32, free=True):
+    """Two layers of aggregation. Locations lie on pictures, on their borders, and outside."""
+    random = np.random.default_rng(0)
+    shapes = np.array([[[4, 6], [2, 3]], [[5, 3], [1, 2]], [[4, 6], [2, 3]]], np.int32)
+    starts = (np.cumsum(shapes.prod(-1)) - shapes.prod(-1).reshape(-1)).reshape(3, 2).astype(np.int32)
+    locations = random.random((2, 5, 4, 3, 2)) * 1.4 - 0.2
+    locations[0, 0, :, 0, 0] = 0, 1, -0.01, 1.01
+    fed = {"f": random.random((2, int(shapes.prod(-1).sum()), 8)), "l": locations, "w": random.random((2, 5, 4, 3, 2, 4))}
+    fed = {name: array.astype(dtype) for name, array in fed.items()}
+    type_of, batch = helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), "b" if free else 2
+    infos = [helper.make_tensor_value_info(name, type_of, [batch, *a.shape[1:]]) for name, a in fed.items()]
+    tables = {"shapes": shapes, "starts": starts, "matrix": random.random((8, 96)).astype(dtype)}
+    tables["sizes"] = np.array([0, 0, *fed["w"].shape[2:]])
+    make = functools.partial(helper.make_node, kind, domain=domain)
+    nodes = [
+        make(["f", "shapes", "starts", "l", "w"], ["first"], name="first"),
+        helper.make_node("MatMul", ["first", "matrix"], ["rows"]),
+        helper.make_node("Reshape", ["rows", "sizes"], ["again"]),
+        make(["f", "shapes", "starts", "l", "again"], ["output"], name="second"),
+    ]
+    output = helper.make_tensor_value_info("output", type_of, [batch, 5, 8])
+    opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    initializers = [numpy_helper.from_array(array, name) for name, array in tables.items()]
+    graph = helper.make_graph(nodes, "two", infos, [output], initializers)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return fed
+
+
+@pytest.mark.parametrize("form", FUSED_FORMS)
+@pytest.mark.parametrize(("kind", "domain"), AGGREGATES)
+def test_aggregation_in_each_form(kind, domain, form, tmp_path):
+    before, after, again = (tmp_path / f"{name}.onnx" for name in ("before", "after", "again"))
+    fed = save_aggregation(before, kind, domain)
+    report = mx_driving.onnx.fuse(before, after, form=form)
+    words = f"a node {domain}{'::' * bool(domain)}{kind}"
+    assert (report.replaced, report.left) == ({"first": words, "output": words}, {})
+    true = run_plugins(before, fed)["output"]
+    np.testing.assert_allclose(run_form(after, form, fed), true, rtol=1e-6, atol=1e-5)
+    if form == "onnxruntime" and kind == "MSDA":
+        mx_driving.onnx.fuse(after, again, "gather")
+        np.testing.assert_allclose(run_form(again, "gather", fed), true, rtol=1e-6, atol=1e-5)
+
+
+def test_aggregation_in_float16(tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    fed = save_aggregation(before, "MSDA", "nv", np.float16)
+    for form in FUSED_FORMS:
+        mx_driving.onnx.fuse(before, after, form)
+        true = run_plugins(before, fed)["output"].astype(np.float64)
+        np.testing.assert_allclose(run_form(after, form, fed), true, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_verify_judges_aggregation(bad, tmp_path):
+    """Queries with a location that is not finite are left out."""
+    fed = save_aggregation(tmp_path / "before.onnx", "MSDA", "nv")
+    fed["l"][0, 2] = np.nan if bad else fed["l"][0, 2]
+    report = check(tmp_path / "before.onnx", run_plugins, fed)
+    assert (report.right, len(report.comparisons), report.left) == (True, 2, {})
+    assert ("2 of 20" in report.comparisons[0].why or "1 of 10" in report.comparisons[0].why) == bad
+
+    def swapped(path, fed):
+        return run_plugins(path, {n: a[..., ::-1] if a.ndim == 5 else a for n, a in fed.items()})
+
+    assert not any(one.right for one in check(tmp_path / "before.onnx", swapped, fed).comparisons)
 
 
 POOLS = {"bev_pool_v2": "mmdeploy", "BEVPoolV2TRT": "", "BEVPoolV2TRT2": "", "QuickCumsumCuda": "autoware"}

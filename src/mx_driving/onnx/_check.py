@@ -95,9 +95,9 @@ def check(
     original = None if original is None else _file.check_path("--original", original)
     name = "--original" if original else "path_in"
     try:
-        model = _file.load(original or path)
+        model = _file.load(original or path, name)
     except ValueError as error:
-        raise Problem(str(error).replace("path_in", name, 1)) from None
+        raise Problem(str(error)) from None
     matches, left = find_matches(model)
     if not matches:
         why = "; ".join(f"{name}: {reason}" for name, reason in left.items())

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
 from .._operator.rules import first_line
-from ._forms import JOINED, NODES, TENSORRT, WITH_LOGITS, has_logits
+from ._forms import AGGREGATES, JOINED, NODES, OURS, TENSORRT, WITH_LOGITS, has_logits
 from ._graph import SAID_DOMAIN, are_fixed, constant, dims, is_node
 from ._identities import take_out
 from ._order import check, sort_nodes, walk_graphs
@@ -26,7 +26,7 @@ from ._pools import POOLS, give_shape
 
 _FEW = 8192  # the most numbers of a table that is folded, as in onnxscript
 # Plugin -> the index of an input with the axis of queries.
-_SHAPED_PLUGINS = {**dict.fromkeys((NODES[TENSORRT], *JOINED), 3), **dict.fromkeys(WITH_LOGITS, 2)}
+_SHAPED_PLUGINS = {**dict.fromkeys((NODES[TENSORRT], *JOINED, *AGGREGATES), 3), **dict.fromkeys(WITH_LOGITS, 2)}
 _Sizes = dict[str, list[int | str | None]]
 
 
@@ -59,31 +59,57 @@ def silent() -> Iterator[None]:
             logger.setLevel(level)
 
 
+class _Unreadable(Exception):
+    """A file breaks a rule. The arguments are the rule and the fact."""
+
+
 @silent()
-def load(path: Path) -> ir.Model:
-    """Return the model with all sizes that can be inferred. `save` removes sizes that are not in the file."""
+def load(path: Path, name: str = "path_in") -> ir.Model:
+    """Return the model with all sizes that can be inferred. `save` removes sizes that are not in the file.
+
+    Raises:
+        ValueError: the file cannot be read. The message begins with `name`.
+    """
     try:
-        proto = onnx.load(path, format="protobuf", load_external_data=False)
-        has_changed = sort_nodes(proto) | _name_plugins(proto)
-        sparse = [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]
-        model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inline(proto))
-    except OSError as error:
-        raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
-    except Exception as error:  # protobuf and onnx_ir raise their own classes
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {first_line(error)}") from None
-    if sparse:
-        raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
-    _take_in_attributes(model, path)
-    for tensor in list_external(model):
-        _check_external(tensor, path)
-    _set_defaults_aside(model)
-    _check(path, proto, model, has_changed)
+        model = _read(path)
+    except _Unreadable as error:
+        rule, fact = error.args
+        raise ValueError(f"{name} must {rule}; got {path}{fact}") from None
     shapes = {value.name: value.shape for value in list_outputs(model)}
     model = _infer_shapes(model)
+    if _ask_onnxruntime(model):
+        model = _infer_shapes(model)
     model.meta["said"] = shapes
     if not _all_sizes_are_fixed(model):
         _follow_sizes(model)
     return model
+
+
+def _read(path: Path) -> ir.Model:
+    proto = _parse(path)
+    if sparse := [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]:
+        raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
+    try:
+        whole = sort_nodes(proto)
+        has_changed = _name_plugins(whole) or whole is not proto
+        model = ir.serde.deserialize_model(_inline(whole))
+    except Exception as error:  # onnx_ir raises its own classes
+        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
+    _take_in_attributes(model, path)
+    for tensor in list_external(model):
+        _check_external(tensor, path)
+    _set_defaults_aside(model)
+    _check(path, whole, model, has_changed)
+    return model
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    try:
+        return onnx.load(path, format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise _Unreadable("be a file that can be read", f": {error.strerror or error}") from None
+    except Exception as error:  # protobuf raises its own classes
+        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
 
 
 def _infer_shapes(model: ir.Model) -> ir.Model:
@@ -94,6 +120,41 @@ def _infer_shapes(model: ir.Model) -> ir.Model:
     return model
 
 
+def _ask_onnxruntime(model: ir.Model) -> bool:
+    """Set types and shapes of the outputs of onnxruntime's own nodes, which onnx does not know. Return whether any was set."""
+    nodes = (node for node in model.graph if node.domain.startswith("com.microsoft"))
+    unknown = {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}
+    try:
+        answers = _list_outputs_in_session(model, [*unknown.values()]) if unknown else ()
+    except (
+        Exception
+    ):  # onnxruntime may lack a node or more: sizes stay unknown, and attention that needs them is reported as left
+        return False
+    for answer in answers:
+        kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
+        if kind in ir.DataType.__members__:
+            value.dtype = ir.DataType[kind]
+            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape  # [] may be an unknown number of axes
+    return bool(answers)
+
+
+def _list_outputs_in_session(model: ir.Model, values: list[ir.Value]) -> Any:
+    """Return onnxruntime's description of these values. Large weights become inputs, so that the session is made fast."""
+    import onnxruntime
+
+    graph = ir.convenience.extract(model.graph, model.graph.inputs, values)
+    for name, value in list(graph.initializers.items()):
+        if value.const_value is not None and value.const_value.size > _FEW:
+            del graph.initializers[name]
+            value.const_value = None
+            graph.inputs.append(value)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=model.ir_version))
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"]).get_outputs()
+
+
 def _give_shape(node: ir.Node) -> bool:
     output, inputs = node.outputs[0], [v for v in node.inputs if v is not None]
     if output.shape is not None or len(inputs) != 5 or node.op_type not in _SHAPED_PLUGINS:
@@ -101,7 +162,7 @@ def _give_shape(node: ir.Node) -> bool:
     if node.op_type in WITH_LOGITS and not has_logits(node):
         return False
     value, (batch, queries, *_) = dims(inputs[0]), (*dims(inputs[_SHAPED_PLUGINS[node.op_type]]), None, None)
-    if len(value) != 4 or queries is None:
+    if len(value) != (3 if node.op_type in AGGREGATES else 4) or queries is None:
         return False
     blocks = value[2:]
     if node.op_type in JOINED:
@@ -186,14 +247,17 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
     try:
         check(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {quote_checker(error)}") from None
-    version = model.graph.opset_imports.get("mx_driving", 1)
+        raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
+    if all(node.domain != OURS for node in walk_nodes(model)):  # onnxruntime imports every domain that its process knows
+        model.graph.opset_imports.pop(OURS, None)
+    version = model.graph.opset_imports.get(OURS, 1)
     if version != 1:
-        raise ValueError(f"path_in must hold nodes of version 1 of mx_driving; got {path}, of version {version}")
+        raise _Unreadable(f"hold nodes of version 1 of {OURS}", f", of version {version}")
 
 
-def quote_checker(error: Exception) -> str:
-    return " ".join(str(error).split("==>")[0].split())
+def first_paragraph(error: Exception) -> str:
+    """Return the first paragraph of an error's message in one line. The rest of onnx's messages is the context."""
+    return " ".join(str(error).strip().split("\n\n")[0].split())
 
 
 def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
@@ -215,7 +279,7 @@ def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
     """Set the folder of an external tensor, and check that the file has all of its bytes."""
     tensor.base_dir = path.parent
     if fact := _find_fault(tensor):
-        raise ValueError(f"path_in must have its weights beside it; got {path}, and {fact}")
+        raise _Unreadable("have its weights beside it", f", and {fact}")
 
 
 def _find_fault(tensor: ir.ExternalTensor) -> str | None:

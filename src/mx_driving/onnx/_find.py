@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ._constants import find_constants
 from ._file import walk_nodes
-from ._graph import MOVES, Unfit, is_node, producer
+from ._graph import MOVES, Unfit, is_node, name_unshaped, producer
 from ._identities import bypass
 from ._nodes import find_nodes
 from ._samples import split_levels
@@ -42,7 +42,7 @@ def _search(model: ir.Model, tables: bool) -> Iterator[tuple[str, Sampling | str
             else:
                 yield name, _prove_sum(model, node, sums[node])
         except Unfit as unfit:
-            yield name, str(unfit)
+            yield name, str(unfit) + name_unshaped(node.outputs[0])
 
 
 def _prove_sum(model: ir.Model, node: ir.Node, pairs: Pairs) -> Sampling:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from .._operator.description import MULTI_SCALE
+from .._operator.description import AGGREGATION, MULTI_SCALE
 from ._graph import Unfit, are_fixed, constant, dims
 from ._writer import Writer
 
@@ -23,6 +23,8 @@ NODES = {OURS: MULTI_SCALE, NPU: "MultiScaleDeformableAttn", TENSORRT: "Multisca
 JOINED = {"MMCVMultiScaleDeformableAttention", "MultiScaleDeformableAttentionPlugin"}
 # Plugins of BEVFormer_tensorrt and Autoware: value, spatial shapes, reference points, offsets, logits.
 WITH_LOGITS = {"MultiScaleDeformableAttnTRT", "MultiScaleDeformableAttnTRT2"}
+# Nodes of deformable_aggregation: NVIDIA TAO's Sparse4D, SparseEnd2End, and deployments of SparseDrive.
+AGGREGATES = {"MSDA", "DeformableAttentionAggrPlugin", "DeformableAggregation", "DeformableAggregationPlugin"}
 _FLOAT, _HALF, _DOUBLE = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE
 
 
@@ -37,6 +39,18 @@ def has_logits(node: ir.Node) -> bool:
     """Return whether the node has offsets and logits. In forks of BEVFormer_tensorrt a plugin of that name has locations."""
     inputs = [v for v in node.inputs if v is not None]
     return node.op_type in WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
+
+
+def is_aggregation(node: ir.Node) -> bool:
+    """Return whether the node is deformable_aggregation, ours or another library's with the same five inputs."""
+    return (node.domain == OURS and node.op_type == AGGREGATION) or node.op_type in AGGREGATES
+
+
+def name_operator(node: ir.Node) -> str:
+    """Return our operator for a node of ours or of another library."""
+    if node.domain == OURS:
+        return node.op_type
+    return AGGREGATION if is_aggregation(node) else f"{MULTI_SCALE}_with_logits" if has_logits(node) else MULTI_SCALE
 
 
 class Call(NamedTuple):

@@ -111,6 +111,14 @@ def intersect(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
     return [v for v in first if all(v in chain for chain in others)]
 
 
+def name_unshaped(value: ir.Value) -> str:
+    """Return in words the nearest node whose output's shape cannot be inferred though those of its inputs are known; or ""."""
+    unshaped = (v.producer() for v in walk_back(value, lambda node: node.outputs[0].shape is None) if v.shape is None)
+    known = (node for node in unshaped if node is not None and all(v is None or v.shape is not None for v in node.inputs))
+    node = next(known, None)
+    return "" if node is None else f"; the file does not say the shape of the output of {label(node)} ({node.name})"
+
+
 def walk_back(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
     """Yield the value, and the values that these nodes compute it from, the nearest first."""
     seen, todo = {value}, [value]

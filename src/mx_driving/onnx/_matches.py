@@ -15,10 +15,10 @@ from torch import Tensor
 from .._operator import composition
 from .._operator.description import SAMPLING
 from . import _file, _find, _trial
-from ._forms import NODES, OURS, has_logits
+from ._forms import NODES, OURS, has_logits, name_operator
 from ._graph import Unfit, constant, label
 from ._identities import name_nodes
-from ._nodes import LogitInputs, is_other, read_attention, use_our_nodes
+from ._nodes import LogitInputs, is_other, read_inputs, use_our_nodes
 from ._pools import POOLS
 from ._search import Sampling
 
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 SCALE = NODES[OURS]
 _LOGITS = "value", "value_spatial_shapes", "reference_points", "sampling_offsets", "attention_logits"
-_PLACES = "locations", "sampling_locations", "reference_points", "sampling_offsets"
+_PLACES = "locations", "sampling_locations", "sample_locations", "reference_points", "sampling_offsets"
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class Match:
 
     @property
     def operator(self) -> str:
-        kind = self.source.op_type if isinstance(self.source, ir.Node) else SCALE
-        has_offsets = isinstance(self.source, ir.Node) and has_logits(self.source)
-        return f"{SCALE}_with_logits" if has_offsets else kind if kind in SAMPLING else SCALE
+        return name_operator(self.source) if isinstance(self.source, ir.Node) else SCALE
 
     @property
     def bare(self) -> str:
@@ -101,11 +99,11 @@ def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
 def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
     if node.op_type in POOLS:
         raise Unfit(f"it is a pool, {label(node)}; attention is verified")
-    row = SAMPLING[node.op_type if node.op_type in SAMPLING else SCALE]
+    row = SAMPLING[SCALE if has_logits(node) else name_operator(node)]
     if has_logits(node):
         LogitInputs(node)  # raises Unfit
     elif node.domain != OURS:
-        read_attention(node)  # the same
+        read_inputs(node)  # the same
     roles = _LOGITS if has_logits(node) else row.inputs
     tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
     tables = {str(v.name): v for role, v in tensors.items() if role in row.tables}

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ._forms import DOMAIN, NODES, OURS, TENSORRT, WITH_LOGITS, WRITE, Call, has_logits, is_attention
+from .._operator.description import AGGREGATION
+from ._aggregation import write_as_attention
+from ._forms import DOMAIN, NODES, OURS, TENSORRT, WITH_LOGITS, WRITE, Call, has_logits, is_aggregation, is_attention
 from ._graph import Unfit, are_fixed, constant, dims, label
 from ._pools import POOLS, rewrite_pool
 from ._writer import Writer
 
 _STANDARD = {"", "ai.onnx", "ai.onnx.ml", OURS}
 _LIKE_OURS = re.compile("deform|msda|bev_?pool|voxel_?pool|cumsum", re.IGNORECASE)
-_AXES = 4, 2, 1, 6, 5  # of the operator's inputs
+_AXES, _AGGREGATION_AXES = (4, 2, 1, 6, 5), (3, 3, 2, 5, 6)  # of the operators' inputs
 _IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes that change no number
 
 
@@ -28,7 +30,7 @@ def find_nodes(graph: ir.Graph) -> list[ir.Node]:
 def is_other(node: ir.Node) -> bool:
     """Return whether the node is another library's for our operators, by its name. A node of an unknown name may be."""
     is_unknown = node.domain not in _STANDARD and "conv" not in node.op_type.lower() and _LIKE_OURS.search(node.op_type)
-    return is_attention(node) or node.op_type in WITH_LOGITS | POOLS or bool(is_unknown)
+    return is_attention(node) or is_aggregation(node) or node.op_type in WITH_LOGITS | POOLS or bool(is_unknown)
 
 
 def name_unknown(graph: ir.Graph) -> str:
@@ -51,9 +53,11 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
         return rewrite_pool(model, node, form)
     if has_logits(node):
         return _rewrite_with_logits(model, node, form, **options)
+    if is_aggregation(node):
+        return _rewrite_aggregation(model, node, form, **options)
     if node.domain == OURS and not is_attention(node):
         raise Unfit(f"it is a node {label(node)}, which no other form has")
-    value, shapes, starts, locations, weights = read_attention(node)
+    value, shapes, starts, locations, weights = read_inputs(node)
     call = Call(value, shapes, starts, locations, weights)
     with Writer(model, node.outputs[0]) as write:
         new = WRITE[form](write, call, **options)
@@ -61,18 +65,28 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
     return f"a node {label(node)}"
 
 
-def read_attention(node: ir.Node) -> list[ir.Value]:
+def _rewrite_aggregation(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
+    """Replace the node by ours, or by attention in a form that has no node of aggregation."""
+    inputs = read_inputs(node)
+    with Writer(model, node.outputs[0]) as write:
+        if form == "onnxruntime":
+            new = write.op(AGGREGATION, *inputs, domain=OURS)
+        else:
+            new = WRITE[form](write, write_as_attention(write, inputs), **options)
+        write.put_in_place(new)
+    return f"a node {label(node)}"
+
+
+def read_inputs(node: ir.Node) -> list[ir.Value]:
     """Return the five inputs of the operator. Raise for a node or an attribute whose meaning is not known."""
-    if not is_attention(node):
+    if not is_attention(node) and not is_aggregation(node):
         raise Unfit(f"its node {label(node)} is not known")
     if others := {*node.attributes} - _IGNORED:
         raise Unfit(f"its node {label(node)} has the attribute {min(others)}, whose meaning is not known")
-    inputs = _inputs(node)
-    if (
-        any(v.shape is not None and len(v.shape) != axes for v, axes in zip(inputs, _AXES, strict=True))
-        or len(node.outputs) > 1
-    ):
-        raise Unfit(f"its node {label(node)} must have one output, and inputs of {', '.join(map(str, _AXES))} axes")
+    inputs, numbers = _inputs(node), _AGGREGATION_AXES if is_aggregation(node) else _AXES
+    fit = all(v.shape is None or len(v.shape) == axes for v, axes in zip(inputs, numbers, strict=True))
+    if not fit or len(node.outputs) > 1:
+        raise Unfit(f"its node {label(node)} must have one output, and inputs of {', '.join(map(str, numbers))} axes")
     return inputs
 
 

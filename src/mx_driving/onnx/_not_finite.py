@@ -27,7 +27,7 @@ def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor,
     """Return the inputs and the output with zeros for queries that have a location that is not finite, and their number."""
     value, shapes, starts, locations, weights = inputs
     left_out = ~locations.isfinite().flatten(2).all(2)
-    locations = torch.where(left_out[..., None, None, None, None], _FAR, locations)
+    locations = torch.where(left_out.reshape(*left_out.shape, *[1] * (locations.ndim - 2)), _FAR, locations)
     output = torch.where(left_out[..., None], 0, output)
     return (value, shapes, starts, locations, weights), output, int(left_out.sum())
 

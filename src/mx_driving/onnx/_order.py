@@ -5,9 +5,9 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx
+import onnx_ir as ir
 
 Graph = onnx.GraphProto | onnx.FunctionProto
 
@@ -16,64 +16,45 @@ def walk_graphs(graph: Graph) -> Iterator[Graph]:
     """Yield the graph and its subgraphs."""
     yield graph
     for node in graph.node:
-        for subgraph in _subgraphs(node):
-            yield from walk_graphs(subgraph)
+        for attribute in node.attribute:
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from walk_graphs(subgraph)
 
 
-def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    return [subgraph for attribute in node.attribute for subgraph in (attribute.g, *attribute.graphs)]
+def sort_nodes(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with the nodes of all graphs in topological order; the same object if no node moves.
 
-
-def sort_nodes(proto: onnx.ModelProto) -> bool:
-    """Sort the nodes of all graphs topologically. Return whether a node moved. Raise for a tensor that nothing computes."""
-    roots = (proto.graph, *proto.functions)
-    graphs = [graph for root in roots for graph in walk_graphs(root)]
-    has_moved = [_sort(graph) for graph in reversed(graphs)]  # subgraphs first: a moved node is copied with its subgraphs
-    for root in roots:
-        _check_names(root, set())
-    return any(has_moved)
-
-
-def _sort(graph: Graph) -> bool:
-    makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    reads = {index: {makers[n] for n in _list_reads(node) if n in makers} for index, node in enumerate(graph.node)}
-    if all(max(read, default=-1) < index for index, read in reads.items()):
-        return False
+    Raises:
+        ValueError: a node reads a tensor that nothing computes, or nodes read each other in a cycle.
+    """
+    model = ir.serde.deserialize_model(proto)
+    graphs = [model.graph, *model.functions.values()]
+    nodes = [node for graph in graphs for node in ir.traversal.RecursiveGraphIterator(graph)]
+    for node in nodes:
+        _check_inputs(node)
     try:
-        nodes = [graph.node[index] for index in graphlib.TopologicalSorter(reads).static_order()]
+        for graph in graphs:
+            graph.sort()
+    except ValueError:
+        raise ValueError(f"its nodes have a cycle, {', '.join(_find_cycle(nodes))}") from None
+    has_moved = nodes != [node for graph in graphs for node in ir.traversal.RecursiveGraphIterator(graph)]
+    return ir.serde.serialize_model(model) if has_moved else proto
+
+
+def _check_inputs(node: ir.Node) -> None:
+    for value in node.inputs:
+        if value is not None and value.producer() is None and not value.is_graph_input() and not value.is_initializer():
+            name = node.name or node.outputs[0].name
+            raise ValueError(f"no node or input gives {value.name}, which {node.op_type} ({name}) reads")
+
+
+def _find_cycle(nodes: list[ir.Node]) -> list[str]:
+    """Return the names of the outputs of nodes that read each other."""
+    try:
+        graphlib.TopologicalSorter({node: node.predecessors() for node in nodes}).prepare()
     except graphlib.CycleError as error:
-        names = ", ".join(graph.node[index].output[0] for index in error.args[1][1:])
-        raise ValueError(f"its nodes have a cycle, {names}") from None
-    del graph.node[:]
-    graph.node.extend(nodes)
-    return True
-
-
-def _list_reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the tensors that the node reads, also in its subgraphs."""
-    yield from node.input
-    for subgraph in _subgraphs(node):
-        inside = _list_names(subgraph)
-        yield from (name for inner in subgraph.node for name in _list_reads(inner) if name not in inside)
-        yield from (output.name for output in subgraph.output if output.name not in inside)
-
-
-def _list_names(graph: Graph) -> set[str]:
-    """Return the names of inputs, initializers and outputs of nodes."""
-    inputs: Any = graph.input  # in a function only names
-    names = {getattr(value, "name", value) for value in inputs} | {name for node in graph.node for name in node.output}
-    if isinstance(graph, onnx.GraphProto):
-        names |= {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    return names
-
-
-def _check_names(graph: Graph, around: set[str]) -> None:
-    names = around | _list_names(graph)
-    for node in graph.node:
-        if missing := [name for name in node.input if name and name not in names]:
-            raise ValueError(f"no node or input gives {missing[0]}, which {node.op_type} ({node.name or node.output[0]}) reads")
-        for subgraph in _subgraphs(node):
-            _check_names(subgraph, names)
+        return [str(node.outputs[0].name) for node in error.args[1][1:]]
+    return []
 
 
 def check(path: Path, proto: onnx.ModelProto, has_changed: bool = False) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -12,7 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .. import config
 from .._operator.rules import first_line
-from ._file import list_external, list_outputs, quote_checker, restore_plugins, walk_nodes
+from ._file import first_paragraph, list_external, list_outputs, restore_plugins, walk_nodes
 from ._forms import NODES, OURS
 from ._graph import dims
 from ._nodes import use_our_nodes
@@ -34,8 +36,7 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
     _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
-        reason = _why_not(model, Path(folder, path_out.name))
-        lacks_kernel = reason is not None and "NOT_IMPLEMENTED" in reason
+        reason, lacks_kernel = _why_not(model, Path(folder, path_out.name))
         if reason and not lacks_kernel:
             raise ValueError(f"path_in must be a file that can be run with our node in it; got {path_in}: {reason}")
         if restore_plugins(model):
@@ -45,19 +46,19 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
     return reason
 
 
-def _why_not(model: ir.Model, path: Path) -> str | None:
-    """Return the error of onnx's checker or of onnxruntime, or None.
+def _why_not(model: ir.Model, path: Path) -> tuple[str | None, bool]:
+    """Return the error of onnx's checker or of onnxruntime, or None; and whether onnxruntime lacks a kernel.
 
     A file whose nodes need other libraries is not loaded. Nodes of other forms are loaded as our node.
     """
     try:
         check(path, onnx.load(path, format="protobuf", load_external_data=False))
     except Exception as error:  # onnx raises its own classes, and UnicodeError
-        return quote_checker(error)
+        return first_paragraph(error), False
     nodes = list(walk_nodes(model))
     used = {node.domain for node in nodes if node.op_type != NODES.get(node.domain)}
     if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
-        return None
+        return None, False
     used = {node.domain for node in nodes} & NODES.keys()
     return _refused(path if used <= {OURS} else with_ours(path), bool(used))
 
@@ -71,10 +72,10 @@ def with_ours(path: Path) -> Path:
     return tried
 
 
-def _refused(path: Path, has_ours: bool) -> str | None:
-    """Return onnxruntime's error, or None."""
-    import onnxruntime
-
+def _refused(path: Path, has_ours: bool) -> tuple[str | None, bool]:
+    """Return onnxruntime's error, or None; and whether it lacks a kernel."""
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    lacks_kernel = onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -83,8 +84,8 @@ def _refused(path: Path, has_ours: bool) -> str | None:
             options.register_custom_ops_library(str(config.library_path()))
         onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises a dozen classes
-        return first_line(error)
-    return None
+        return first_line(error), isinstance(error, lacks_kernel)
+    return None, False
 
 
 def _import_domains(model: ir.Model) -> None:

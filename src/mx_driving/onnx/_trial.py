@@ -93,6 +93,8 @@ def _hold_to_rules(sampling: Sampling, nodes: list[ir.Node]) -> None:
         if not _allowed(node, linear):
             raise Unfit(f"{node.op_type} ({node.name}) takes part")
     for end in sampling.ends:
+        if end.dtype is None:
+            raise Unfit(f"the file does not say the dtype of {end.name}")
         if end.dtype not in {ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES}:
             raise Unfit(f"its values are {end.dtype}; a trial needs float32, float64, float16 or bfloat16")
 
