@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import threading
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._operator import composition, rules
@@ -80,13 +79,13 @@ class Looks(list[Look]):
         return looks
 
 
+_CALL = nn.Module._call_impl.__code__
+
+
 class _Recorder(TorchDispatchMode):
-    def __init__(self, running: list[nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.looks = Looks()
-        self.running = running
-        self.names: dict[int, dict[int, str]] = {}  # id of an outermost module -> id of a module in it -> name
-        self.outermost: list[nn.Module] = []  # keeps their ids
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func._schema.name.partition("::")
@@ -94,19 +93,8 @@ class _Recorder(TorchDispatchMode):
         if namespace == "mx_driving" and name in SAMPLING:
             inputs, bare = [a.detach() if isinstance(a, Tensor) else a for a in args], OPERATORS[name].bare
             tensors = composition.bare_inputs(name, *inputs) if bare else inputs
-            self.looks.append(Look(bare or name, *tensors, layer=self._layer()))
+            self.looks.append(Look(bare or name, *tensors, layer=_name_layer()))
         return func(*args, **(kwargs or {}))
-
-    def _layer(self) -> str:
-        """Return the name of the innermost running module that has a name in the outermost one."""
-        if not self.running:
-            return ""
-        root = self.running[0]
-        if id(root) not in self.names:
-            self.names[id(root)] = {id(module): name for name, module in root.named_modules()}
-            self.outermost.append(root)
-        names = self.names[id(root)]
-        return next(names[id(module)] for module in reversed(self.running) if id(module) in names)
 
 
 @contextlib.contextmanager
@@ -124,33 +112,21 @@ def recording() -> Iterator[Looks]:
     >>> [(look.operator, tuple(look.locations.shape)) for look in looks]
     [('multi_scale_deformable_attn', (1, 3, 8, 1, 4, 2))]
     """
-    with _run_eagerly(), _running_modules() as running, _Recorder(running) as recorder:
+    with _run_eagerly(), _Recorder() as recorder:
         yield recorder.looks
 
 
-@contextlib.contextmanager
-def _running_modules() -> Iterator[list[nn.Module]]:
-    """Keep a list of the modules that this thread is running, the outermost first, by torch's hooks of all modules."""
-    running: list[nn.Module] = []
-    if torch.compiler.is_dynamo_compiling():
-        yield running
-        return
-    thread = threading.get_ident()
+def _name_layer() -> str:
+    """Return the name of the innermost module in progress, as the outermost one names it; "" outside of modules.
 
-    def begin(module: nn.Module, inputs: Any) -> None:
-        if threading.get_ident() == thread:
-            running.append(module)
-
-    def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        while threading.get_ident() == thread and running and running.pop() is not module:
-            pass
-
-    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
-    try:
-        yield running
-    finally:
-        for hook in hooks:
-            hook.remove()
+    The stack has the modules. Hooks of all modules would tell, too, and turn off fast paths that look for hooks.
+    """
+    running, frame = [], sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_code is _CALL:
+            running.append(frame.f_locals["self"])
+    names = {id(module): name for name, module in running[-1].named_modules()} if running else {}
+    return next((names[id(module)] for module in running if id(module) in names), "")
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[Any]:
