@@ -203,7 +203,7 @@ class DeformableFeatureAggregation(nn.Module):
         return (by_anchor[:, :, None] + by_camera[:, None]).unflatten(3, sizes)
 
     def _pair_scale(self, logits: Tensor) -> Tensor | None:
-        """Return the factors of dropout [bs, anchor, cam, pts], 0 for dropped pairs and 1 / (1 - attn_drop) for others; or None."""
+        """Return factors of dropout [bs, anchor, cam, pts], 0 for dropped pairs and 1 / (1 - attn_drop) for others; or None."""
         if not (self.training and self.attn_drop > 0):
             return None
         bs, anchors, cams, _, points, _ = logits.shape
