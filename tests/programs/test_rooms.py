@@ -13,9 +13,9 @@ SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving,
 # The lowest floor first. A room is a folder, a file that lies in none, or a file of a folder that only programs import.
 # Rooms of one floor do not import each other.
 FLOORS = (
-    ("geometry", "_agreement", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
+    ("_agreement", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
     ("_operator", "config"),
-    ("_data_checks", "reference"),
+    ("_data_checks", "geometry", "reference"),
     ("_operator.decompositions", "_backends"),
     ("_dispatch",),
     ("_vendor", "ops"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._operator import composition, rules
+from .._operator import composition, geometry, rules
 from .._operator.description import OPERATORS, SAMPLING
 
 
@@ -45,8 +45,6 @@ class Look:
             and weights [num_heads, num_levels, num_points]. Heads and levels are the groups and scales of
             `deformable_aggregation`.
         """
-        from ._samples import to_one_layout
-
         if camera and OPERATORS[self.operator].kind != "aggregation":
             rules.fail(ValueError, "camera", f"be 0 for {self.operator}, whose cameras are entries of the batch", camera)
         locations, weights = to_one_layout(self, scene, camera)
@@ -57,6 +55,21 @@ class Look:
         inputs = [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()]
         layer = f" of {self.layer}" * bool(self.layer)
         return f"Look({self.operator}{layer}: {', '.join(inputs)}, on {self.table.device})"
+
+
+def to_one_layout(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
+    """Return locations and weights of all queries in one camera, in one layout for all operators: see `Samples`."""
+    if OPERATORS[look.operator].kind == "aggregation":
+        locations = look.locations[entry, :, :, camera].cpu().float()
+        within = geometry.inside(locations)[..., None]
+        weights = look.weights[entry, :, :, camera].permute(0, 3, 2, 1)
+        return locations.where(within, torch.nan)[:, None, None], weights.cpu().float()
+    locations, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
+    sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
+    if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
+        return ((locations.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
+    shown = geometry.on_map(geometry.pixels(locations, sizes), sizes)
+    return locations.where(shown[..., None], torch.nan), weights
 
 
 class Looks(list[Look]):
