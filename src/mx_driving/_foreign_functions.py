@@ -180,6 +180,8 @@ AUTOGRAD_FUNCTIONS = (
     AutogradFunction(_POOLING, _POOL, _LIFT_BY_INTERVALS, _LIFT_BY_INTERVALS, "BDHWC"),
     AutogradFunction(_POOLING, _POOL, f"x geom_feats {_CELLS}", f"feat geom_feat {_CELLS}", "BDHWC"),
     AutogradFunction(_POOLING, _POOL, f"feats coords {_CELLS} pooling_method", f"feat geom_xyzb {_CELLS} method", "BDHWC"),
+    AutogradFunction(_POOLING, _POOL, "x geom_feats ranks", "feat places ranks"),  # Lift-Splat
+    AutogradFunction("(?i)voxels_?sum", _POOL, "x geometry ranks", "feat places ranks"),  # FIERY
     AutogradFunction(_POOLING, _POOL, "geom_xyz input_features voxel_num", "geom_xyz feat voxel_num"),
     AutogradFunction(_POOLING, _POOL, "geom_xyz depth_features context_features voxel_num", "geom_xyz depth feat voxel_num"),
 )

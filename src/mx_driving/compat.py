@@ -43,8 +43,8 @@ __all__ = ["NAMES", "install", "uninstall"]
 Function = Callable[..., Any]
 
 
-# Modules by the last part of their names, and by whole names with a dot. The latter have more functions than ours, so compiled
-# ones come first.
+# Modules that are known by the last part of their name, and modules that are known by their whole name, which has a dot. The
+# latter have more functions than ours, so a compiled module comes before our stand-in.
 _EXTENSIONS: dict[str, dict[str, Function]] = {}
 _PARTS: dict[str, dict[str, Function]] = {"deformable_aggregation_with_depth_ext": {}}
 for _row in FUNCTIONS:
@@ -54,7 +54,8 @@ for _row in FUNCTIONS:
 
 
 def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
-    """Return the `__getattr__` of a module. Its functions raise when they are called: mmcv checks at import that they exist."""
+    """Return the `__getattr__` of a module: a function that raises when it is called. mmcv checks at import that functions
+    exist."""
     has = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
 
     def absent(name: str) -> Function:

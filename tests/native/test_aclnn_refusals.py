@@ -127,14 +127,30 @@ LIMITS_OF_310P = [
 ]
 
 
+def forward(**sizes):
+    sizes = {"queries": 32, "channels": 32, "heads": 2, "points": 4, **sizes}
+    tensors = nine(**sizes)
+    return forward_phase_one(*tensors[:5], tensors[0].new_zeros(1, sizes["queries"], sizes["heads"] * sizes["channels"]))[0]
+
+
+@pytest.mark.parametrize("product", ["A2", "A3", "950"])
+def test_limits_of_a_product(product, monkeypatch):
+    """The forward needs 32 queries on every product, also where it would do nothing. The gradient takes three axes."""
+    four_axes = list(nine(queries=32, heads=2))
+    four_axes[5] = four_axes[5].unflatten(-1, (2, -1))
+    assert forward(queries=31) == forward(queries=0) == phase_one(*four_axes)[0] == OK
+    monkeypatch.setenv("MX_DRIVING_CANN_PRODUCT", product)
+    assert forward() == phase_one(*nine(queries=1))[0] == OK
+    for queries in (31, 0):
+        assert forward(queries=queries) == INVALID
+        assert aclnn.recent_error() == f"location must have num_queries >= 32 on {product}; got {queries}"
+    assert phase_one(*four_axes)[0] == INVALID
+    rule = f"gradOutput must have 3 axes (bs, num_queries, num_heads * channels) on {product}"
+    assert aclnn.recent_error().startswith(f"{rule}; got (1, 32, 2, ")
+
+
 def test_limits_of_310p(monkeypatch):
     """The forward's, on request; the product has no gradient."""
-
-    def forward(**sizes):
-        sizes = {"queries": 32, "channels": 32, "heads": 2, "points": 4, **sizes}
-        tensors = nine(**sizes)
-        return forward_phase_one(*tensors[:5], tensors[0].new_zeros(1, sizes["queries"], sizes["heads"] * sizes["channels"]))[0]
-
     assert [forward(**sizes) for sizes, _ in LIMITS_OF_310P] == [OK] * 5 + [INVALID]
     monkeypatch.setenv("MX_DRIVING_CANN_PRODUCT", "310P")
     for heads, points, dtype in itertools.product((2, 4, 8), (4, 8), DTYPES[:2]):
@@ -146,7 +162,7 @@ def test_limits_of_310p(monkeypatch):
     assert aclnn.recent_error() == "gradOutput must not be given on 310P, which has no gradient; got a tensor"
     monkeypatch.setenv("MX_DRIVING_CANN_PRODUCT", "910")
     assert forward() == INVALID
-    assert aclnn.recent_error() == "MX_DRIVING_CANN_PRODUCT must be 310P or empty; got 910"
+    assert aclnn.recent_error() == "MX_DRIVING_CANN_PRODUCT must be A2, A3, 950, 310P or empty; got 910"
 
 
 @pytest.mark.parametrize("index", [6, 7, 8])

@@ -18,7 +18,7 @@ struct Limit {
     const char *rule;
 };
 
-// The limits of Atlas A2 and A3 and Ascend 950. Source: hicann/ops-nn, vfusion/*/docs, August 2026.
+// The limits of all products. Source: hicann/ops-nn, vfusion/*/docs, August 2026.
 constexpr Limit LIMITS[] = {
     {VALUE, mxd::sizes::embed_dims, [](int64_t n) { return n % 8 == 0 && n <= 256; },
      "have channels a multiple of 8 and <= 256"},
@@ -27,19 +27,22 @@ constexpr Limit LIMITS[] = {
     {LOCATION, mxd::sizes::num_queries, [](int64_t n) { return n < 500000; }, "have num_queries < 500000"},
     {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n <= 16; }, "have num_points <= 16"}};
 
-// Further limits of Atlas inference products (310P), from the same documents. 310P has no bfloat16 and no gradient.
+// Further limits of Atlas inference products (310P), from the same documents. 310P has no bfloat16.
 constexpr Limit LIMITS_OF_310P[] = {
     {VALUE, mxd::sizes::embed_dims, [](int64_t n) { return n % 32 == 0; }, "have channels a multiple of 32 on 310P"},
     {VALUE, mxd::sizes::num_heads, [](int64_t n) { return n == 2 || n == 4 || n == 8; }, "have num_heads 2, 4 or 8 on 310P"},
-    {LOCATION, mxd::sizes::num_queries, [](int64_t n) { return n >= 32; }, "have num_queries >= 32 on 310P"},
     {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n == 4 || n == 8; }, "have num_points 4 or 8 on 310P"}};
 
-bool is_310p() {
+// The forward's least number of queries, on every product. Without the name of a product, programs may try fewer.
+constexpr int64_t LEAST_QUERIES = 32;
+
+// Returns the product whose documents a call must follow, or "".
+std::string named_product() {
     const char *variable = std::getenv("MX_DRIVING_CANN_PRODUCT");
     const std::string product = variable ? variable : "";
-    require(product.empty() || product == "310P", ACLNN_ERR_PARAM_INVALID, "MX_DRIVING_CANN_PRODUCT", "be 310P or empty",
-            product);
-    return !product.empty();
+    for (const char *known : {"", "A2", "A3", "950", "310P"})
+        if (product == known) return product;
+    throw Outcome{ACLNN_ERR_PARAM_INVALID, mxd::sentence("MX_DRIVING_CANN_PRODUCT", "be A2, A3, 950, 310P or empty", product)};
 }
 
 const char *const NAMES[] = {"value",      "spatialShape", "levelStartIndex", "location",      "attnWeight",
@@ -101,16 +104,28 @@ void check_shapes(Arguments &a) {
         refuse(a, count - 1, "have 3 axes (bs, num_queries, num_heads * channels)", text_of(output.shape, output));
 }
 
-void check_limits(const Arguments &a) {
-    const auto check = [&](const Limit &limit) {
-        const int64_t size = a.sizes.of[limit.size];
-        if (!limit.holds(size)) refuse(a, a.function.first_input + limit.role, limit.rule, std::to_string(size));
-    };
-    for (const Limit &limit : LIMITS) check(limit);
-    if (!is_310p()) return;
+void check_limit(const Arguments &a, const Limit &limit) {
+    const int64_t size = a.sizes.of[limit.size];
+    if (!limit.holds(size)) refuse(a, a.function.first_input + limit.role, limit.rule, std::to_string(size));
+}
+
+void check_limits_of_310p(const Arguments &a) {
     if (a.backward) refuse(a, 0, "not be given on 310P, which has no gradient", "a tensor");
     if (a.tensors.front().dtype == ACL_BF16) refuse(a, VALUE, "have dtype ACL_FLOAT or ACL_FLOAT16 on 310P", "ACL_BF16");
-    for (const Limit &limit : LIMITS_OF_310P) check(limit);
+    for (const Limit &limit : LIMITS_OF_310P) check_limit(a, limit);
+}
+
+void check_limits(const Arguments &a) {
+    for (const Limit &limit : LIMITS) check_limit(a, limit);
+    const std::string product = named_product();
+    if (product.empty()) return;
+    if (product == "310P") check_limits_of_310p(a);
+    const int64_t queries = a.sizes.of[mxd::sizes::num_queries];
+    if (!a.backward && queries < LEAST_QUERIES)
+        refuse(a, LOCATION, "have num_queries >= " + std::to_string(LEAST_QUERIES) + " on " + product, std::to_string(queries));
+    const aclTensor &first = a.tensors.front();
+    if (a.backward && first.axes != 3)
+        refuse(a, 0, "have 3 axes (bs, num_queries, num_heads * channels) on " + product, text_of(first.shape, first));
 }
 
 // Finds the first and last element of a view that is not empty, counted from `data`. Returns false if addresses overflow.

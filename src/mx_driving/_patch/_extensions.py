@@ -18,7 +18,7 @@ from .._operator.description import AGGREGATION, POOL
 from ..ops._stand_ins import differentiable
 from ._forms import AUTOGRAD, Arguments, ExactForm, is_table
 from ._parameters import Parameters
-from ._pools import make_frustum, make_image, make_lifted, make_sorted_rows, make_sorted_xyzb
+from ._pools import make_frustum, make_image, make_lifted, make_runs, make_sorted_rows, make_sorted_xyzb
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,6 @@ def _make_aggregation() -> tuple[Tensor, ...]:
 # a word that only one layout has -> what makes its example
 _EXAMPLES = {
     **{"ranks_bev": make_lifted, "geom_feat": make_sorted_rows, "geom_xyzb": make_sorted_xyzb},
-    **{"depth": make_image, "voxel_num": make_frustum},
+    **{"depth": make_image, "voxel_num": make_frustum, "places": make_runs},
 }
 EXTENSIONS = tuple(map(OverExtension, AUTOGRAD_FUNCTIONS))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._stand_ins import sum_inside
+from ..ops._stand_ins import sum_inside, sum_runs
 from ..ops.bev_pool_v2 import bev_pool_v2
 from ..ops.voxel_pooling_train import npu_voxel_pooling_train
 from ._forms import FUNCTION, Arguments, ExactForm, is_table
@@ -99,6 +99,10 @@ def make_sorted_rows() -> tuple[Any, ...]:
     return feats[order], coords[order], ranks[order], *sizes
 
 
+def make_runs() -> tuple[Any, ...]:
+    return make_sorted_rows()[:3]
+
+
 def make_sorted_xyzb() -> tuple[Any, ...]:
     """Return sorted rows whose innermost axis is x, as FlashOCC has them."""
     feats, coords, *others = make_sorted_rows()
@@ -115,6 +119,7 @@ _FUNCTIONS = (
     Pool(_BEVDET, _pool_alike, "bev_pool", make_lifted),
     Pool(("feats", "coords", *_SIZES), sum_inside, "bev_pool", make_rows),
     Pool(("feats", "coords", "ranks", *_SIZES), _pool_sorted, "(?i)cumsum", make_sorted_rows),
+    Pool(("x", "geom_feats", "ranks"), sum_runs, "(?i)cumsum", make_runs),
     Pool(("geom_xyz", "input_features", "voxel_num"), npu_voxel_pooling_train, "voxel_pooling", make_frustum),
 )
 POOLS = (

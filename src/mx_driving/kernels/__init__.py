@@ -5,7 +5,7 @@
 
 Ten models of transformers 5 name their sampling layer "MultiScaleDeformableAttention": Deformable DETR, Grounding DINO,
 LW-DETR, MM Grounding DINO, OmDet-Turbo, PP-DocLayout v2 to v4, RF-DETR and RT-DETR. `mx_driving.patch` does more: it has the
-others, and whole attention modules.
+other models' sampling layers, and whole attention modules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEEDED = 'mx_driving.kernels.register needs the package kernels: pip install "k
 
 
 class MultiScaleDeformableAttention(torch.nn.Module):
-    """The sampling layer of transformers, over the operator. It has no state: `kernels` takes forward alone."""
+    """The sampling layer of transformers, over the operator. It has no state, because `kernels` copies only `forward`."""
 
     has_backward = True
     can_torch_compile = True
@@ -49,15 +49,18 @@ class MultiScaleDeformableAttention(torch.nn.Module):
         attention_weights: Tensor,
         im2col_step: int,
     ) -> Tensor:
-        """`mx_driving.multi_scale_deformable_attn`. Transformers passes the shapes as a tensor for a GPU kernel, and as a list
-        for its plain torch, which is not used here; nor is im2col_step."""
+        """Return `mx_driving.multi_scale_deformable_attn` of the inputs.
+
+        Transformers passes the shapes twice: as a tensor, and as a list for its plain torch. The list and im2col_step are
+        ignored.
+        """
         levels = value_spatial_shapes, level_start_index
         return multi_scale_deformable_attn(value, *levels, sampling_locations, attention_weights)
 
 
 @dataclass(frozen=True)
 class _Repository:
-    """An entry of a mapping of `kernels`. It loads a layer, and compares by value."""
+    """An entry of a mapping of `kernels`: it loads the layer. Equal entries compare equal."""
 
     layer_name: str = NAME
 
@@ -69,15 +72,15 @@ class _Repository:
 
 
 def mapping() -> dict[str, dict[Any, Any]]:
-    """For `kernels.use_kernel_mapping`: layer name -> device -> what loads the layer, for all modes."""
+    """Return a mapping for `kernels.use_kernel_mapping`: layer name -> device -> entry that loads the layer, for all modes."""
     return {NAME: {device: _Repository() for device in DEVICES}}
 
 
 def register() -> None:
     """Let `kernels.kernelize` use the layer from now on, on CPUs and CUDA GPUs.
 
-    After this, transformers' `use_kernels=True` takes it on a CPU, too. On a GPU transformers registers its own choice each
-    time: there call `kernels.kernelize` yourself, or give a folder of `write` to `transformers.KernelConfig`.
+    After this, transformers' `use_kernels=True` uses the layer on a CPU. On a GPU transformers registers its own choice each
+    time: call `kernels.kernelize` yourself, or give a folder that `write` made to `transformers.KernelConfig`.
 
     Raises:
         RuntimeError: `kernels` is not installed.
@@ -127,7 +130,7 @@ def write(folder: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _metadata(device: str) -> dict[str, Any]:
-    """As kernels 0.17 reads it. Packages like ours cannot be named in python-depends: it has names from a list of `kernels`."""
+    """Return metadata for kernels 0.17. Its python-depends cannot name our package: it takes names from a fixed list."""
     return {
         "id": f"_mx_driving_{device}",
         "name": "mx-driving",

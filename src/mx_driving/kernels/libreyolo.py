@@ -1,9 +1,9 @@
-"""The operator in LibreYOLO's registry of kernels: its slot `ms_deform_attn`, which its own kernels serve on CUDA alone.
+"""The operator in LibreYOLO's registry of kernels, in the slot `ms_deform_attn`. LibreYOLO's own kernels serve CUDA alone.
 
     mx_driving.kernels.libreyolo.register()
 
 Eager models of ten families then call the operator, on CPUs and CUDA GPUs, in every dtype, and with gradients. LibreYOLO
-consults no slot while a model is compiled or exported, or where levels differ in points: there `mx_driving.patch` serves.
+ignores the slot while a model is compiled or exported, and if levels differ in points: use `mx_driving.patch` there.
 `LIBREYOLO_KERNELS=off` switches back, and `libreyolo.kernels.unregister("ms_deform_attn", "mx_driving")` undoes `register`.
 """
 
@@ -25,8 +25,10 @@ _NEEDED = 'mx_driving.kernels.libreyolo.register needs a libreyolo with a regist
 
 
 def ms_deform_attn(value: Tensor, spatial_shapes: Any, sampling_locations: Tensor, attention_weights: Tensor) -> Tensor | None:
-    """`mx_driving.multi_scale_deformable_attn` as the slot has it: starts of levels follow from their shapes. None, so that
-    LibreYOLO goes on by itself, on other devices and for tensors of other axes."""
+    """Return `mx_driving.multi_scale_deformable_attn` of the slot's arguments. The starts follow from the shapes.
+
+    Return None on other devices and for other axes: LibreYOLO then runs its own code.
+    """
     tensors = value, sampling_locations, attention_weights
     if [t.dim() for t in tensors] != [4, 6, 5] or {t.device.type for t in tensors} - set(_DEVICES):
         return None
@@ -47,7 +49,7 @@ def register() -> None:
         if missing.name not in ("libreyolo", "libreyolo.kernels"):
             raise
         raise RuntimeError(_NEEDED) from None
-    kernels.resolve(_SLOT)  # its own enter the slot at the first look, and what entered last comes first
+    kernels.resolve(_SLOT)  # LibreYOLO registers its kernels at the first resolve; the newest kernel comes first
     kernels.unregister(_SLOT, _NAME)
     kernels.register(_SLOT, ms_deform_attn, name=_NAME)
-    kernels.clear_cache()  # in 1.6 it keeps what it found before, which may be nothing
+    kernels.clear_cache()  # 1.6 caches the kernel of the slot, also if there was none

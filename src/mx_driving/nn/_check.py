@@ -13,7 +13,7 @@ from torch.nn.modules import module
 from .._dispatch.functions import autocasts
 from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, tensors
 
-# As torch has them: libraries may set others later.
+# Torch's own, read at import: libraries may replace them later.
 _FORWARDS: dict[type, Any] = {nn.Linear: nn.Linear.forward, nn.Dropout: nn.Dropout.forward}
 _CALL = nn.Module.__call__
 _HOOKS = (module._global_forward_pre_hooks, module._global_forward_hooks)  # of all modules
@@ -21,7 +21,7 @@ _HOOKS += (module._global_backward_pre_hooks, module._global_backward_hooks)
 
 
 def settings(embed_dims: int, **arguments: object) -> None:
-    """Check the arguments of a constructor, by their names: counts, divisors of embed_dims, and fractions to drop."""
+    """Check the arguments of a constructor, by their names: counts, divisors of embed_dims, and dropout rates."""
     at_least(1, "embed_dims", embed_dims)
     for name, argument in arguments.items():
         if "drop" in name:
@@ -57,7 +57,7 @@ def kernel_size(sizes: object) -> None:
 
 
 def fix_scale(rows: Sequence[Sequence[float]], num_learnable_pts: int) -> Tensor:
-    """Return the fixed key points of an anchor. There may be none if the instance's feature places some."""
+    """Return the fixed key points of an anchor. There may be no fixed points if num_learnable_pts is positive."""
     at_least(0, "num_learnable_pts", num_learnable_pts)
     try:
         points = torch.as_tensor(rows, dtype=torch.float32)
@@ -71,7 +71,7 @@ def fix_scale(rows: Sequence[Sequence[float]], num_learnable_pts: int) -> Tensor
 
 
 def maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
-    """Return the levels of a pyramid. They may differ only in height and width, H and W of `axes`."""
+    """Return the levels of a pyramid. Only the axes H and W may differ from level to level."""
     if isinstance(levels, Tensor) or not isinstance(levels, Iterable):
         fail(TypeError, "maps", "be a list of tensors, one for each level", type(levels).__name__)
     named = [(f"maps[{i}]", level) for i, level in enumerate(levels)]
@@ -87,11 +87,11 @@ def maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
 
 
 def shapes(sizes: dict[str, int], **inputs: tuple[Any, str]) -> dict[str, int]:
-    """Check that inputs are tensors of some axes: `shapes({"embed_dims": 256}, query=(query, "bs, num_queries, embed_dims"))`.
+    """Check that inputs are tensors with axes: `shapes({"embed_dims": 256}, query=(query, "bs, num_queries, embed_dims"))`.
 
-    An axis is a number, numbers ("2 or 4"), a least number ("8 or more"), or a name. The first input that has an axis whose
-    size is not in `sizes` determines it. An input whose axes end with " or None" may be None. Returns `sizes` and the sizes of
-    the other names.
+    An axis is a number, numbers ("2 or 4"), a least number ("8 or more"), or a name. If `sizes` does not have a name, the first
+    input with this axis sets its size. An input whose axes end with " or None" may be None. Return `sizes` and the sizes of
+    all other names.
     """
     inputs = {name: (t, text) for name, (t, text) in inputs.items() if t is not None or not text.endswith(" or None")}
     tensors(*((name, t) for name, (t, _) in inputs.items()))
@@ -119,11 +119,13 @@ def mask(name: str, t: Tensor) -> None:
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return whether a call of the layer does what its class does, unseen: it has no forward of its own, which accelerate sets,
-    no hook, which may change or observe the call, and no weight of a subclass, which a quantiser sets."""
+    """Return whether the layer is unmodified, so that other code may replace its call: it has no forward of its own
+    (accelerate), no hooks, and no weight of a subclass (quantisers)."""
     if type(layer) is not kind or getattr(layer.forward, "__func__", None) is not _FORWARDS.get(kind, kind.forward):
         return False
-    if layer._compiled_call_impl is not None or kind.__call__ is not _CALL:  # of layer.compile(); libraries may set the other
+    if (
+        layer._compiled_call_impl is not None or kind.__call__ is not _CALL
+    ):  # layer.compile() sets the first, libraries the second
         return False
     hooked = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
     weights = (getattr(layer, name, None) for name in ("weight", "bias"))

@@ -11,13 +11,13 @@ from .._dispatch import distributed
 
 
 def fill(t: Tensor, numbers: Tensor) -> None:
-    """t has these numbers, or a process's part of them, where t is a DTensor."""
+    """Copy the numbers into t. A DTensor takes its process's part of them."""
     with torch.no_grad():
         t.copy_(distributed.prepare((t, numbers.to(t.device)), shared=(1,))[1])
 
 
 def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
-    """Deformable-DETR's first offsets: head h looks in the h-th direction, 1 to num_points pixels far, whatever the query."""
+    """Set Deformable-DETR's first offsets: for every query head h looks in direction h, 1 to num_points pixels far."""
     angle = torch.arange(num_heads, dtype=torch.float32) * (2 * math.pi / num_heads)
     direction = torch.stack([angle.cos(), angle.sin()], -1)
     direction = direction / direction.abs().amax(-1, keepdim=True)
@@ -29,7 +29,7 @@ def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
 
 
 def _zero_bias(layer: nn.Linear) -> None:
-    if layer.bias is not None:  # of a layer that a program has put in a module's place
+    if layer.bias is not None:  # a program may have replaced the layer by one without bias
         nn.init.zeros_(layer.bias)
 
 

@@ -1,4 +1,4 @@
-"""The layers that modules of deformable attention have in common, and conditions for a fast path around layers."""
+"""The layers that all modules of deformable attention have, and the conditions of fast paths that replace calls of layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def list_settings(module: nn.Module, *names: str) -> str:
 
 
 class DeformableLayers(nn.Module):
-    """Layers that give the offsets and logits of queries, and project values.
+    """Layers that compute the offsets and logits of queries, and project values.
 
     Args:
-        maps: maps that a query reads and is made of.
+        maps: number of maps that a query reads. The layers' input is one row from each map.
         output: whether there is an output projection.
     """
 
@@ -37,7 +37,7 @@ class DeformableLayers(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Deformable-DETR's initialisation, which is BEVFormer's."""
+        """Initialise as Deformable-DETR and BEVFormer do."""
         _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
         _initial.equal_weights(self.attention_weights)
         _initial.xavier(self.value_proj)
@@ -63,9 +63,9 @@ def is_exported() -> bool:
 
 
 def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:
-    """Return x in autocast's dtype, contiguous, if all its readers are plain layers, which would convert a copy each.
+    """Return x in autocast's dtype, contiguous, if all layers that read x are unmodified: each would convert x by itself.
 
-    Compiled graphs share the copy without this.
+    Compiled graphs convert once anyway.
     """
     if is_exported() or torch.compiler.is_compiling() or x.dtype != torch.float32:
         return x
@@ -75,7 +75,10 @@ def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:
 
 
 def project_and_add(samples: Tensor, output_proj: nn.Module, dropout: nn.Module, query: Tensor) -> Tensor:
-    """Return dropout(output_proj(samples)) + query. Without gradients in place: page faults take longer than the sum."""
+    """Return dropout(output_proj(samples)) + query.
+
+    Without gradients the sum is in place, because the page faults of a new tensor take longer than the sum.
+    """
     out = dropout(output_proj(samples))
     ours = type(out) is Tensor and _check.is_plain(output_proj) and _check.is_plain(dropout, nn.Dropout)
     if ours and not (out.requires_grad or is_exported()):

@@ -1,4 +1,4 @@
-"""Feature pyramids as the operators read them, and the checks of what attention modules read."""
+"""Feature pyramids in the layout of the operators, and checks of the pyramids that attention modules read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def check_pyramid(
     sizes: dict[str, int], value: Tensor, level_start_index: Tensor, padding_mask: Tensor | None, value_proj: nn.Module
 ) -> None:
-    """Check the pyramid that an attention module reads. `sizes` are those of its queries."""
+    """Check the pyramid that an attention module reads. `sizes` has the axes of the module's queries."""
     _check.shapes(
         sizes,
         value=(value, "bs, num_keys, embed_dims"),

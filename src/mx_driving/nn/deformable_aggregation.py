@@ -1,4 +1,4 @@
-"""Deformable feature aggregation as a module: what a 3D anchor of Sparse4D v3 sees in all cameras."""
+"""Deformable feature aggregation as a module: the features of Sparse4D v3's 3D anchors, from all cameras."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ class KeyPoints(nn.Module):
             self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
 
     def reset_parameters(self) -> None:
-        """Sparse4D's initialisation. The fixed points, too, which a module built on the device meta lacks."""
+        """Initialise as Sparse4D does. Set the fixed points, too: a module built on the device meta has none."""
         _initial.fill(self.fix_scale, torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
         if self.num_learnable_pts:
             _initial.xavier(self.learnable_fc)
 
     def forward(self, anchor: Tensor, instance_feature: Tensor) -> Tensor:
-        """anchor [bs, anchor, >= 8] and instance_feature [bs, anchor, embed_dims] -> [bs, anchor, pts, 3], metres."""
+        """Return the points [bs, anchor, pts, 3] in metres.
+
+        anchor is [bs, anchor, >= 8], instance_feature [bs, anchor, embed_dims].
+        """
         scale = self.fix_scale.expand(*anchor.shape[:2], -1, -1)
         if self.num_learnable_pts:
             learned = self.learnable_fc(instance_feature).unflatten(2, (self.num_learnable_pts, 3)).sigmoid() - 0.5
@@ -109,7 +112,7 @@ class DeformableFeatureAggregation(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sparse4D's initialisation: equal weights everywhere."""
+        """Initialise as Sparse4D does: all weights are equal."""
         _initial.equal_weights(self.weights_fc)
         _initial.xavier(self.output_proj)
         self.kps_generator.reset_parameters()
@@ -177,7 +180,7 @@ class DeformableFeatureAggregation(nn.Module):
         return torch.cat([output, instance_feature], -1)
 
     def weights(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
-        """What `forward`'s operator takes the softmax to be: [bs, anchor, pts, cam, scale, group].
+        """Return the weights that `forward`'s operator computes, [bs, anchor, pts, cam, scale, group].
 
         A group's weights sum to 1 over points, cameras and scales, unless pairs are left out in training.
         """
@@ -185,22 +188,22 @@ class DeformableFeatureAggregation(nn.Module):
         return composition.Aggregation.softmax_weights(logits, self._pair_scale(logits))[1]
 
     def _logits(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
-        """[bs, anchor, cam, scale, pts, group]"""
+        """Return the logits, [bs, anchor, cam, scale, pts, group]."""
         sizes = (self.num_levels, self.num_pts, self.num_groups)
         if self.camera_encoder is None:
             return self.weights_fc(feature).unflatten(2, (-1, *sizes))
         cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2).to(feature.dtype))
-        if not _check.is_plain(self.weights_fc):  # it may not be affine
+        if not _check.is_plain(self.weights_fc):  # a modified layer need not be affine
             return self.weights_fc(feature[:, :, None] + cameras[:, None]).unflatten(3, sizes)
-        # W (feature + camera) + b = (W feature + b) + (W camera + b) - b: one product for each anchor, not for each anchor
-        # and camera
+        # W (feature + camera) + b = (W feature + b) + (W camera + b) - b. This has one product for each anchor and one for each
+        # camera, instead of one for each pair.
         by_anchor = self.weights_fc(feature)
         of_cameras_and_zero = self.weights_fc(F.pad(cameras, (0, 0, 0, 1)))
         by_camera = of_cameras_and_zero[:, :-1] - of_cameras_and_zero[:, -1:]
         return (by_anchor[:, :, None] + by_camera[:, None]).unflatten(3, sizes)
 
     def _pair_scale(self, logits: Tensor) -> Tensor | None:
-        """In training [bs, anchor, cam, pts]: 0 for pairs that are left out, and what keeps the mean for the others."""
+        """Return factors of dropout [bs, anchor, cam, pts], 0 for dropped pairs and 1 / (1 - attn_drop) for others; or None."""
         if not (self.training and self.attn_drop > 0):
             return None
         bs, anchors, cams, _, points, _ = logits.shape
@@ -213,7 +216,7 @@ class DeformableFeatureAggregation(nn.Module):
 
 
 def _camera_encoder(embed_dims: int) -> nn.Sequential:
-    """Layers that turn the upper 3 x 4 of a projection matrix into an embedding."""
+    """Return layers that embed the upper 3 x 4 of a projection matrix."""
     return nn.Sequential(
         nn.Linear(12, embed_dims),
         nn.ReLU(),

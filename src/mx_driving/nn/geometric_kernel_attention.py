@@ -66,7 +66,7 @@ class GeometricKernelAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """MapTR's initialisation: equal weights everywhere. The window, too, which a module built on the device meta lacks."""
+        """Initialise as MapTR does: all weights are equal. Set the window, too: a module built on the device meta has none."""
         x, y = ((torch.arange(n) - n // 2) * self.dilation for n in reversed(self.kernel_size))
         _initial.fill(self.grid_offsets, torch.cartesian_prod(x, y).view(-1, 2))
         _initial.equal_weights(self.attention_weights)
@@ -114,9 +114,9 @@ class GeometricKernelAttention(nn.Module):
 
     @torch.no_grad()
     def pixels(self, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
-        """The pixels each query reads: [bs, num_queries, num_heads, num_levels, num_points, 2], whole numbers as floats.
+        """Return the pixels that each query reads, [bs, num_queries, num_heads, num_levels, num_points, 2], as floats.
 
-        `forward` does not write them down: the operator works them out itself.
+        `forward` does not need them: its operator computes pixels itself.
         """
         return composition.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
 

@@ -78,9 +78,9 @@ class MultiScaleDeformableAttention(DeformableLayers):
         return self.output_proj(out)
 
     def sampling(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each query looks, and how much each look counts.
+        """Return the sampling locations and weights of each query, for inspection.
 
-        `forward` gives neither to the operator, which works them out itself. This is for looking at them.
+        `forward` does not need them: its operator computes both itself.
 
         Returns:
             locations [bs, num_queries, num_heads, num_levels, num_points, 2] and

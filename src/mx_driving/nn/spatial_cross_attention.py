@@ -143,7 +143,7 @@ class SpatialCrossAttention(nn.Module):
         _initial.xavier(self.output_proj)
 
     def reset_parameters(self) -> None:
-        """BEVFormer's initialisation."""
+        """Initialise as BEVFormer does."""
         self.deformable_attention.reset_parameters()
         _initial.xavier(self.output_proj)
 
@@ -203,7 +203,7 @@ class SpatialCrossAttention(nn.Module):
     ) -> Tensor:
         """Return [bs, num_queries, embed_dims]. The queries that a camera sees sample it, in each scene."""
         bs, cams, queries = seen.shape
-        if bs * cams == 0:  # the layers get gradients of zero
+        if bs * cams == 0:  # this path gives the layers gradients of zero
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
         inner = self.deformable_attention
         pairs = seen.flatten().nonzero()[:, 0]  # over [bs, cam, num_queries]
@@ -213,7 +213,7 @@ class SpatialCrossAttention(nn.Module):
         together = max(1, _TOGETHER // max(1, samples * max(counts)))
         groups = [counts[i : i + together] for i in range(0, len(counts), together)]
         sizes = [sum(group) for group in groups]
-        # selected once for all cameras: backward, every selection fills a gradient of all queries
+        # Select once for all cameras, because in the backward every selection fills a gradient of all queries.
         query = cast_once(query, inner.sampling_offsets, inner.attention_weights)
         positioned = query.flatten(0, 1).index_select(0, rows).split(sizes)
         pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(sizes)
@@ -229,10 +229,12 @@ class SpatialCrossAttention(nn.Module):
     def _mean_of_all(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return the same mean by a graph whose sizes do not depend on the visible cells: all cells sample all cameras."""
+        """Return the same mean with sizes that do not depend on the data: all cells sample all cameras."""
         inner, cams = self.deformable_attention, seen.shape[1]
         rows, pillars = value.flatten(0, 1), reference_points.flatten(0, 1)
-        is_plain = _check.is_plain(inner, MSDeformableAttention3D)  # else it is called, which repeats its layers by camera
+        is_plain = _check.is_plain(
+            inner, MSDeformableAttention3D
+        )  # a modified module is called, and repeats its layers for each camera
         by_query = inner._offsets_and_logits(query) if is_plain else [query]
         in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in by_query]
         if is_plain:

@@ -16,8 +16,10 @@ _QUEUE = 2  # maps: the previous one and the current one
 
 
 def _project_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Tensor) -> tuple[Tensor, ...]:
-    """Return the outputs of the layers for [previous, query] by two matrix products, of which the second accumulates into the
-    first, instead of concatenating the inputs."""
+    """Return the outputs of the layers for the concatenation of previous and query, without concatenating them.
+
+    There are two matrix products. The second adds to the result of the first.
+    """
     weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
     channels = query.shape[-1]
     half = F.linear(query, weight[:, channels:], bias)
@@ -26,10 +28,13 @@ def _project_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query
 
 
 def _mean_of_maps(samples: Tensor) -> Tensor:
-    """Return the mean of [bs, 2, ...] over axis 1. Without gradients in place: page faults take longer than the sum."""
+    """Return the mean of [bs, 2, ...] over axis 1.
+
+    Without gradients the sum is in place, because the page faults of a new tensor take longer than the sum.
+    """
     if samples.requires_grad or is_exported():
         return samples.mean(1)
-    return samples[:, 0].mul_(0.5).add_(samples[:, 1], alpha=0.5)  # halves first: a sum of float16 may overflow
+    return samples[:, 0].mul_(0.5).add_(samples[:, 1], alpha=0.5)  # halve first: the sum of two float16 may overflow
 
 
 class TemporalSelfAttention(DeformableLayers):
@@ -124,7 +129,7 @@ class TemporalSelfAttention(DeformableLayers):
         return project_and_add(_mean_of_maps(samples.unflatten(0, (-1, _QUEUE))), self.output_proj, self.dropout, query)
 
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        """[bs, 2, num_queries, num_heads, num_levels, num_points, 2], and without the last axis."""
+        """Return offsets [bs, 2, num_queries, num_heads, num_levels, num_points, 2], and logits without the last axis."""
         layers = self.sampling_offsets, self.attention_weights
         if all(_check.is_plain(layer) and layer.bias is not None for layer in layers):
             offsets, logits = _project_halves(layers, previous, query)

@@ -169,10 +169,12 @@ def sum_runs(x: Tensor, places: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
     return sums.view(len(last_places), x.shape[1]), last_places
 
 
-def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: Any) -> Tensor:
+def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: Any) -> Any:
     """Return the output of a pool by the arguments of its autograd function."""
     if places.pop("method", "sum") != "sum":
         raise NotImplementedError("the maximum of points is not compiled; mx_driving has their sum only")
+    if "places" in places:
+        return sum_runs(feat, places["places"], places["ranks"])
     if "ranks_bev" in places:
         return bev_pool_v2(depth, feat.float(), **places)  # BEVDet sums in float32, whatever the dtypes
     sizes = [int(size) for size in voxel_num]

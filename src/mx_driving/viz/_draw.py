@@ -25,7 +25,7 @@ def sampling_points(
     labels: bool = True,
     ax: Any = None,
 ) -> Any:
-    """Draw where queries look on a picture: a dot per sample, its colour the level, its area the weight.
+    """Draw the samples of queries on a picture: a dot for each sample. Its colour is the level, its area the weight.
 
     Args:
         image: [H, W, 3], [3, H, W] or [H, W], 0..1 or bytes, a tensor or a NumPy array.
@@ -147,13 +147,13 @@ def bev(
 
 
 def _axes(ax: Any, aspect: float) -> Any:
-    """The given axes, or the axes of a new figure with this aspect ratio."""
+    """Return the caller's axes, or the axes of a new figure with this aspect ratio."""
     if ax is not None:
         return ax
     try:
         from ._picture import Picture, PictureAxes
     except ImportError:
         raise RuntimeError(f"mx_driving.viz draws with matplotlib: {pip_install('[demo]')}") from None
-    # not through pyplot, which would keep the figure for a window that never opens
+    # pyplot would keep the figure for a window that never opens.
     figure = Picture(figsize=(4 * math.sqrt(aspect) + 1, 4 / math.sqrt(aspect) + 1), layout="constrained")
     return figure.add_subplot(axes_class=PictureAxes)

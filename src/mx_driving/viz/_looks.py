@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import threading
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._operator import composition, rules
+from .._operator import composition, geometry, rules
 from .._operator.description import OPERATORS, SAMPLING
 
 
@@ -46,8 +45,6 @@ class Look:
             and weights [num_heads, num_levels, num_points]. Heads and levels are the groups and scales of
             `deformable_aggregation`.
         """
-        from ._samples import to_one_layout
-
         if camera and OPERATORS[self.operator].kind != "aggregation":
             rules.fail(ValueError, "camera", f"be 0 for {self.operator}, whose cameras are entries of the batch", camera)
         locations, weights = to_one_layout(self, scene, camera)
@@ -58,6 +55,21 @@ class Look:
         inputs = [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()]
         layer = f" of {self.layer}" * bool(self.layer)
         return f"Look({self.operator}{layer}: {', '.join(inputs)}, on {self.table.device})"
+
+
+def to_one_layout(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
+    """Return locations and weights of all queries in one camera, in one layout for all operators: see `Samples`."""
+    if OPERATORS[look.operator].kind == "aggregation":
+        locations = look.locations[entry, :, :, camera].cpu().float()
+        within = geometry.inside(locations)[..., None]
+        weights = look.weights[entry, :, :, camera].permute(0, 3, 2, 1)
+        return locations.where(within, torch.nan)[:, None, None], weights.cpu().float()
+    locations, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
+    sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
+    if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
+        return ((locations.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
+    shown = geometry.on_map(geometry.pixels(locations, sizes), sizes)
+    return locations.where(shown[..., None], torch.nan), weights
 
 
 class Looks(list[Look]):
@@ -80,13 +92,13 @@ class Looks(list[Look]):
         return looks
 
 
+_CALL = nn.Module._call_impl.__code__
+
+
 class _Recorder(TorchDispatchMode):
-    def __init__(self, running: list[nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.looks = Looks()
-        self.running = running
-        self.names: dict[int, dict[int, str]] = {}  # id of an outermost module -> id of a module in it -> name
-        self.outermost: list[nn.Module] = []  # keeps their ids
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func._schema.name.partition("::")
@@ -94,19 +106,8 @@ class _Recorder(TorchDispatchMode):
         if namespace == "mx_driving" and name in SAMPLING:
             inputs, bare = [a.detach() if isinstance(a, Tensor) else a for a in args], OPERATORS[name].bare
             tensors = composition.bare_inputs(name, *inputs) if bare else inputs
-            self.looks.append(Look(bare or name, *tensors, layer=self._layer()))
+            self.looks.append(Look(bare or name, *tensors, layer=_name_layer()))
         return func(*args, **(kwargs or {}))
-
-    def _layer(self) -> str:
-        """Return the name of the innermost running module that has a name in the outermost one."""
-        if not self.running:
-            return ""
-        root = self.running[0]
-        if id(root) not in self.names:
-            self.names[id(root)] = {id(module): name for name, module in root.named_modules()}
-            self.outermost.append(root)
-        names = self.names[id(root)]
-        return next(names[id(module)] for module in reversed(self.running) if id(module) in names)
 
 
 @contextlib.contextmanager
@@ -124,33 +125,21 @@ def recording() -> Iterator[Looks]:
     >>> [(look.operator, tuple(look.locations.shape)) for look in looks]
     [('multi_scale_deformable_attn', (1, 3, 8, 1, 4, 2))]
     """
-    with _run_eagerly(), _running_modules() as running, _Recorder(running) as recorder:
+    with _run_eagerly(), _Recorder() as recorder:
         yield recorder.looks
 
 
-@contextlib.contextmanager
-def _running_modules() -> Iterator[list[nn.Module]]:
-    """Keep a list of the modules that this thread is running, the outermost first, by torch's hooks of all modules."""
-    running: list[nn.Module] = []
-    if torch.compiler.is_dynamo_compiling():
-        yield running
-        return
-    thread = threading.get_ident()
+def _name_layer() -> str:
+    """Return the name of the innermost module in progress, as the outermost one names it; "" outside of modules.
 
-    def begin(module: nn.Module, inputs: Any) -> None:
-        if threading.get_ident() == thread:
-            running.append(module)
-
-    def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        while threading.get_ident() == thread and running and running.pop() is not module:
-            pass
-
-    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
-    try:
-        yield running
-    finally:
-        for hook in hooks:
-            hook.remove()
+    The stack has the modules. Hooks of all modules would tell, too, and turn off fast paths that look for hooks.
+    """
+    running, frame = [], sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_code is _CALL:
+            running.append(frame.f_locals["self"])
+    names = {id(module): name for name, module in running[-1].named_modules()} if running else {}
+    return next((names[id(module)] for module in running if id(module) in names), "")
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[Any]:

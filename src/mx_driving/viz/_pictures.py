@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .._operator import rules
 
-LONGEST = 960  # pixels of a side: more is not seen on a page, and costs bytes
-EXACT = 256  # up to this side every pixel is kept, because pictures of feature maps are small
+LONGEST = 960  # the most pixels of a side: a page does not show more
+EXACT = 256  # pictures up to this side keep every pixel, because these are feature maps
 _RULE = "be a torch.Tensor [H, W, 3], [3, H, W] or [H, W], or a Pillow image"
 _BYTES = "hold bytes, or floats from 0 to 1"
 
@@ -24,7 +24,7 @@ class Camera(NamedTuple):
 
     name: str
     pictures: tuple[Any, ...]
-    apart: bool  # a picture for each level
+    apart: bool  # True if there is a picture for each level
 
 
 def cameras(pictures: Any) -> tuple[Camera, ...]:
@@ -80,7 +80,7 @@ def image(name: str, picture: Any) -> Any:
 
 
 def _rgb(name: str, picture: Any) -> Any:
-    """Pillow clips 16 bits and floats at 255."""
+    """Return a Pillow image in RGB. Convert floats and 16 bits ourselves, because Pillow clips them at 255."""
     import numpy
 
     if picture.mode == "F":
@@ -126,7 +126,7 @@ def pixels(name: str, picture: Tensor) -> Tensor:
 
 
 def data_uri(picture: Any) -> str:
-    """The smaller of PNG and JPEG; PNG if every pixel is to be kept."""
+    """Return the smaller of PNG and JPEG; PNG for pictures that keep every pixel."""
     files = {"png": io.BytesIO(), "jpeg": io.BytesIO()}
     picture.save(files["png"], "PNG", optimize=True)
     picture.save(files["jpeg"], "JPEG", quality=85)

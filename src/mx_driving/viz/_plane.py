@@ -1,4 +1,4 @@
-"""Where the queries of a page lie, and which of them it shows."""
+"""The positions of a page's queries, and the choice of the queries that it shows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .._operator import rules
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """Where the queries lie: the cells of a map, the anchors of a scene, the boxes of a photograph.
+    """The positions of the queries: the cells of a map, the anchors of a scene, the boxes of a photograph.
 
     Args:
-        places: (rows, columns), if queries lie in rows from the top left; or [num_queries, 2] points (x, y), or
-            [num_queries, 4] boxes (centre x, centre y, width, height), where 0..1 is the plane. None: rows, as many as columns.
-        picture: what is drawn under the queries, as for `page`. None: nothing.
-        extent: (x0, x1, y0, y1) in metres, as for `bev`: places and picture are then seen from above, with the first axis x
-            (forward, drawn up) and the second axis y (left, drawn left), and a tensor of places holds metres.
-        labels: what each query is called, for instance its class. None: its number.
-        seen: [num_queries, cameras], bool: which cameras a query reads. None: all. A look of bs=cameras, or one look for each
-            camera, may have rows for the queries that the camera sees alone, in their order.
+        places: (rows, columns) for queries in rows from the top left; or points (x, y) [num_queries, 2], or boxes
+            (centre x, centre y, width, height) [num_queries, 4], where 0..1 is the plane. None: a square of rows.
+        picture: the picture under the queries, as for `page`, or None.
+        extent: (x0, x1, y0, y1) in metres, as for `bev`. Places and picture are then seen from above: the first axis is x
+            (forward, drawn up), the second axis y (left, drawn left), and a tensor of places holds metres.
+        labels: the name of each query, for instance its class. None: its number.
+        seen: [num_queries, cameras], bool, True where a query reads a camera. None: everywhere. A look of bs=cameras, or a look
+            for each camera, may have rows for only the queries that the camera sees, in their order.
     """
 
     places: tuple[int, int] | Tensor | None = None
@@ -43,7 +43,7 @@ class PlaneLayout(NamedTuple):
 
 
 def layout(plane: Plane, queries: int) -> PlaneLayout:
-    """Check the plane, and lay out this many queries on it."""
+    """Check the plane. Return the places of this many queries on it."""
     _check_rest(plane, queries)
     places = plane.places
     if isinstance(places, Tensor):
@@ -69,7 +69,7 @@ def _rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
 
 
 def _shares(plane: Plane, places: Tensor, queries: int) -> Tensor:
-    """Given places as fractions of the plane."""
+    """Return a tensor of places as fractions of the plane."""
     widths = (2, 4) if plane.extent is None else (2,)
     if places.dim() != 2 or len(places) != queries or places.shape[1] not in widths:
         shapes = " or ".join(f"(num_queries={queries}, {n})" for n in widths)
@@ -85,7 +85,7 @@ def _shares(plane: Plane, places: Tensor, queries: int) -> Tensor:
 
 
 def _laid_out(places: Tensor) -> PlaneLayout:
-    """Find out whether places are a grid: every x with every y."""
+    """Return the layout of places. They are a grid if every x occurs with every y."""
     axes = [torch.unique((places[:, i] * 1e5).round(), return_inverse=True) for i in (1, 0)]
     grid = torch.stack([inverse for _, inverse in axes], -1)
     rows, columns = (len(values) for values, _ in axes)
@@ -94,7 +94,7 @@ def _laid_out(places: Tensor) -> PlaneLayout:
 
 
 def _check_rest(plane: Plane, queries: int) -> None:
-    """Extent, labels and the type of seen; _samples.py checks what seen says of the looks."""
+    """Check extent and labels. _samples.py checks `seen` beside the looks."""
     check_extent("plane.extent", plane.extent)
     labels = plane.labels
     if labels is not None:
@@ -113,7 +113,7 @@ def check_extent(name: str, extent: Any) -> None:
 
 
 def check_seen(seen: Any) -> Tensor | None:
-    """The mask on the CPU."""
+    """Check the type and the axes of the mask. Return it on the CPU."""
     if seen is None:
         return None
     rules.tensors(("plane.seen", seen))
@@ -124,7 +124,7 @@ def check_seen(seen: Any) -> Tensor | None:
 
 
 def chosen(laid: PlaneLayout, most: int) -> tuple[Tensor, str]:
-    """At most so many queries, spread evenly, and a sentence about those left out."""
+    """Return at most this many queries, spread evenly, and a sentence about the queries that are left out."""
     count = len(laid.places)
     if count <= most:
         return torch.arange(count), ""

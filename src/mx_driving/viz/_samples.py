@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._operator import geometry, rules
+from .._operator import rules
 from .._operator.description import OPERATORS
-from ._looks import Look
+from ._looks import Look, to_one_layout
 
 
 class Samples(NamedTuple):
@@ -90,21 +90,6 @@ class SampledCall(NamedTuple):
         if len(self.looks) > 1 or OPERATORS[look.operator].kind == "aggregation":
             return self.scene
         return self.scene * self.cameras + camera
-
-
-def to_one_layout(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
-    """Return locations and weights of all queries in one camera, in the layout of `Samples`."""
-    if OPERATORS[look.operator].kind == "aggregation":
-        locations = look.locations[entry, :, :, camera].cpu().float()
-        within = geometry.inside(locations)[..., None]
-        weights = look.weights[entry, :, :, camera].permute(0, 3, 2, 1)
-        return locations.where(within, torch.nan)[:, None, None], weights.cpu().float()
-    locations, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
-    sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
-    if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
-        return ((locations.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
-    shown = geometry.on_map(geometry.pixels(locations, sizes), sizes)
-    return locations.where(shown[..., None], torch.nan), weights
 
 
 def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
