@@ -1,4 +1,5 @@
 # make demo    a virtual environment, the package, `mx-driving check --quick` and examples/surround_view: demo.png
+# make test-quick   values, errors, gradients and one compile: a minute
 # make test    the same environment, linters and the whole test suite
 # make test-ptx   every GPU kernel compiled for sm_90, some for sm_100, and their PTX executed in numpy
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
@@ -68,6 +69,11 @@ demo: $(VENV)/demo
 test: $(STAMP) lint
 	@echo "Running the tests: 6 to 12 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+.PHONY: test-quick
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest tests/operators/test_values.py tests/operators/test_errors.py tests/operators/test_autograd.py \
+		tests/torch/test_compile.py::test_compile_fullgraph
 
 # `make test` executes a part of these. The Triton kernels of two targets cannot share a process. sm_90 runs
 # whole, sm_100 its attention kernels; stack and spills of sm_86 and sm_120 are looked at.
