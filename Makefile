@@ -1,6 +1,7 @@
 # make demo    a virtual environment, the package, `mx-driving check --quick` and examples/surround_view: demo.png
 # make test-quick   values, errors, gradients and one compile: a minute
 # make test    the same environment, linters and the whole test suite
+# make test-quick   values, errors, gradients and one compiled model of the native kernels: a minute
 # make test-ptx   every GPU kernel compiled for sm_90, some for sm_100, and their PTX executed in numpy
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then random calls of CANN's
@@ -8,6 +9,7 @@
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
+# make known   what `patch` knows of the installed libraries, after a new release of one of them; downloads 500 MB
 # make onnx-forms  the files that these libraries export in every form of `fuse`: docs/support/onnx-forms.csv; the same downloads
 # make test-transformers   its own tests of models with deformable attention, plain and patched; CHECKOUT=its source tree
 # make docs    the site: docs/_build/html/index.html
@@ -74,6 +76,12 @@ test: $(STAMP) lint
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest tests/operators/test_values.py tests/operators/test_errors.py tests/operators/test_autograd.py \
 		tests/torch/test_compile.py::test_compile_fullgraph
+
+QUICK_TESTS := $(addprefix tests/operators/test_,values.py errors.py autograd.py) tests/models/test_patching_code.py \
+	tests/models/test_patching.py::test_a_model_that_was_never_called_is_compiled_exported_and_traced_over_the_operator
+.PHONY: test-quick
+test-quick: $(STAMP)
+	MX_DRIVING_TEST_BACKENDS=native $(BIN)/python -m pytest -n 2 $(QUICK_TESTS)
 
 # `make test` executes a part of these. The Triton kernels of two targets cannot share a process. sm_90 runs
 # whole, sm_100 its attention kernels; stack and spills of sm_86 and sm_120 are looked at.
@@ -148,6 +156,12 @@ $(LIBRARIES)/installed: tests/libraries/requirements.txt tests/libraries/needed.
 .PHONY: test-libraries time-libraries time-onnx-files onnx-forms
 test-libraries: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python -m pytest --confcutdir=tests/libraries tests/libraries --record docs/support/libraries.csv
+
+.PHONY: known
+known: $(LIBRARIES)/installed
+	for package in transformers ultralytics rfdetr groundingdino libreyolo; do \
+		$(LIBRARIES_SEE) $(LIBRARIES)/bin/mx-driving forms $$package || exit 1; \
+	done
 
 # Transformers' own tests of its deformable models, plain and patched: what fails in one run alone is printed. CHECKOUT is a source
 # tree of transformers at the installed version (its sdist has no tests of models). `parameterized` lies beside the environment.

@@ -57,6 +57,22 @@ def needs() -> str:
     return markdown(["feature", "needs torch", "older ones fail, since"], [[name, *need] for name, need in NEEDS.items()])
 
 
+def known(packages: bool = False) -> str:
+    """The projects whose code `patch` knows, with their classes and functions; or the packages of them, with what is replaced."""
+    from mx_driving._patch._attention import ATTENTION_FORMS
+    from mx_driving._patch.known import TABLE
+
+    projects: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for row in TABLE.values():
+        project, version, name = row.seen.rsplit(" ", 2)
+        if not (packages and "/" in project):
+            versions, names = projects.setdefault(project, ({}, {}))
+            versions[version] = None
+            names[("module" if row.form in ATTENTION_FORMS else "core") if packages else f"`{name}`"] = None
+    rows = [[project, ", ".join(sorted(versions)), ", ".join(names)] for project, (versions, names) in sorted(projects.items())]
+    return markdown(["package" if packages else "project", "seen in", "known" if packages else "known code"], rows)
+
+
 def limits() -> str:
     """The vendor's documented limits, with the releases that have them."""
     from mx_driving._operator.limits import LIMITS, NEWEST

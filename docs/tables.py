@@ -45,6 +45,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tested": support.tested,
     "needs": support.needs,
     "wheels": support.wheels,
+    "known": support.known,
+    "known_packages": partial(support.known, packages=True),
     "limits": support.limits,
     "deploy": support.deploy,
     "tested_libraries": support.tested_libraries,

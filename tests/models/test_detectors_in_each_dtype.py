@@ -47,23 +47,31 @@ def distance(found, expected):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dtype", "wide"),
-    [(torch.float32, torch.float64), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
+    ("dtype", "wide", "autocast"),
+    [
+        (torch.float32, torch.float64, False),
+        *((dtype, torch.float32, autocast) for dtype in (torch.bfloat16, torch.float16) for autocast in (False, True)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("build", [small_deformable_detr, d_fine])
-def test_a_patched_detector_is_near_the_wider_one(build, dtype, wide, monkeypatch):
+def test_a_patched_detector_is_near_the_wider_one(build, dtype, wide, autocast, monkeypatch):
     """No farther than twice the distance of its own code with the sampling in float32: two draws of the same roundings."""
     torch.manual_seed(0)
     model, picture = build().eval(), torch.rand(1, 3, HEIGHT, WIDTH)
     models.make_sensitive(models.Subject("small", model, {"pixel_values": picture}))
     model = model.to(dtype).to(wide)  # weights that both dtypes have
     expected = scores(model, picture.to(dtype).to(wide))
-    model.to(dtype)
-    with mx_driving.patched(model) as done:
-        found = scores(model, picture.to(dtype))
+    picture, modes = (
+        picture.to(dtype).to(wide) if autocast else picture.to(dtype),
+        {"dtype": dtype} if autocast else {"enabled": False},
+    )
+    model.to(picture.dtype)
+    with mx_driving.patched(model) as done, torch.autocast("cpu", **modes):
+        found = scores(model, picture)
     assert len(done.layers) == (3 if build is small_deformable_detr else 2)
     assert found.isfinite().all()
     monkeypatch.setattr(F, "grid_sample", sampled_in_float32)
-    theirs = distance(scores(model, picture.to(dtype)), expected)
+    with torch.autocast("cpu", **modes):
+        theirs = distance(scores(model, picture), expected)
     assert distance(found, expected) < 2 * theirs < 0.2

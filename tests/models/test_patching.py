@@ -1,15 +1,44 @@
-"""patch: what it replaces, what it leaves alone and why, and that the originals come back. Libraries have their own tests."""
+"""patch: what it replaces, what it leaves alone and why, that the originals come back, and what models do in between."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import importlib
 import importlib.util
+import inspect
+import pickle
 import sys
+import threading
 import types
+import warnings
 
+import attention_modules as libraries
 import pytest
 import torch
-from attention_modules import library, operators, plain_core
+from attention_modules import (
+    BARE,
+    KEYS,
+    MMCV,
+    PAPERS,
+    WITH_LOGITS,
+    HuggingFace,
+    Mmcv,
+    Paper,
+    arguments_for,
+    build,
+    close,
+    define,
+    library,
+    operators,
+    patched,
+    plain_core,
+    recorded,
+    results,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mx_driving
 
@@ -32,37 +61,54 @@ def decorated(function):
     return deformable
 deformable = decorated(plain_core)
 """
+RAISES = GOOD.replace("return", "raise RuntimeError('Not implemented on the CPU')\n    return")
+OTHER_PARAMETERS = "def deformable(value, sampling_locations, attention_weights, sizes):\n    pass\n"
+EXTENSION = """
+class deformable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
+        return EXT.FUNCTION(value)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+"""
 
 
-def inputs():
+def inputs(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     value = torch.rand(1, 26, 2, 4, generator=generator)
     locations, weights = (torch.rand(1, 3, 2, 2, 2, *last, generator=generator) for last in ((2,), ()))
-    return value, [(5, 4), (3, 2)], locations, weights
+    return value.to(dtype), [(5, 4), (3, 2)], locations.to(dtype), weights.to(dtype)
 
 
 def calls(function) -> int:
     return len(operators(function, *inputs()))
 
 
-@pytest.mark.parametrize(("source", "name"), [(GOOD, "deformable"), (CLOSURE, "decorated.<locals>.deformable")])
-def test_a_function_changes_in_place_and_back(source, name):
-    module = module_of(source)
+def test_a_function_changes_in_place_and_back():
+    module = module_of(GOOD)
     imported = module.deformable  # by another file, before
     before = imported.__code__
     done = mx_driving.patch(module)
-    assert done.replaced == ("elsewhere.plain_core", f"a_library.{name}")
-    assert repr(done).splitlines() == [
-        "replaced elsewhere.plain_core",
-        f"replaced a_library.{name}",
-        f"not called yet: elsewhere.plain_core, a_library.{name}",
-    ]
+    assert done.replaced == ("elsewhere.plain_core", "a_library.deformable")
+    assert repr(done).splitlines() == ["replaced elsewhere.plain_core", "replaced a_library.deformable"]
     assert calls(imported) == 1
     torch.testing.assert_close(imported(*inputs()), plain_core(*inputs()))
-    done.restore()
-    done.restore()
+    for _ in range(2):
+        done.restore()
     assert imported.__code__ is before
     assert calls(imported) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_may_be_a_tensor_and_arguments_have_names(dtype):
+    """Older libraries give the sizes as a tensor. Results have the dtype of the values."""
+    module = module_of(GOOD.replace(", attention_weights):", ", *, attention_weights):"))
+    value, sizes, locations, weights = inputs(dtype)
+    with mx_driving.patched(module):
+        out = module.deformable(value, torch.tensor(sizes), locations, attention_weights=weights)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), plain_core(*inputs()), rtol=1e-5 if dtype == torch.float32 else 0.05, atol=0.05)
 
 
 def test_an_exception_gives_the_original_back():
@@ -84,57 +130,45 @@ def test_a_model_is_searched_by_its_classes_files():
         del sys.modules["a_library_of_layers"]
 
 
-OTHER_NUMBERS = GOOD.replace("plain_core(", "2 * plain_core(")
-OTHER_GRADIENT = GOOD.replace("sampling_locations, attention_weights)\n", "sampling_locations.detach(), attention_weights)\n")
-OTHER_LAYOUT = GOOD.replace("attention_weights)\n", "attention_weights).transpose(0, 1)\n")
-RAISES = GOOD.replace("return", "raise RuntimeError('Not implemented on the CPU')\n    return")
-BY_NAME_ONLY = GOOD.replace("attention_weights):", "*, attention_weights):")
-OTHER_PARAMETERS = """
-def deformable(value, sampling_locations, attention_weights, sizes):
-    pass
-"""
-UNKNOWN_FUNCTION = """
-import torch
-class deformable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
-        pass
-"""
-
-
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (OTHER_NUMBERS, "its result on a small example differs from the operator's by"),
-        (OTHER_GRADIENT, "its result on a small example differs from the operator's by"),
-        (OTHER_LAYOUT, "its result on a small example differs from the operator's by inf"),
+        (CLOSURE, "its code is not known, because .* closure"),
         (RAISES, "it does not run on a small example: RuntimeError: Not implemented on the CPU"),
-        (OTHER_PARAMETERS, "no known form of a core has the parameters (value, sampling_locations, attention_weights, sizes)"),
-        (UNKNOWN_FUNCTION, "no known form of a core has the parameters (value, value_spatial_shapes, "),
+        (OTHER_PARAMETERS, r"no known form has the parameters \(value, sampling_locations, attention_weights, sizes\)"),
+        (EXTENSION, "its code is not known, and it calls no compiled function that is known"),
     ],
 )
 def test_what_is_not_known_is_left_alone_and_said(source, reason):
     module = module_of(source)
     before = module.deformable
-    with pytest.warns(UserWarning, match="mx_driving.patch left a_library.*alone"):
+    with pytest.warns(UserWarning, match=f"mx_driving.patch left a_library.*deformable alone: {reason}"):
         done = mx_driving.patch(module)
-    try:
-        assert done.replaced == ("elsewhere.plain_core",)
-        ((name, said),) = done.skipped.items()
-        assert name.startswith("a_library.")
-        assert said.startswith(reason)
-        assert f"left alone {name}: {said}" in repr(done)
-        assert module.deformable is before
-    finally:
-        done.restore()
+    done.restore()
+    assert done.replaced == ("elsewhere.plain_core",)
+    ((name, said),) = done.skipped.items()
+    assert f"left alone {name}: {said}" in repr(done)
+    assert module.deformable is before
 
 
-def test_parameters_by_name_only():
-    module, (*others, weights) = module_of(BY_NAME_ONLY), inputs()
-    with mx_driving.patched(module, modules=False) as done:
-        assert done.replaced == ("elsewhere.plain_core", "a_library.deformable")
-        output = module.deformable(*others, attention_weights=weights)
-    torch.testing.assert_close(output, plain_core(*inputs()))
+EXTENSIONS = [
+    ("MSDA", "ms_deform_attn_forward", True),
+    ("MSDA3D", "ms_deform_attn_forward", False),
+    ("MSDA", "forward_3d", False),
+]
+NAMED = EXTENSION.replace("deformable", "MSDeformAttnFunction").replace("EXT.FUNCTION", "{0}.{1}")
+
+
+@pytest.mark.parametrize(("extension", "function", "served"), EXTENSIONS)
+def test_an_unknown_autograd_function_is_known_by_the_compiled_function_that_it_calls(extension, function, served):
+    """MSDA3D samples volumes by functions of the same names."""
+    extension = types.ModuleType(extension.replace("MSDA", "MultiScaleDeformableAttention"))
+    module = library(extension, source=NAMED.format(extension.__name__, function))
+    refusal = pytest.raises(ValueError, match="calls no compiled function that is known")
+    with contextlib.nullcontext() if served else refusal, mx_driving.patched(module):
+        value, sizes, locations, weights = inputs()
+        arguments = value, torch.tensor(sizes), torch.tensor([0, 20]), locations, weights, 64
+        torch.testing.assert_close(module.MSDeformAttnFunction.apply(*arguments), plain_core(*inputs()))
 
 
 def test_errors():
@@ -156,7 +190,7 @@ def test_errors():
         mx_driving.patch("json")
     alone = types.ModuleType("alone")
     exec(RAISES, vars(alone))
-    with pytest.raises(ValueError, match=r"got none in alone; alone\.deformable: it does not run"):
+    with pytest.raises(ValueError, match=r"got none in alone; alone\.deformable: its code is not known, because the source"):
         mx_driving.patch(alone)
 
 
@@ -192,9 +226,11 @@ BLOCKS = {  # as in Sparse4D's repository
     "plugin/__init__.py": "",
     "plugin/ops/__init__.py": "from .function import DeformableAggregationFunction\n"
     "def deformable_aggregation_function(*args):\n    return DeformableAggregationFunction.apply(*args)\n",
-    "plugin/ops/function.py": "import torch\nclass DeformableAggregationFunction(torch.autograd.Function):\n"
+    "plugin/ops/function.py": "import torch\nfrom . import deformable_aggregation_ext as extension\n"
+    "class DeformableAggregationFunction(torch.autograd.Function):\n"
     "    @staticmethod\n    def forward(ctx, mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights):\n"
-    "        raise NotImplementedError\n",
+    "        return extension.deformable_aggregation_forward(mc_ms_feat)\n",
+    "plugin/ops/deformable_aggregation_ext.py": "",
     "plugin/blocks.py": "import torch\nfrom .ops import deformable_aggregation_function as DAF\n"
     "class Block(torch.nn.Module):\n    def forward(self, *args):\n        return DAF(*args)\n",
 }  # fmt: skip
@@ -216,13 +252,366 @@ def test_a_module_that_takes_its_core_from_elsewhere_is_pointed_there(tmp_path, 
             del sys.modules[name]
 
 
-def test_tensor_sizes_and_half_precision():
-    """Older libraries give the sizes as a tensor; a half-precision model gets half precision back."""
-    module = module_of(GOOD)
-    value, sizes, locations, weights = inputs()
-    expected = plain_core(value, sizes, locations, weights)
-    with mx_driving.patched(module):
-        torch.testing.assert_close(module.deformable(value, torch.tensor(sizes), locations, weights), expected)
-        half = module.deformable(value.bfloat16(), sizes, locations.bfloat16(), weights.bfloat16())
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), expected, rtol=0.05, atol=0.05)
+class Sharper(HuggingFace):
+    """Other arithmetic: the weights are the softmax of doubled logits."""
+
+    forward = libraries.make_forward(libraries.HUGGING_FACE)
+
+    def samples(self, reference, shapes, offsets, logits):
+        return libraries.sample(self.sides(), reference, shapes, offsets, 2 * logits)
+
+
+class Unbuildable(HuggingFace):
+    """Its constructor wants what nobody can guess."""
+
+    forward = libraries.make_forward(libraries.HUGGING_FACE)
+
+    def __init__(self, secret):
+        super().__init__(secret, 2, 2)
+
+
+class OtherNames(libraries.Layers):
+    """Parameters of no known form."""
+
+    form = "transformers"
+
+    def forward(self, queries, keys):
+        return self.sampling_offsets(queries), self.attention_weights(keys)
+
+
+class Counting(Paper):
+    forward = libraries.make_forward(PAPERS)
+
+    def rows(self, value, mask=None):
+        self.calls = 1
+        return self.value_proj(value).unflatten(-1, (self.n_heads, -1))
+
+
+class HandsOver(Paper):
+    forward = libraries.make_forward(PAPERS)
+
+    def rows(self, value, mask=None):
+        return len(self) and self.value_proj(value)
+
+
+class OfATable(Paper):
+    forward, table = libraries.make_forward(PAPERS), {"scale": 1.0}
+
+    def rows(self, value, mask=None):
+        return self.value_proj(value * self.table["scale"]).unflatten(-1, (self.n_heads, -1))
+
+
+TwoMasks = define(
+    "TwoMasks", Paper, PAPERS + ", attention_mask=None", "deformable_detr", mask="attention_mask or input_padding_mask"
+)
+REFUSED = [
+    (Sharper, "its result on a small example differs from the operator's by"),
+    (Unbuildable, "it does not run on a small example: TypeError: .*missing 1 required positional argument: 'secret'"),
+    (OtherNames, r"no known form has the parameters \(queries, keys\)"),
+    (TwoMasks, "no known form has the parameters"),
+    (Counting, "its code sets its attributes calls"),
+    (HandsOver, "its code hands itself to other code"),
+    (OfATable, "its code reads the attribute table, which no form has"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), REFUSED)
+def test_a_form_that_a_module_does_not_have_is_refused(kind, reason):
+    with pytest.raises(
+        ValueError, match=f"^forms must name the form that a class .*; got '{kind.form}' for {kind.__name__}: {reason}"
+    ):
+        mx_driving.patch(library(kind, plain_core), forms={kind: kind.form})
+    with pytest.raises(ValueError, match=rf"^forms must name a form of .*transformers.*; got 'no form' for {kind.__name__}"):
+        mx_driving.patch(library(kind, plain_core), forms={kind: "no form"})
+    assert calls(plain_core) == 0
+
+
+def test_an_unknown_module_keeps_its_code_over_a_replaced_core_and_is_told_its_form():
+    module, own = build(HuggingFace), HuggingFace.forward
+    arguments, name = arguments_for(module), "attention_modules.HuggingFace"
+    with warnings.catch_warnings(), patched(HuggingFace, forms=None) as done:
+        warnings.simplefilter("error")
+        assert done.replaced == ("attention_modules.plain_core",)
+        assert done.skipped[name].startswith("its code is not known; its core is replaced. To replace it, try: ")
+        assert done.skipped[name].endswith('mx_driving.patch(..., forms={HuggingFace: "transformers"})')
+        assert HuggingFace.forward is own
+        assert operators(module, **arguments) == [BARE]
+
+
+LIMITS = {  # width, heads, points -> the limit that they pass
+    (256, 8, 4): "",
+    (256, 16, 4): "value must have num_heads <= 8 (Atlas A2 limit of 26.2); got 16",
+    (256, 8, 40): "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit of 26.2); got 80",
+    (48, 4, 4): "value must have embed_dims a multiple of 8 (Atlas A2 limit of 26.2); got 12",
+}
+
+
+def test_a_model_that_the_vendors_device_would_refuse_is_remarked_on():
+    model = nn.ModuleDict({"first": nn.Linear(2, 2)})
+    for width, heads, points in LIMITS:
+        config = types.SimpleNamespace(d_model=width, num_feature_levels=2)
+        model[f"{width} {heads} {points}"] = HuggingFace(config, heads, points)
+    with mx_driving.patched(model) as done:
+        assert done.limits == {" ".join(map(str, sizes)): words for sizes, words in LIMITS.items() if words}
+        for name, words in done.limits.items():
+            assert f"the vendor's device would refuse {name}: {words}" in repr(done)
+    with mx_driving.patched(model["256 16 4"]) as done:  # a layer has its class's name
+        assert "the vendor's device would refuse HuggingFace: value must have num_heads <= 8" in repr(done)
+
+
+class Layer(nn.Module):
+    """A layer around an attention."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+
+class ByAnAttribute(libraries.Layers):
+    """D-FINE's layers hold their core; LibreYOLO's hold a partial one."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = functools.partial(plain_core)
+
+    def forward(self, arguments):
+        return self.held(*arguments)
+
+
+class OfAnotherKind(libraries.Layers):
+    """Its layers have the names of attention's. Nothing of it is known."""
+
+    def forward(self, arguments):
+        return arguments
+
+
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left")
+@pytest.mark.parametrize(("modules", "operator"), [(True, WITH_LOGITS), (False, BARE)])
+def test_a_patch_names_the_layers_of_a_model_that_call_an_operator(modules, operator):
+    """By the module that is replaced, or by the core in its code, in the model's order, each once, and not what is in it."""
+    attention = build(HuggingFace)
+    layers = {"zero": ByAnAttribute(), "other": OfAnotherKind(), "layer": Layer(attention), "again": build(HuggingFace)}
+    model = nn.ModuleDict({**layers, "first": nn.Linear(2, 2), "same": attention})
+    with mx_driving.patched(model, modules=modules, forms={HuggingFace: "transformers"} if modules else None) as done:
+        assert done.layers == ("zero", "layer.attention", "again")
+        assert repr(done).splitlines()[-5:] == [
+            "3 of 4 layers of ModuleDict that sample call an operator",
+            *(f"{name} calls an operator" for name in done.layers),
+            "other keeps its own code",
+        ]
+        assert operators(attention, **arguments_for(attention)) == [operator]
+    with patched(HuggingFace) as done:
+        assert done.layers == ()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_patches_share_a_module(first):
+    """Whichever ends first, the module and its core stay replaced for the other."""
+    module, own = build(HuggingFace), HuggingFace.forward
+    arguments, both = arguments_for(module), library(HuggingFace, plain_core)
+    forms = ({HuggingFace: "transformers"}, None, {HuggingFace: "transformers"})
+    patches = [mx_driving.patch(both, modules=form is not None, forms=form) for form in forms]
+    assert patches[2].replaced == patches[0].replaced
+    patches.pop(first).restore()
+    assert operators(module, **arguments) == [WITH_LOGITS]
+    for patch in patches:
+        patch.restore()
+    assert HuggingFace.forward is own
+    assert operators(module, **arguments) == []
+
+
+def test_classes_that_share_a_forward_are_both_served():
+    shared = {"forward": libraries.make_forward(libraries.RT_DETR), "__module__": __name__}
+    kinds = [type(name, (libraries.RtDetr,), shared) for name in ("First", "Second")]
+    modules = [build(kind) for kind in kinds]
+    named = arguments_for(modules[0])
+    expected = [module(**named) for module in modules]
+    for order in (kinds, kinds[::-1], kinds[:1]):
+        with patched(*order), patched(*kinds) as done:
+            assert {f"{__name__}.{kind.__name__}" for kind in kinds} < set(done.replaced)
+            assert [operators(module, **named) for module in modules] == [[WITH_LOGITS]] * 2
+            close([module(**named) for module in modules], expected)
+    assert [operators(module, **named) for module in modules] == [[], []]
+
+
+def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
+    """It calls the operator until the patch ends, and the original afterwards."""
+    own, module, seen = Paper.forward, build(Paper), []
+    arguments = arguments_for(module)
+    expected = module(**arguments)
+    done = mx_driving.patch(library(Paper, plain_core), forms={Paper: Paper.form})
+    Paper.forward = functools.wraps(own)(lambda *args, **named: seen.append(1) or own(*args, **named))
+    wrapper = Paper.forward
+    try:
+        assert operators(module, **arguments) == [WITH_LOGITS]
+        done.restore()
+        assert Paper.forward is wrapper
+        assert operators(module, **arguments) == []
+        close(module(**arguments), expected)
+        assert len(seen) == 3
+    finally:
+        Paper.forward = own
+
+
+def casting(forward):
+    """mmcv's auto_fp16: it passes on the arguments that the function below it has."""
+
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*(arg for _, arg in zip(inspect.getfullargspec(forward).args, args, strict=False)), **kwargs)
+
+    return wrapper
+
+
+def test_decorated_code_is_replaced_below_its_decorators():
+    """They go on to wrap it, and may ask it for its parameters."""
+    forward = casting(libraries.make_forward(MMCV + "*, unused=None, **kwargs"))
+    module = build(type("Casting", (libraries.Pillars,), {"forward": forward}))
+    by_name, core = arguments_for(module), torch.no_grad()(plain_core)
+    by_place = [by_name.pop(name, None) for name in [*inspect.signature(forward).parameters][1:10]]
+    expected = module(*by_place)
+    with patched(type(module)):
+        assert operators(module, *by_place) == [WITH_LOGITS]
+        close(module(*by_place), expected)
+        assert calls(core) == 1
+        assert not core(inputs()[0].requires_grad_(), *inputs()[1:]).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"spatial_shape": 1}, "spatial_shape"), ({"query": None}, "multiple values"), ({}, "required positional argument")],
+)
+def test_a_call_that_a_module_refuses_is_refused_by_the_module(change, words):
+    module = build(libraries.LwDetr)
+    arguments = arguments_for(module, masked=False)
+    query = arguments.pop("query")
+    with patched(libraries.LwDetr), pytest.raises(TypeError, match=words):
+        module(*((query,) if change else ()), **{**arguments, **change})
+
+
+@pytest.mark.parametrize("left_out", [(), ("spatial_shapes_list",)])
+def test_levels_that_do_not_fill_the_keys_are_refused(left_out):
+    module, sizes = build(HuggingFace), [(4, 5), (2, 2)]
+    arguments = arguments_for(module) | {"spatial_shapes": torch.tensor(sizes), "spatial_shapes_list": sizes}
+    rule = rf"^spatial_shapes must hold the num_keys={KEYS} rows of value; got 24 in all levels$"
+    with patched(HuggingFace), pytest.raises(ValueError, match=rule):
+        module(**{n: a for n, a in arguments.items() if n not in left_out})
+
+
+def test_the_output_has_a_gradient_for_returned_weights_where_modules_stay():
+    """It needs an output that is made from the weights. The operator with logits never makes them: torch refuses."""
+    module = build(HuggingFace)
+    arguments = arguments_for(module)
+
+    def gradient():
+        out, weights = module(**arguments)
+        return torch.autograd.grad(out.sum(), weights)
+
+    expected = gradient()
+    with patched(HuggingFace, modules=False, forms=None):
+        assert recorded(module, **arguments) == [BARE]
+        close(gradient(), expected)
+    with patched(HuggingFace), pytest.raises(RuntimeError, match="not have been used in the graph"):
+        gradient()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore:mx_driving")
+def test_a_model_that_was_never_called_is_compiled_exported_and_traced_over_the_operator(tmp_path):
+    """A graph that was compiled before patching is not used after it, nor the other way round."""
+    module, graphs = build(HuggingFace).requires_grad_(False), []
+    arguments = arguments_for(module, masked=False)
+    expected = results(module, **arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend=lambda graph, _: graphs.append(str(graph.code)) or graph)
+    close(results(compiled, **arguments), expected)
+    with patched(HuggingFace):
+        close(results(compiled, **arguments), expected)
+        texts = [str(torch.export.export(module, (), arguments, strict=strict).graph) for strict in (True, False)]
+        with torch.no_grad():
+            texts.append(
+                str(
+                    torch.jit.trace(
+                        lambda hidden: module(**{**arguments, "hidden_states": hidden}), arguments["hidden_states"]
+                    ).graph
+                )
+            )
+        assert [WITH_LOGITS in text and "grid_sampl" not in text for text in (graphs[-1], *texts)] == [True] * 4
+    close(results(compiled, **arguments), expected)
+
+
+def test_copies_threads_checkpoints_and_replicas_of_a_patched_layer(tmp_path):
+    """deepcopy and pickle give a layer that calls the operator, and its own code after the patch."""
+    module = build(Paper)
+    arguments = arguments_for(module)
+    expected = results(module, **arguments)
+    replica = module._replicate_for_data_parallel()
+    replica._modules = {name: copy.copy(part) for name, part in module._modules.items()}
+    with patched(Paper):
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert operators(twin, **arguments) == [WITH_LOGITS]
+            close(results(twin, **arguments), expected)
+        outs = []
+        threads = [threading.Thread(target=lambda: outs.append(module(**arguments))) for _ in range(4)]
+        for step in (threading.Thread.start, threading.Thread.join):
+            for thread in threads:
+                step(thread)
+        close([*outs, replica(**arguments)], [expected[0]] * 5)
+        assert operators(replica, **arguments) == [WITH_LOGITS]
+        for reentrant in (True, False):
+            run = lambda **named: checkpoint(lambda: module(**named), use_reentrant=reentrant)  # noqa: B023, E731
+            close(results(run, **arguments)[0], expected[0]) if not reentrant else run(**arguments)
+        masks = torch.stack([arguments["input_padding_mask"], ~arguments["input_padding_mask"]])
+        rows = torch.vmap(lambda mask: module(**{**arguments, "input_padding_mask": mask}))(masks)
+        close(rows[0], expected[0])
+    close(results(pickle.loads(pickle.dumps(module)), **arguments), expected)
+
+
+def test_linear_layers_are_called_as_the_own_code_calls_them():
+    """In its order, once, with their hooks; where an offloader has their parameters; dropout draws the same numbers."""
+    module, names = build(Mmcv).train(), []
+    for name, part in module.named_children():
+        part.register_forward_hook(lambda *_, name=name: names.append(name))
+    for part in (module.value_proj, module.sampling_offsets):
+        real, part.weight = part.weight, nn.Parameter(part.weight.to("meta"))
+        part.register_forward_pre_hook(lambda part, _, real=real: part._parameters.update(weight=real))
+        part.register_forward_hook(lambda part, *_, empty=part.weight: part._parameters.update(weight=empty))
+    runs = []
+    for wrap in (contextlib.nullcontext(), patched(Mmcv)):
+        with wrap, torch.no_grad():
+            torch.manual_seed(3)
+            runs.append([module(**arguments_for(module)), torch.rand(3)])
+    close(runs[1], runs[0])
+    assert sorted(names) == sorted(2 * [*dict(module.named_children())])
+
+
+def test_a_caller_may_write_to_references_and_cache_tables():
+    layer = build(Paper)
+    arguments = arguments_for(layer)
+    with torch.inference_mode():
+        tables = {name: arguments[name].clone() for name in ("input_spatial_shapes", "input_level_start_index")}
+    with patched(Paper):
+        out = layer(**{**arguments, **tables})
+        arguments["reference_points"].clamp_(0.2, 0.8)
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, functools.partial(torch.autocast, "cpu")])
+def test_the_trial_leaves_no_trace(mode):
+    """In whatever mode it runs, it replaces the same, and changes nothing of the process."""
+    kinds, threads = (HuggingFace, Mmcv, libraries.Temporal), torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    modes = torch.is_inference_mode_enabled, torch.is_grad_enabled, torch.is_autocast_cpu_enabled
+    try:
+        with torch.device("meta"), mode():
+            before = [enabled() for enabled in modes]
+            with patched(*kinds) as done:
+                assert len(done.replaced) == 1 + len(kinds)
+                assert [enabled() for enabled in modes] == before
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.random.get_rng_state(), state)

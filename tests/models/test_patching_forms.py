@@ -1,4 +1,4 @@
-"""patch: each form in which a library writes a core or an attention module, by its own code in float64."""
+"""patch: each form of an attention module and of a core, by its own code in float64, and the calls that a form leaves to it."""
 
 from __future__ import annotations
 
@@ -11,94 +11,83 @@ import pytest
 import torch
 from attention_modules import (
     BARE,
-    BIRDER,
     KEYS,
     MMCV,
-    PAPER,
+    PAPERS,
     POINTS,
     SIZES,
+    WITH_LOGITS,
     agrees,
     arguments_for,
     build,
     by_heads,
+    by_level_core,
+    close,
     define,
     library,
-    make_forward,
     operators,
+    patched,
     plain_core,
     results,
 )
 
 import mx_driving
+from mx_driving._patch._recognize import FORMS
+from mx_driving._patch._survey import survey
 
 POINT, BOX = (2, 2), (2, 4)  # the last sides of reference points: one for each level
 ONE_POINT, ONE_BOX = (1, 2), (1, 4)  # one for all
 WHOLE = "geometric_kernel_attention"
+TABLE = torch.tensor(SIZES)
 pytestmark = pytest.mark.filterwarnings("ignore:mx_driving.patch")
 
 
 class Fixed(libraries.Pillars):
     """UniAD of tt-forge: sizes are written into the constructor."""
 
-    forward = make_forward(MMCV + "**kwargs")
+    forward = libraries.make_forward(MMCV + "**kwargs")
 
     def __init__(self, embed_dims=16):
         super().__init__(16, 4, 2, 8)
         self.value_proj = torch.nn.Linear(embed_dims, embed_dims)
 
 
-class WithoutMasks(libraries.Mmcv):
-    """A compiler team's copy of mmcv's module: it takes a mask and does not read it."""
-
-    forward = make_forward(MMCV + "flag='decoder', **kwargs", mask="None")
-
-
-class BirderV2(libraries.RtDetrV2):
-    """birder's RT-DETR v2: points by level alone, and a mask that is True where a key is hidden."""
-
-    forward = make_forward(BIRDER.format("src_shapes, "), mask="None if input_padding_mask is None else ~input_padding_mask")
-
-    def __init__(self, d_model, n_levels, n_heads, n_points):
-        super().__init__(d_model, n_heads, n_levels, list(n_points))
-
-
-# RF-DETR's for an exporter that cannot fold shapes: locations of at most five axes
-HW = PAPER + ", input_level_start_index, input_padding_mask=None, input_spatial_shapes_hw=None"
-Exported = define("Exported", libraries.RfDetr, HW, _export=True)
+WithoutMasks = define("WithoutMasks", libraries.Dropping, MMCV + "flag='decoder', **kwargs", "mmcv", mask="None")
 UNIFORM = [{"attention_mask": torch.full((2, KEYS), kept)} for kept in (True, False)]
 BROADCAST = {"reference_points": torch.rand(1, 1, 1, 2).double()}  # for all batches and queries
 UNREAD = {"key": torch.rand(3).double(), "attn_mask": None, "key_pos": 1}  # mmcv gives every attention the same keywords
 
 
-def form(kind, *references, changes=(), layout=lambda rows: rows, **more):
+def row(kind, *references, changes=(), layout=lambda rows: rows, **more):
     """A module, its reference points, other inputs, the layout of its value, and arguments of its constructor."""
     return kind, references, changes, layout, more
 
 
-FORMS = [
-    form(libraries.HuggingFace, POINT, BOX, changes=[*UNIFORM, BROADCAST]),
-    form(libraries.Mask2Former, POINT, BOX),
-    form(libraries.Libre, POINT, BOX),
-    *(form(kind, POINT, BOX, batch_first=b) for kind in (libraries.Mmcv, libraries.GroundingDino) for b in (False, True)),
-    form(WithoutMasks, POINT),
-    form(libraries.Pillars, POINT, changes=[UNREAD]),
-    form(Fixed, POINT),
-    form(libraries.Temporal, POINT, BOX),
-    form(libraries.Paper, POINT, BOX),
-    form(libraries.LwDetr, POINT, ONE_BOX, changes=[{"input_spatial_shapes": SIZES}]),
-    form(libraries.Birder, POINT, BOX),
-    form(BirderV2, ONE_BOX, n_points=POINTS),
-    *(form(kind, ONE_POINT, POINT, ONE_BOX, BOX) for kind in (libraries.RfDetr, Exported)),
-    form(libraries.Ultralytics, ONE_POINT, ONE_BOX),
-    *(form(kind, POINT, ONE_BOX, BOX) for kind in (libraries.RtDetr, libraries.Multiplies)),
-    *(form(libraries.RtDetrV2, ONE_BOX, num_points=n, offset_scale=0.6) for n in (4, POINTS, [3, 1])),
+MODULES = [
+    row(libraries.HuggingFace, POINT, BOX, changes=[*UNIFORM, BROADCAST]),
+    row(libraries.Mask2Former, POINT, BOX),
+    row(libraries.Libre, POINT, BOX),
+    *(row(kind, POINT, BOX, batch_first=b) for kind in (libraries.Mmcv, libraries.GroundingDino) for b in (False, True)),
+    row(WithoutMasks, POINT),
+    row(libraries.Pillars, POINT, changes=[UNREAD]),
+    row(Fixed, POINT),
+    row(libraries.Temporal, POINT, BOX),
+    row(libraries.Paper, POINT, BOX),
+    row(libraries.LwDetr, POINT, ONE_BOX, changes=[{"input_spatial_shapes": SIZES}]),
+    row(libraries.Birder, POINT, BOX),
+    row(libraries.BirderV2, ONE_BOX, n_points=POINTS),
+    row(libraries.RfDetr, ONE_POINT, POINT, ONE_BOX, BOX),
+    row(libraries.Ultralytics, ONE_POINT, ONE_BOX),
+    *(row(kind, POINT, ONE_BOX, BOX) for kind in (libraries.RtDetr, libraries.Multiplies)),
+    *(row(libraries.RtDetrV2, ONE_BOX, num_points=n, offset_scale=0.6) for n in (4, POINTS, [3, 1])),
+    *(row(kind, ONE_BOX) for kind in (libraries.ConfiguredV2, libraries.ConfiguredDFine)),
     # levels that were split from one tensor are read where they lie
-    *(form(libraries.DFine, ONE_BOX, layout=how, num_points=n) for how in (by_heads, libraries.as_copies) for n in (4, POINTS)),
-    *(form(libraries.Gtr, ONE_BOX, layout=libraries.as_images, num_points=n) for n in (4, POINTS)),
+    *(row(libraries.DFine, ONE_BOX, layout=how, num_points=n) for how in (by_heads, libraries.as_copies) for n in (4, POINTS)),
+    *(row(libraries.Gtr, ONE_BOX, layout=libraries.as_images, num_points=n) for n in (4, POINTS)),
 ]
 
 
-@pytest.mark.parametrize(("kind", "references", "changes", "layout", "more"), FORMS)
+@pytest.mark.parametrize(("kind", "references", "changes", "layout", "more"), MODULES)
 def test_modules(kind, references, changes, layout, more):
     """With and without a mask. mmcv's may look at their own queries."""
     module = build(kind, **more)
@@ -109,29 +98,233 @@ def test_modules(kind, references, changes, layout, more):
     agrees(module, *calls, *({**arguments_for(module), **change} for change in changes))
 
 
-def listed_core(value, shapes_list, sampling_locations, attention_weights):
-    return plain_core(value, shapes_list, sampling_locations, attention_weights)
+def test_samples_along_trajectories():
+    rand = functools.partial(torch.rand, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    boxes = [(types.SimpleNamespace(gravity_center=20 * rand(3, 3)), None) for _ in range(2)]
+    arguments = {"query": rand(2, 3, 2, 16), "value": rand(KEYS, 2, 16), "query_pos": rand(2, 3, 2, 16)}
+    arguments |= {"spatial_shapes": TABLE, "level_start_index": torch.tensor([0, 20])}
+    arguments |= {"bbox_results": boxes, "reference_trajs": 10 * rand(2, 3, 2, 2, 2, 2) - 5}
+    module = build(libraries.Motion, num_steps=5, sample_index=0)
+    agrees(module, arguments, {**arguments, "key_padding_mask": rand(2, KEYS) < 0.3})
 
 
-def optional_core(
-    value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method="default",
-    value_shape="default", allow_acceleration=True,
-):  # fmt: skip
-    value = by_heads(value.flatten(2)) if value_shape == "reshape" else value
-    return libraries.by_level_core(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method)
+def test_each_form_of_a_module_has_a_row():
+    forms = {name for name, (form, *_) in FORMS.items() if form.kind == "module" and name != "layer"}
+    assert forms == {kind.form for kind, *_ in MODULES} | {libraries.Motion.form}
 
 
-def hinted_core(value, value_spatial_shapes, sampling_locations, attention_weights, spatial_shapes_ints=None):
-    """VADv2 of tt-forge: the sizes as ints, for a compiler. The table must be a tensor."""
-    assert value_spatial_shapes.size(0) == len(SIZES)
-    sizes = value_spatial_shapes.tolist() if spatial_shapes_ints is None else spatial_shapes_ints
-    return plain_core(value, sizes, sampling_locations, attention_weights)
+class Sampler(torch.nn.Module):
+    def forward(self, value, value_spatial_shapes, sampling_locations, attention_weights):
+        return plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
 
 
-def started_core(value, spatial_shapes, level_start_index, sampling_locations, attention_weights, im2col_step=64):
-    assert im2col_step > 0
-    assert level_start_index[-1] > 0
-    return plain_core(value, spatial_shapes, sampling_locations, attention_weights)
+class Holds(libraries.Paper):
+    """D-FINE's layers hold a partial core."""
+
+    forward = libraries.make_forward(PAPERS)
+    times = 1
+
+    def __init__(self, d_model=256, n_levels=4, n_heads=8, n_points=4):
+        super().__init__(d_model, n_levels, n_heads, n_points)
+        self.held = functools.partial(plain_core)
+
+    def core(self, value, shapes, locations, weights):
+        return self.held(value, shapes, locations, weights) * self.times
+
+
+class HoldsLayer(Holds):
+    """transformers' hold a layer."""
+
+    forward = libraries.make_forward(PAPERS)
+
+    def __init__(self, d_model=256, n_levels=4, n_heads=8, n_points=4):
+        super().__init__(d_model, n_levels, n_heads, n_points)
+        self.held = Sampler()
+
+
+class Evenly(libraries.Paper):
+    """It scales offsets, by an attribute that some forms know and this one does not."""
+
+    forward = libraries.make_forward(PAPERS)
+    offset_scale = 1.0
+
+    def samples(self, reference, shapes, offsets, logits):
+        return libraries.sample(self.sides(), reference, shapes, offsets * self.offset_scale, logits)
+
+
+class ByInt(libraries.Pillars):
+    """VADv2 of tt-forge: its core reads the table by `int`."""
+
+    forward = libraries.make_forward("query, value, reference_points, spatial_shapes, level_start_index")
+
+    def core(self, value, shapes, locations, weights):
+        return plain_core(value, [(int(h), int(w)) for h, w in shapes], locations, weights)
+
+
+class PointsAlone(libraries.Paper):
+    forward = libraries.make_forward(PAPERS)
+
+    def samples(self, reference, shapes, offsets, logits):
+        if reference.shape[-1] != 2:
+            raise KeyError("points alone")
+        return libraries.sample(self.sides(), reference, shapes, offsets, logits)
+
+
+def doubled(*arguments):
+    return 2 * plain_core(*arguments)
+
+
+def nothing(module):
+    pass
+
+
+def set_to(name, value):
+    return lambda module: setattr(module, name, value)
+
+
+def further(name, more, depth):
+    """BEVFormer's module with a parameter more, by which it multiplies its reference."""
+    scaled = f"reference_points * (1 if {depth} is None else {depth})"
+    return define(name, libraries.Pillars, MMCV + more, libraries.Pillars.form, reference=scaled)
+
+
+def decorate(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, depth=1, **kwargs):
+        return forward(*args, **kwargs) * depth
+
+    return wrapper
+
+
+FURTHER = [
+    further("Named", "depth=None", "depth"),  # FB-BEV: a tensor more, left out by default
+    further("NamedOnly", "*, depth=None", "depth"),
+    further("ByName", "depth=None", "locals()['depth']"),
+    further("Keywords", "**kwargs", "kwargs.get('depth')"),
+    further("InAnInnerFunction", "**kwargs", "(lambda: kwargs.get('depth'))()"),
+]
+Decorated = type("Decorated", (libraries.Pillars,), {"forward": decorate(libraries.make_forward(MMCV + "**kwargs"))})
+HIDDEN = "None if export else input_padding_mask"
+Exports = define("Exports", libraries.Paper, PAPERS + ", export=False", "deformable_detr", mask=HIDDEN)
+Former = define("Former", libraries.Dropping, MMCV + "**kwargs", "mmcv", identity="kwargs.get('residual', identity)")
+DEPTH = torch.linspace(0.1, 3, KEYS, dtype=torch.float64)[:, None]
+SHARES = DEPTH[:, 0].expand(2, -1)
+HALVES = torch.rand(2, KEYS, 2, 6, dtype=torch.float64)
+# what a form does not serve: a module, what changes of the layer, what changes of the call
+LEFT = {
+    "a flag": (libraries.Paper, set_to("keeps", True), {}),
+    "forward": (libraries.Paper, lambda m: set_to("forward", lambda **k: 2 * libraries.Paper.forward(m, **k))(m), {}),
+    "rows": (libraries.Paper, lambda m: set_to("rows", lambda *a: 2 * libraries.Paper.rows(m, *a))(m), {}),
+    "dropout": (libraries.Paper, set_to("dropout", torch.nn.Identity()), {}),
+    "offset_scale": (Evenly, set_to("offset_scale", 0.5), {}),
+    "a number": (Holds, set_to("times", 2), {}),
+    "a function": (Holds, set_to("held", doubled), {}),
+    "a partial function": (Holds, set_to("held", functools.partial(doubled)), {}),
+    "a hook of the core": (HoldsLayer, lambda m: m.held.register_forward_hook(lambda *a: 2 * a[2]), {}),
+    "forward of the core": (HoldsLayer, lambda m: set_to("forward", doubled)(m.held), {}),
+    "a mask that multiplies": (libraries.Multiplies, nothing, {"value_mask": SHARES}),
+    "a float table": (ByInt, nothing, {"spatial_shapes": TABLE.double()}),
+    "a third kind of reference": (libraries.RtDetr, nothing, {"reference_points": HALVES}),
+    "an option": (Exports, nothing, {"export": True}),
+    "a former name": (Former, nothing, {"residual": torch.ones(2, 1, dtype=torch.float64)}),
+    **{f"a parameter more, {kind.__name__}": (kind, nothing, {"depth": DEPTH[..., None]}) for kind in FURTHER},
+    "a parameter of a decorator": (Decorated, nothing, {"depth": DEPTH}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_form_does_not_serve_runs_the_own_code(name):
+    """Without the change a layer of the class calls the operator."""
+    (kind, change, more), plain = LEFT[name], build(LEFT[name][0])
+    changed = build(kind)
+    arguments = arguments_for(plain)
+    change(changed)
+    expected = results(changed, **{**arguments, **more})
+    with patched(kind, Sampler):
+        assert operators(plain, **arguments) == [WITH_LOGITS]
+        assert operators(changed, **{**arguments, **more}) == ([WITH_LOGITS] if kind is Decorated else [BARE])
+        close(results(changed, **{**arguments, **more}), expected)
+
+
+@pytest.mark.parametrize("more", [{"method": "discrete"}, {"_fused_offset_weight": True}])
+def test_d_fine_that_samples_otherwise_runs_its_own_code(more):
+    """Or whose layers were merged for deployment, as LibreYOLO's GTR."""
+    module = build(libraries.DFine, num_points=POINTS)
+    vars(module).update(more)
+    arguments = arguments_for(module, ONE_BOX, layout=by_heads)
+    expected = module(**arguments)
+    with patched(libraries.DFine):
+        assert operators(module, **arguments) == []
+        assert torch.equal(module(**arguments), expected)
+
+
+def test_a_reference_that_a_module_refuses_is_left_to_it():
+    module = build(PointsAlone)
+    with patched(PointsAlone):
+        assert operators(module, **arguments_for(module)) == [WITH_LOGITS]
+        with pytest.raises(KeyError, match="points alone"):
+            module(**arguments_for(module, BOX))
+
+
+# how a value [bs, keys, heads, channels] comes to lie otherwise, and how a core reads it
+VALUES = {
+    "rows": (torch.clone, "value"),
+    "keys_last": (lambda value: value.permute(0, 2, 3, 1).contiguous(), "value.permute(0, 3, 1, 2)"),
+    "by_level": (lambda value: libraries.as_copies(value.flatten(2)), "join(value)"),
+    "images": (
+        lambda value: libraries.as_images(value.flatten(2)),
+        "join([v.flatten(2).unflatten(0, (-1, sampling_locations.shape[2])) for v in value])",
+    ),
+}
+CORE = "def core(value, value_spatial_shapes, sampling_locations, attention_weights{}):\n    return {}\n"
+REST = "value_spatial_shapes, sampling_locations, attention_weights"
+COUNTED, COUNTS = "{}.split([h * w for h, w in value_spatial_shapes], -1)", {"num_points_list": POINTS}
+BILINEAR = f"by_level_core({COUNTED}, {REST}, num_points_list"
+METHOD = ", num_points_list, method='default'"
+# the end of a form's name: further parameters of a core, its code, and the points and operator of calls
+SAMPLED = {
+    "": (
+        "",
+        f"plain_core({{0}}, {REST}) if sampling_locations.dim() == 6 else merged_core({{0}}, {REST})",
+        [((2, 4), {}), ((8,), {})],
+    ),
+    "_split": ("", f"plain_core({{}}, {REST})", [((2, 4), {})]),
+    "_merged": ("", f"merged_core({{}}, {REST})", [((8,), {})]),
+    "_uneven_bilinear": (METHOD, f"{BILINEAR}, method)", [((6,), COUNTS)]),
+    "_uneven": (
+        METHOD,
+        f"{BILINEAR}, 'right' if method == 'discrete' else method)",
+        [((6,), COUNTS), ((6,), COUNTS | {"method": "discrete"})],
+    ),
+}
+
+
+def join(levels):
+    return torch.cat(list(levels), -1).permute(0, 3, 1, 2)
+
+
+def core_arguments(points, layout=torch.clone, shapes: object = SIZES):
+    generator = torch.Generator().manual_seed(3)
+    sides = (2, KEYS, 2, 8), (2, 7, 2, *points, 2), (2, 7, 2, *points)
+    value, locations, weights = (torch.rand(s, generator=generator, dtype=torch.float64) for s in sides)
+    return layout(value), shapes, locations, weights
+
+
+@pytest.mark.parametrize("way", SAMPLED)
+@pytest.mark.parametrize("name", VALUES)
+def test_each_layout_of_a_value_in_each_way_to_give_locations(name, way):
+    """Unknown cores are tried. `survey` names their form."""
+    (layout, read), (more, code, calls) = VALUES[name], SAMPLED[way]
+    read = f"({read}).permute(0, 2, 3, 1).contiguous()" if "uneven" in way else read
+    things = plain_core, libraries.merged_core, by_level_core, join
+    module = library(*things, source=CORE.format(more, code.replace("{0}", "{}").replace("{}", read)))
+    calls = [(core_arguments(points, layout), named) for points, named in calls]
+    expected = [results(module.core, *arguments, **named) for arguments, named in calls]
+    assert {finding.form for finding in survey(module) if finding.name == "a_library.core"} == {name + way}
+    with mx_driving.patched(module):
+        for (arguments, named), right in zip(calls, expected, strict=True):
+            assert operators(module.core, *arguments, **named) == [WHOLE if "method" in named else BARE]
+            close(results(module.core, *arguments, **named), right)
 
 
 def geometry_kernel_attention_cpu(
@@ -150,180 +343,54 @@ def geometry_kernel_attention_cpu(
     return total.flatten(2)
 
 
-def keys_last(value):
-    return value.permute(0, 2, 3, 1).contiguous()
+def started_core(value, spatial_shapes, level_start_index, sampling_locations, attention_weights, im2col_step=64):
+    return plain_core(value, spatial_shapes, sampling_locations, attention_weights)
 
 
-def levels(value):
-    return libraries.as_copies(value.flatten(2))
+def optional_core(
+    value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method="default",
+    value_shape="default", fast=True, scale=1,
+):  # fmt: skip
+    value = by_heads(value.flatten(2)) if value_shape == "reshape" else value
+    value = value if fast else list(value)
+    out = by_level_core(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method)
+    return out * scale
 
 
-def core_arguments(points, layout=torch.clone, shapes: object = SIZES):
-    generator = torch.Generator().manual_seed(3)
-    sides = (2, KEYS, 2, 8), (2, 7, 2, *points, 2), (2, 7, 2, *points)
-    value, locations, weights = (torch.rand(s, generator=generator, dtype=torch.float64) for s in sides)
-    return layout(value), shapes, locations, weights
+def hinted_core(value, value_spatial_shapes, sampling_locations, attention_weights, *, spatial_shapes_ints=None):
+    """VADv2 of tt-forge: the sizes as ints, for a compiler."""
+    sizes = value_spatial_shapes if spatial_shapes_ints is None else spatial_shapes_ints
+    return plain_core(value, sizes, sampling_locations, attention_weights)
 
 
-TABLE = torch.tensor(SIZES)
-SWAPPED = TABLE.flip(0)  # RF-DETR gives the shapes twice; the list is the one that an exporter can read
 STARTED = {"level_start_index": torch.tensor([0, 20]), "im2col_step": 32}
-PIXELS = core_arguments((2, 4))[2] * 9 - 2
-COUNTED = {"num_points_list": POINTS}
+PIXELS = [
+    {**STARTED, "sampling_locations": (core_arguments((2, 4))[2] * 9 - 2).to(d)}
+    for d in (torch.int64, torch.int32, torch.float64)
+]
+LEVELS, SWAPPED = VALUES["by_level"][0], TABLE.flip(0)
 # core, points, layout of value, shapes, further and other arguments, called operators
 CORES = [
-    (listed_core, (2, 4), torch.clone, SIZES, {}, [BARE]),
-    (libraries.keys_last_core, (8,), keys_last, SWAPPED, {"value_spatial_shapes_hw": SIZES}, [BARE]),
-    (libraries.by_level_core, (6,), levels, SIZES, COUNTED, [BARE]),
-    (libraries.by_level_core, (6,), levels, SIZES, {**COUNTED, "method": "discrete"}, []),  # they clamp x by the height
+    (optional_core, (6,), LEVELS, SIZES, {**COUNTS, "value_shape": "default", "fast": False}, [BARE]),
+    (optional_core, (6,), LEVELS, SIZES, {**COUNTS, "scale": 2}, []),
+    (optional_core, (6,), torch.clone, SIZES, {**COUNTS, "value_shape": "reshape"}, []),
+    (optional_core, (6,), LEVELS, SIZES, {**COUNTS, "method": "discrete"}, []),  # they clamp x by the height
     *((hinted_core, (2, 4), torch.clone, TABLE, ints, [BARE]) for ints in ({}, {"spatial_shapes_ints": SIZES})),
     (hinted_core, (2, 4), torch.clone, SWAPPED, {"spatial_shapes_ints": SIZES}, [BARE]),
-    (optional_core, (6,), levels, SIZES, {**COUNTED, "value_shape": "default", "allow_acceleration": False}, [BARE]),
-    (optional_core, (6,), torch.clone, SIZES, {**COUNTED, "value_shape": "reshape"}, []),
-    (started_core, (2, 4), torch.clone, TABLE, STARTED, [BARE]),
-    *(
-        (geometry_kernel_attention_cpu, (2, 4), torch.clone, TABLE, {**STARTED, "sampling_locations": PIXELS.to(dtype)}, called)
-        for dtype, called in ((torch.int64, [WHOLE]), (torch.int32, [WHOLE]), (torch.float64, []))
-    ),
-]
+    *((started_core, (2, 4), torch.clone, TABLE, STARTED | {"level_start_index": starts}, [BARE])
+      for starts in (torch.tensor([0, 20]), torch.zeros(2, dtype=torch.int64))),
+    *((geometry_kernel_attention_cpu, (2, 4), torch.clone, TABLE, more, called)
+      for more, called in zip(PIXELS, ([WHOLE], [WHOLE], []), strict=True)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("core", "points", "layout", "shapes", "more", "called"), CORES)
 def test_cores(core, points, layout, shapes, more, called):
-    """Arguments are given by name. A core answers itself what it was not tried with."""
+    """Arguments are given by name. A core in plain torch takes its levels one after the other, whatever their starts."""
     names = "value", [*inspect.signature(core).parameters][1], "sampling_locations", "attention_weights"
     arguments = {**dict(zip(names, core_arguments(points, layout, shapes), strict=True)), **more}
     expected = results(core, **arguments)
     with mx_driving.patched(library(core)) as done:
         assert done.replaced == (f"{core.__module__}.{core.__name__}",)
         assert operators(core, **arguments) == called
-        torch.testing.assert_close(results(core, **arguments), expected, rtol=0, atol=1e-11)
-
-
-def join(levels):
-    return torch.cat(list(levels), -1).permute(0, 3, 1, 2)
-
-
-# how a value lies in memory: from rows [bs, keys, heads, channels], and back for a number of heads
-LAYOUTS = {
-    "rows": (torch.clone, lambda value, heads: value),
-    "keys last": (keys_last, lambda value, heads: value.permute(0, 3, 1, 2)),
-    "levels": (levels, lambda value, heads: join(value)),
-    "images": (
-        lambda value: libraries.as_images(value.flatten(2)),
-        lambda value, heads: join([level.flatten(2).unflatten(0, (-1, heads)) for level in value]),
-    ),
-}
-AXES = {"split": (2, 4), "merged": (8,), "default": (6,), "discrete": (6,)}  # of the points, by what a core takes
-
-
-def nearest(locations, sizes):
-    """The centres of the nearest pixels of the maps."""
-    sides = [torch.tensor([w, h]) for h, w in sizes]
-    parts = zip(locations.split(POINTS, 3), sides, strict=True)
-    return torch.cat([((at * s + 0.5).long().clamp(min=0).minimum(s - 1).to(locations) + 0.5) / s for at, s in parts], 3)
-
-
-def make_core(layout, ways):
-    """A core that takes locations of some axes, or points of each level by some methods."""
-
-    def core(value, value_spatial_shapes, sampling_locations, attention_weights):
-        assert ("split" if sampling_locations.dim() == 6 else "merged") in ways
-        value = LAYOUTS[layout][1](value, sampling_locations.shape[2])
-        run = plain_core if sampling_locations.dim() == 6 else libraries.merged_core
-        return run(value, value_spatial_shapes, sampling_locations, attention_weights)
-
-    def counted(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method="default"):
-        assert method in ways
-        value = keys_last(LAYOUTS[layout][1](value, sampling_locations.shape[2]))
-        value = value.split([h * w for h, w in value_spatial_shapes], -1)
-        at = nearest(sampling_locations, value_spatial_shapes) if method == "discrete" else sampling_locations
-        return libraries.by_level_core(value, value_spatial_shapes, at, attention_weights, num_points_list)
-
-    return counted if "default" in ways else core
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "ways", [("split",), ("merged",), ("split", "merged"), ("default",), ("default", "discrete")], ids=" ".join
-)
-def test_each_layout_of_a_value_in_each_way_to_give_locations(layout, ways):
-    core = make_core(layout, ways)
-    methods = [{"num_points_list": POINTS, "method": way} if "default" in ways else {} for way in ways]
-    calls = [functools.partial(core, **more) for more in methods]
-    inputs = [core_arguments(AXES[way], LAYOUTS[layout][0]) for way in ways]
-    expected = [results(call, *arguments) for call, arguments in zip(calls, inputs, strict=True)]
-    with mx_driving.patched(library(core)):
-        for way, call, arguments, right in zip(ways, calls, inputs, expected, strict=True):
-            assert operators(call, *arguments) == [WHOLE if way == "discrete" else BARE]
-            torch.testing.assert_close(results(call, *arguments), right, rtol=0, atol=1e-11)
-
-
-# module, constructor arguments, reference points, attributes and inputs that no operator has
-REFUSED = [
-    (libraries.RtDetr, {}, (2, 6), {}, lambda mask: mask),  # OTX's third kind of references
-    (libraries.Multiplies, {}, BOX, {}, lambda mask: mask * 0.5),
-    (libraries.DFine, {"method": "discrete"}, ONE_BOX, {}, None),
-    (libraries.DFine, {}, ONE_BOX, {"_fused_offset_weight": True}, None),  # merged for deployment, as LibreYOLO's GTR
-]
-
-
-@pytest.mark.parametrize(("kind", "more", "references", "attributes", "change"), REFUSED)
-def test_what_a_form_cannot_take_is_left_to_the_modules_own_code(kind, more, references, attributes, change):
-    module = build(kind, **more)
-    vars(module).update(attributes)
-    arguments = arguments_for(module, references) if change else arguments_for(module, references, layout=by_heads)
-    arguments |= {"value_mask": change(arguments["value_mask"])} if change else {}
-    expected = module(**arguments)
-    with mx_driving.patched(library(kind)):
-        assert operators(module, **arguments) == []
-        assert torch.equal(module(**arguments), expected)
-
-
-class Motion(libraries.Dropping):
-    """UniAD's MotionDeformableAttention: samples around each step of a trajectory, which starts at a box."""
-
-    def __init__(self, embed_dims=12, num_heads=3, num_levels=1, num_points=4, num_steps=12, sample_index=-1):
-        super().__init__(embed_dims, num_heads, num_levels, num_points, batch_first=True)
-        self.num_steps, self.sample_index, self.bev_range = num_steps, sample_index, [-20.0, -10.0, -5.0, 20.0, 30.0, 3.0]
-        samples = num_heads * num_steps * num_levels * num_points
-        self.sampling_offsets, self.attention_weights = (torch.nn.Linear(embed_dims, n * samples) for n in (2, 1))
-        self.output_proj = torch.nn.Sequential(
-            torch.nn.Linear(num_steps * embed_dims, embed_dims), torch.nn.LayerNorm(embed_dims)
-        )
-
-    def agent_coords_to_ego_coords(self, trajectories, boxes):
-        return torch.stack(
-            [t + box[0].gravity_center[:, None, None, None, :2] for t, box in zip(trajectories, boxes, strict=True)]
-        )
-
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, spatial_shapes=None,
-        level_start_index=None, bbox_results=None, reference_trajs=None, flag="decoder", **kwargs,
-    ):  # fmt: skip
-        batches, agents, modes, width = query.shape
-        identity = query if identity is None else identity
-        queries = (query if query_pos is None else query + query_pos).reshape(batches, agents * modes, width)
-        heads, levels, points = self.sides
-        sides = batches, agents * modes, heads, self.num_steps, levels * points
-        steps = self.sampling_offsets(queries).view(*sides[:4], levels, points, 2)
-        weights = self.attention_weights(queries).view(sides).softmax(-1).view(*sides[:4], levels, points)
-        places = reference_trajs[:, :, :, [self.sample_index]].detach()
-        places = self.agent_coords_to_ego_coords(places, bbox_results).flatten(1, 2)
-        low, high = torch.tensor(self.bev_range[:2]), torch.tensor(self.bev_range[3:5])
-        places = ((places - low) / (high - low))[:, :, None, :, :, None]  # [bs, queries, 1, 1, levels, 1, 2]
-        locations = (places + steps / spatial_shapes.flip(-1)[:, None]).transpose(2, 3).flatten(1, 2)
-        value = self.rows(value.permute(1, 0, 2), key_padding_mask)
-        out = plain_core(value, spatial_shapes, locations, weights.transpose(2, 3).flatten(1, 2))
-        out = self.output_proj(out.reshape(batches, agents * modes, -1)).view(query.shape)
-        return self.dropout(out) + identity
-
-
-def test_samples_along_trajectories():
-    rand = functools.partial(torch.rand, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    boxes = [(types.SimpleNamespace(gravity_center=20 * rand(3, 3)), None) for _ in range(2)]
-    arguments = {"query": rand(2, 3, 2, 16), "value": rand(KEYS, 2, 16), "query_pos": rand(2, 3, 2, 16)}
-    arguments |= {"spatial_shapes": TABLE, "level_start_index": torch.tensor([0, 20])}
-    arguments |= {"bbox_results": boxes, "reference_trajs": 10 * rand(2, 3, 2, 2, 2, 2) - 5}
-    module = build(Motion, num_steps=5, sample_index=0)
-    agrees(module, arguments, {**arguments, "key_padding_mask": rand(2, KEYS) < 0.3})
+        close(results(core, **arguments), expected)

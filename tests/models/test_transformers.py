@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import io
 import pathlib
 import re
 import warnings
@@ -17,8 +18,13 @@ transformers = pytest.importorskip("transformers")
 
 
 import models  # noqa: E402
+from attention_modules import operators  # noqa: E402
+from detectors import small_deformable_detr  # noqa: E402
 
 import mx_driving  # noqa: E402
+from mx_driving._patch._recognize import FORMS  # noqa: E402
+from mx_driving._patch._survey import survey  # noqa: E402
+from mx_driving._patch.known import TABLE  # noqa: E402
 
 FOLDER = pathlib.Path(transformers.__file__).parent / "models"
 
@@ -93,7 +99,16 @@ def in_one_process(names):
     return [pytest.param(n, marks=[pytest.mark.long, pytest.mark.xdist_group(f"transformers {n}")]) for n in names]
 
 
-def test_patch_finds_every_core():
+def _list_attention_classes() -> set[str]:
+    """Classes whose code names both linear layers of deformable attention."""
+    classes = [(name, node) for name, tree in TREES.items() for node in tree.body if isinstance(node, ast.ClassDef)]
+    named = [(name, node.name, {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}) for name, node in classes]
+    found = [(name, kind) for name, kind, words in named if {"sampling_offsets", "attention_weights"} <= words]
+    return {f"transformers.models.{name}.modeling_{name}.{kind}" for name, kind in found if kind.endswith("Attention")}
+
+
+def test_patch_knows_every_core_and_attention_module():
+    """None is skipped, and none needs a trial."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         done = mx_driving.patch("transformers")
@@ -102,6 +117,87 @@ def test_patch_finds_every_core():
     assert known | {"omdet_turbo", "lw_detr"} <= set(CARRIERS)
     assert sorted({name.split(".")[2] for name in done.replaced}) == CARRIERS
     assert done.skipped == {}
+    assert _list_attention_classes() <= set(done.replaced)
+    assert {finding.state for finding in survey("transformers")} == {"known"}
+
+
+def test_each_row_of_the_table_names_a_form():
+    assert {row.form for row in TABLE.values()} <= set(FORMS)
+    assert all(re.fullmatch("[0-9a-f]{12}", key) and row.seen and row.difference < 1e-12 for key, row in TABLE.items())
+
+
+class _Outputs(torch.nn.Module):
+    def __init__(self, model, picture):
+        super().__init__()
+        self.model, self.mask = model, torch.ones(1, *picture.shape[2:], dtype=torch.long)
+
+    def forward(self, picture):
+        return self.model(pixel_values=picture, pixel_mask=self.mask, return_dict=False)[:2]
+
+
+def _compile(model, picture):
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(str(graph.code)) or graph)(picture)
+    return graphs
+
+
+WRITTEN = {
+    "compile": _compile,
+    "export": lambda model, picture: [torch.export.export(model, (picture,), strict=strict).graph for strict in (False, True)],
+    "trace": lambda model, picture: [torch.jit.trace(model, (picture,), check_trace=False).inlined_graph],
+    "onnx": lambda model, picture: [torch.onnx.export(
+        model, (picture,), dynamo=True, opset_version=20, custom_translation_table=mx_driving.onnx.translations("onnxruntime"),
+    ).model.graph],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WRITTEN)
+def test_a_detector_that_was_never_called_is_written_with_our_operators(way):
+    torch.manual_seed(0)
+    model, picture = small_deformable_detr().eval(), torch.rand(1, 3, 96, 128)
+    with mx_driving.patched(model) as done, torch.no_grad():
+        assert len(done.layers) == 3
+        for graph in map(str, WRITTEN[way](_Outputs(model, picture), picture)):
+            assert graph.count("multi_scale_deformable_attn_with_logits") >= 3
+            assert "grid_sampl" not in graph.lower().replace("_", "").replace("gridsampl", "grid_sampl")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_onnx_exporter_writes_a_patched_detector():
+    torch.manual_seed(0)
+    model, picture = small_deformable_detr().eval(), torch.rand(1, 3, 96, 128)
+    with mx_driving.patched(model), torch.no_grad():
+        torch.onnx.export(_Outputs(model, picture), (picture,), io.BytesIO(), dynamo=False, opset_version=17)
+
+
+CHANGED = {
+    "a hook": lambda layer: layer.attn.register_forward_hook(lambda *a: 2 * a[2]),
+    "forward": lambda layer: setattr(layer.attn, "forward", lambda value, *others: value.flatten(2)),
+    "another core": lambda layer: setattr(layer, "attn", _Flattens()),
+    "a method": lambda layer: setattr(layer, "with_pos_embed", torch.sub),
+}
+
+
+class _Flattens(torch.nn.Module):
+    def forward(self, value, *others):
+        return value.flatten(2)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_layer_that_was_changed_runs_its_own_code(name):
+    torch.manual_seed(0)
+    layer, rand = small_deformable_detr().model.encoder.layers[0].self_attn.eval(), functools.partial(torch.rand, 1, 30)
+    tables = torch.tensor([[4, 5], [2, 3], [1, 3], [1, 1]]), [(4, 5), (2, 3), (1, 3), (1, 1)], torch.tensor([0, 20, 26, 29])
+    arguments = dict(zip(("spatial_shapes", "spatial_shapes_list", "level_start_index"), tables, strict=True))
+    arguments |= {"hidden_states": rand(64), "encoder_hidden_states": rand(64), "position_embeddings": rand(64)}
+    arguments |= {"reference_points": rand(4, 2)}
+    with mx_driving.patched(type(layer).__module__):
+        assert operators(layer, **arguments) == ["multi_scale_deformable_attn_with_logits"]
+        CHANGED[name](layer)
+        found = layer(**arguments)
+    torch.testing.assert_close(found, layer(**arguments))
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -112,12 +208,10 @@ def test_outputs_and_gradients_in_float64(name):
     subject = _in_double(name)
     run = subject.backward if name in FIRST else lambda: (_without_a_graph(subject), {})
     outputs, gradients = run()
-    with mx_driving.patched(subject.model, modules=False, prove=False), mx_driving.viz.recording() as looks:
+    with mx_driving.patched(subject.model, modules=False), mx_driving.viz.recording() as looks:
         of_cores = _without_a_graph(subject)
-    with mx_driving.patched(subject.model) as done:
-        run()
+    with mx_driving.patched(subject.model):
         of_modules, found = run()
-        assert (done.kept, done.uncalled) == ({}, ())
     assert len(looks) >= 2
     assert all(float(look.table.std(1).mean()) > 1e-4 for look in looks)  # the models are alive: a wrong sample would show
     assert max(models.model_difference(ours, outputs) for ours in (of_cores, of_modules)) < 1e-13
@@ -138,9 +232,9 @@ def test_weights_have_the_operators_gradients(name):
     models.forget(subject.model)
     subject = models.Subject(name, copy.deepcopy(subject.model), subject.inputs)  # it keeps the hooks of what it was asked for
     weights, gradients = _weights_and_gradients(subject)
-    with mx_driving.patched(subject.model, modules=False, prove=False):
+    with mx_driving.patched(subject.model, modules=False):
         found = _weights_and_gradients(subject)
-    with mx_driving.patched(subject.model, prove=False):
+    with mx_driving.patched(subject.model):
         of_modules = _asked_for_weights(subject)[1]
     assert any(g is not None for g in gradients)  # Mask2Former of two layers returns one layer's
     assert name not in ("deformable_detr", "grounding_dino") or any(t.dim() == 5 for t in weights)  # [..., levels, points]

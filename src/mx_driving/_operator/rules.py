@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -127,6 +127,11 @@ def patch_target(target: object) -> NoReturn:
     fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", fact)
 
 
+def traced_target(name: str) -> NoReturn:
+    rule = "call a network whose code can be replaced; call patch before the network is traced or compiled"
+    fail(ValueError, "target", rule, f"a {name} that calls a traced or compiled copy")
+
+
 def no_library(name: str, missing: str | None, libraries: Sequence[str]) -> NoReturn:
     """Raise ModuleNotFoundError for a module that is not installed. A name like that of a known library may be a slip."""
     import difflib
@@ -147,6 +152,16 @@ def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str
     left = "".join(f"; {thing}: {reason}" for thing, reason in skipped.items())
     left += f"; it takes its own from {' and '.join(elsewhere)}: patch that" if elsewhere else ""
     fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
+
+
+def name_of_a_form(thing: str, name: object, names: Collection[object]) -> None:
+    """Check that a form has this name."""
+    if name not in names:
+        fail(ValueError, "forms", f"name a form of {', '.join(map(str, names))}", f"{name!r} for {thing}")
+
+
+def not_of_its_form(thing: str, name: str, reason: str) -> NoReturn:
+    fail(ValueError, "forms", "name the form that a class or function has", f"{name!r} for {thing}: {reason}")
 
 
 def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:

@@ -31,6 +31,7 @@ from ._forms import (
     Form,
     ValueLayout,
     is_table,
+    promote,
     put_keys_last,
     read_tables,
     repeat_levels,
@@ -55,16 +56,14 @@ class Attention(Form):
     keeps: bool = False  # the mask is True where a key counts, instead of where it is hidden
     weights: bool = False  # forward returns its weights, too
     residual: bool = False  # forward drops out, and adds the identity
-    usual: Callable[[Any, Arguments], bool] = lambda module, arguments: True  # whether the form can answer
+    usual: Callable[[Any, Arguments], bool] = lambda module, arguments: _has_a_reference_for_each_level(module, arguments)
     references: tuple[tuple[int, int], ...] = ((LEVELS, 2), (LEVELS, 4), (1, 4))  # last sides of the reference
     uneven: frozenset[str] = frozenset()  # arguments of the constructor that are the numbers of points of each level
     queue: int = 1  # batches of memory for each batch of queries
-    masked: bool = True  # whether the trial gives a mask
+    reads: frozenset[str] = frozenset()  # attributes of the layer that the form reads beside heads, levels, points and layers
+    mark: str = ""  # a name in the code of such a forward, to tell which form to suggest
     layout: ValueLayout = ROWS  # of memory, which has its heads already where this is another one
     needs: frozenset[str] = frozenset(("query", "reference"))  # roles of forward's parameters
-    tried: Any = None
-    described = ("query", "value", "reference", "trajectories")
-    calls = ("value_proj", "sampling_offsets", "attention_weights", "output_proj")
     kind: str = MODULE
     reads_all = False
     roles = frozenset(
@@ -77,16 +76,17 @@ class Attention(Form):
     def serves(self, module: Any, arguments: Arguments) -> bool:
         mask = arguments.get("mask")
         # some libraries multiply values by their mask, which may have other numbers, or use the fractions of their tables
-        masks = mask is None or (self.masked and isinstance(mask, Tensor) and mask.dtype == torch.bool)
+        masks = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
         shapes_and_starts = arguments.get("shapes"), arguments.get("starts")
         if not masks or not all(is_table(t) for t in shapes_and_starts if isinstance(t, Tensor)):
             return False
         reference = arguments.get("reference", arguments.get("trajectories"))
-        return isinstance(reference, Tensor) and isinstance(module, self.tried[0]) and self.usual(module, arguments)
+        return isinstance(reference, Tensor) and reference.is_floating_point() and self.usual(module, arguments)
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         query, identity = arguments["query"], arguments.get("identity")
         out, logits, sides = self.sample(module, self._batches_first(module, arguments))
+        out = promote(out, logits)
         project = getattr(module, "output_proj", None)
         out = out if project is None else project(out)
         out = out.transpose(0, 1) if self._swaps(module) else out
@@ -253,6 +253,18 @@ def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
     return _sample(inputs, reference, offsets, logits).unflatten(1, (-1, steps)).flatten(2), logits, sides[2:]
 
 
+def _has_a_reference_for_each_level(module: Any, arguments: Arguments) -> bool:
+    """Return whether the reference is a point or a box for each level, or one for all levels."""
+    reference = arguments["reference"]
+    return reference.dim() == 4 and reference.shape[2] in (1, get_levels(module)) and reference.shape[3] in (2, 4)
+
+
+def _has_a_reference_for_each_height(module: Any, arguments: Arguments) -> bool:
+    reference = arguments["reference"]
+    points = _get_levels_and_points(module)[1]
+    return reference.dim() == 4 and reference.shape[3] == 2 and points % max(reference.shape[2], 1) == 0
+
+
 def _has_box(module: Any, arguments: Arguments) -> bool:
     """Return whether there is one box. With points these modules work for few shapes, by broadcasting."""
     return tuple(arguments["reference"].shape[2:]) == (1, 4)
@@ -264,28 +276,53 @@ def _has_levels_apart(module: Any, arguments: Arguments) -> bool:
     return by_level and not getattr(module, "_fused_offset_weight", False) and _has_box(module, arguments)
 
 
+def _has_trajectories(module: Any, arguments: Arguments) -> bool:
+    return arguments["trajectories"].dim() == 6
+
+
 _POINTS = frozenset(("num_points", "num_points_list"))
 _BOX = ((1, 4),)
 _CONFIGURED = frozenset(("decoder_n_points",))
 _TRAJECTORIES = frozenset(("query", "value", "trajectories", "boxes"))
-ATTENTION_FORMS = (
-    # modules with a number of points for each level: RT-DETR v2, D-FINE, DEIM
-    Attention(_sample_unevenly, keeps=True, weights=True, usual=_has_box, references=_BOX),
-    Attention(_sample_unevenly, weights=True, usual=_has_box, references=_BOX, uneven=_CONFIGURED),
-    Attention(_sample_unevenly, keeps=True, usual=_has_box, references=_BOX, uneven=_POINTS),
-    Attention(_sample_unevenly, usual=_has_box, references=_BOX, uneven=frozenset(("n_points",))),  # birder
-    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, layout=BY_LEVEL),
-    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, uneven=_POINTS, layout=IMAGES),
-    # transformers
-    Attention(_sample_evenly, keeps=True, weights=True),
-    Attention(_sample_evenly, weights=True),
-    # mmcv, BEVFormer
-    Attention(_sample_evenly, residual=True),
-    Attention(_sample_pillars, references=((2, 2),)),
-    Attention(_sample_two_maps, residual=True, references=((LEVELS, 2), (LEVELS, 4)), queue=2),
-    # Deformable-DETR, GroundingDINO, ultralytics, RT-DETR
-    Attention(_sample_evenly),
-    Attention(_sample_evenly, keeps=True),
-    # UniAD
-    Attention(_sample_trajectories, residual=True, references=((LEVELS, 2),), needs=_TRAJECTORIES),
-)
+_COUNTED = frozenset(("num_points_list", "n_points_list", "num_points_scale", "n_points_scale", "offset_scale", "total_points"))
+_DROPOUT = frozenset(("dropout",))
+_UNEVEN: dict[str, Any] = {
+    "sample": _sample_unevenly,
+    "mark": "num_points_list",
+    "reads": _COUNTED,
+    "usual": _has_box,
+    "references": _BOX,
+}
+_PILLARS: dict[str, Any] = {"usual": _has_a_reference_for_each_height, "references": ((2, 2),)}
+ATTENTION_FORMS = {  # the name that a user writes -> the form
+    # modules with a number of points for each level
+    "rt_detr_v2_transformers": Attention(keeps=True, weights=True, **_UNEVEN),
+    "d_fine_transformers": Attention(weights=True, uneven=_CONFIGURED, **_UNEVEN),
+    "rt_detr_v2": Attention(keeps=True, uneven=_POINTS, **_UNEVEN),
+    "birder": Attention(uneven=frozenset(("n_points",)), **_UNEVEN),
+    "d_fine": Attention(uneven=_POINTS, layout=BY_LEVEL, **{**_UNEVEN, "usual": _has_levels_apart}),
+    "libreyolo": Attention(uneven=_POINTS, layout=IMAGES, **{**_UNEVEN, "usual": _has_levels_apart}),
+    "transformers": Attention(_sample_evenly, keeps=True, weights=True, mark="hidden_states"),
+    "mask2former": Attention(_sample_evenly, weights=True, mark="with_pos_embed"),
+    "mmcv": Attention(_sample_evenly, residual=True, reads=_DROPOUT, mark="dropout"),
+    "bevformer_spatial": Attention(_sample_pillars, mark="num_Z_anchors", **_PILLARS),
+    "bevformer_temporal": Attention(
+        _sample_two_maps,
+        residual=True,
+        references=((LEVELS, 2), (LEVELS, 4)),
+        queue=2,
+        reads=_DROPOUT | {"num_bev_queue"},
+        mark="num_bev_queue",
+    ),
+    "deformable_detr": Attention(_sample_evenly),
+    "rt_detr": Attention(_sample_evenly, keeps=True),
+    "uniad": Attention(
+        _sample_trajectories,
+        usual=_has_trajectories,
+        residual=True,
+        reads=_DROPOUT | {"num_steps", "sample_index", "bev_range"},
+        mark="num_steps",
+        references=((LEVELS, 2),),
+        needs=_TRAJECTORIES,
+    ),
+}

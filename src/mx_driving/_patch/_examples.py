@@ -53,7 +53,13 @@ class Sizes:
 
 
 SMALL = Sizes(2, 14, 3, 4, 2, (2, 4), 4, ((3, 2), (2, 4), (1, 3), (2, 1), (1, 1)), 1)
-CORE = Sizes(2, 5, 3, 4, 2, (2, 4), 2, ((5, 4), (3, 6)), 1)
+# The second example has sizes of 1 and far numbers, for cores that clamp; the third has one query.
+_FAR = 1e6
+SIZES_OF_CORES = (
+    Sizes(2, 5, 3, 4, 2, (2, 4), 2, ((5, 4), (3, 6)), 1),
+    Sizes(1, 40, 1, 4, 1, (1,), 1, ((1, 1),), _FAR),
+    Sizes(1, 1, 1, 1, 2, (1, 1), 1, ((3, 2), (1, 4)), 1),
+)
 
 
 def make_core_examples(form: Any, sizes: Sizes) -> Iterator[list[Arguments]]:
@@ -78,9 +84,11 @@ def make_core_examples(form: Any, sizes: Sizes) -> Iterator[list[Arguments]]:
 
 def _make_core_tensors(sizes: Sizes, points: Sequence[int]) -> dict[str, Any]:
     """Return value, locations and weights; some locations lie outside the map, some weights are negative."""
-    rand, samples = make_random(torch.float32), (sizes.batches, sizes.queries, sizes.heads, *points)
+    rand, samples = make_random(torch.float64), (sizes.batches, sizes.queries, sizes.heads, *points)
     value = rand(sizes.batches, sum(h * w for h, w in sizes.maps), sizes.heads, sizes.channels) - 0.5
-    return {"value": value, "locations": rand(*samples, 2) * 1.4 - 0.2, "weights": rand(*samples) * 1.5 - 0.5}
+    locations = rand(*samples, 2)
+    locations = 9 * locations - 4 if sizes.spread == _FAR else 1.4 * locations - 0.2
+    return {"value": sizes.spread * value, "locations": locations, "weights": sizes.spread * (rand(*samples) * 1.5 - 0.5)}
 
 
 def make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -89,7 +97,7 @@ def make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def make_module_examples(
-    form: Attention, module: Any, maps: Sequence[Any], sizes: Sizes
+    form: Attention, module: Any, maps: Sequence[Any], sizes: Sizes, masked: bool
 ) -> Iterator[tuple[tuple[int, bool], Arguments]]:
     """Return arguments by role: for each shape of the reference all of them, and only what is needed. Some references lie
     outside. A module that looks at itself has as many queries as keys, and so have some others."""
@@ -104,7 +112,9 @@ def make_module_examples(
         return tensor if getattr(module, "batch_first", True) else tensor.transpose(0, 1)
 
     if "trajectories" in form.needs:
-        yield from (((2, True), {**tables, **i}) for i in _make_trajectory_inputs(rand, sizes.batches, keys, width, len(maps)))
+        yield from (
+            ((2, True), {**tables, **i}) for i in _make_trajectory_inputs(rand, sizes.batches, keys, width, len(maps), masked)
+        )
         return
     for count, numbers in form.references:
         for queries, has_memory in ((sizes.queries, True), (keys, True), (keys, False)):
@@ -113,17 +123,17 @@ def make_module_examples(
             inputs = {**tables, "query": rows(batches, queries, width), "reference": reference}
             optional = {"value": rows(batches * form.queue, keys, *heads)}
             optional |= {name: rows(batches, queries, width) for name in ("identity", "position")}
-            mask = rand(batches * form.queue, keys) < 0.3 if form.masked else None
+            mask = rand(batches * form.queue, keys) < 0.3 if masked else None
             optional = {**optional, "mask": mask} if has_memory else dict.fromkeys((*optional, "mask"))
             yield (numbers, has_memory), {**inputs, **optional}
 
 
 def _make_trajectory_inputs(
-    rand: Callable[..., Tensor], batches: int, keys: int, width: int, levels: int
+    rand: Callable[..., Tensor], batches: int, keys: int, width: int, levels: int, masked: bool
 ) -> Iterator[Arguments]:
     boxes = [(SimpleNamespace(gravity_center=20 * rand(2, 3) - 10),) + 4 * (None,) for _ in range(batches)]
     query, identity, position = (rand(batches, 2, 3, width) - 0.5 for _ in range(3))
     trajectories = 20 * rand(batches, 2, 3, 2, levels, 2) - 10
     needed = {"query": query, "value": rand(keys, batches, width) - 0.5, "trajectories": trajectories, "boxes": boxes}
-    yield {**needed, "identity": identity, "position": position, "mask": rand(batches, keys) < 0.3}
+    yield {**needed, "identity": identity, "position": position, "mask": rand(batches, keys) < 0.3 if masked else None}
     yield needed

@@ -1,7 +1,7 @@
-"""Autograd functions over compiled extensions: a form for each row of the table.
+"""Autograd functions over compiled extensions: a form for each row of the table of foreign functions.
 
-A function is known by its name and its exact parameters. A compiled file of CUDA's that is given memory of a CPU may end the
-process, so a function that needs one is taken untried. One in plain torch is tried and proven as any core.
+A compiled file of CUDA's that is given memory of a CPU may end the process, so a function that needs one cannot be tried. Its
+code is known, or its name, its parameters, the compiled function that its forward calls and that function's module are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OverExtension(ExactForm):
     """An autograd function of a row."""
 
     row: AutogradFunction
-    tried: Any = None  # a function that needs a compiled file is not tried
+    casts: str = ""  # a dtype to which its code converts all inputs, or "value": to value's
     kind = AUTOGRAD
 
     @property
@@ -71,4 +71,6 @@ _EXAMPLES = {
     **{"ranks_bev": make_lifted, "geom_feat": make_sorted_rows, "geom_xyzb": make_sorted_xyzb},
     **{"depth": make_image, "voxel_num": make_frustum, "places": make_runs},
 }
-EXTENSIONS = tuple(map(OverExtension, AUTOGRAD_FUNCTIONS))
+_NAMES = ("attention", "attention_without_starts", "geometric", "aggregation")
+_POOL_NAMES = ("lifted", "sorted_rows", "sorted_xyzb", "lift_splat_function", "fiery", "frustum", "image")
+EXTENSIONS = dict(zip((*_NAMES, *_POOL_NAMES), map(OverExtension, AUTOGRAD_FUNCTIONS), strict=True))

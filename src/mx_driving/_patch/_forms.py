@@ -21,7 +21,6 @@ from .._operator.rules import INDEX
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ._parameters import Parameters
-from ._snapshot import list_plain_state
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 Arguments = Mapping[str, Any]  # by role where the name has one, else by name
@@ -50,11 +49,10 @@ ROLES = {
     "method": ("method",),
     "value_shape": ("value_shape",),
     "step": ("im2col_step",),
-    "acceleration": ("allow_acceleration",),
 }
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
 _NEEDED = frozenset(("value", "shapes", "locations", "weights"))
-_OPTIONAL = frozenset(("sizes", "starts", "method", "value_shape", "step", "acceleration"))
+_OPTIONAL = frozenset(("sizes", "starts", "method", "value_shape"))
 
 
 def find_role(name: str) -> str:
@@ -73,9 +71,6 @@ class Form:
     reads_all: bool  # whether arguments that the original's code does not read count
     needs: frozenset[str] = frozenset()  # roles that parameters must have
     roles: frozenset[str] = frozenset()  # roles that parameters which the code reads may have
-    calls: tuple[str, ...] = ()  # the layers in a layer that the form calls, as the original does
-    described: tuple[str, ...]  # roles of the tensors whose sizes matter
-    tried: Any = None  # the class of a layer, and the plain state of the layer that was tried
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         """Return whether something of this kind, with this name and these parameters, may be written in this form."""
@@ -85,7 +80,9 @@ class Form:
         """Return why the form cannot have these parameters, or nothing."""
         if not self.needs <= collect_roles(parameters.all):
             return f"the parameters {parameters}"
-        if unknown := [name for name in parameters.read if find_role(name) not in self.roles]:
+        if unknown := [
+            name for name in parameters.read if find_role(name) not in self.roles and not parameters.has_option(name)
+        ]:
             return f"the parameters {', '.join(unknown)}, which its code reads"
         used = parameters.all if self.reads_all else parameters.read
         return f"two parameters of one meaning: {', '.join(used)}" if len(collect_roles(used)) < len(used) else ""
@@ -93,10 +90,6 @@ class Form:
     def serves(self, module: Any, arguments: Arguments) -> bool:
         """Return whether the form can answer such a call. The original's own code does the rest."""
         raise NotImplementedError
-
-    def trusts(self, layer: Any) -> bool:
-        """Return whether a layer has the class and the plain attributes of the layer that was tried, and nothing else."""
-        return self.tried is not None and self.tried[1] is not None and self.tried[1] == list_plain_state(layer)
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         """Return what the original returns for such arguments."""
@@ -108,10 +101,6 @@ class ExactForm(Form):
 
     parameters: tuple[str, ...]
     reads_all = True
-
-    @property
-    def described(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(map(find_role, self.parameters))
 
     def explain_refusal(self, parameters: Parameters) -> str:
         is_same = parameters.all == self.parameters and not parameters.variadic
@@ -177,6 +166,7 @@ class ValueLayout:
 
     ours: Callable[[Any, int], Tensor]  # of their value and the number of heads
     theirs: Callable[[Tensor, Sequence[Sequence[int]]], Any]  # of our value and the levels' (H, W)
+    heads: int = 1  # the axis of the heads
 
 
 def _split_levels(value: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -214,7 +204,7 @@ def _lie_together(levels: Sequence[Tensor]) -> bool:
     return True
 
 
-ROWS = ValueLayout(lambda value, _: value, lambda value, _: value)  # mmcv, Deformable-DETR, ultralytics
+ROWS = ValueLayout(lambda value, _: value, lambda value, _: value, 2)  # mmcv, Deformable-DETR, ultralytics
 KEYS_LAST = ValueLayout(
     lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1).contiguous()
 )  # RF-DETR
@@ -222,7 +212,7 @@ BY_LEVEL = ValueLayout(lambda value, _: _join(value).permute(0, 3, 1, 2), _split
 IMAGES = ValueLayout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each level
     lambda value, heads: _join([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _split_images
 )
-LAYOUTS = (ROWS, KEYS_LAST, BY_LEVEL, IMAGES)
+LAYOUTS = {"rows": ROWS, "keys_last": KEYS_LAST, "by_level": BY_LEVEL, "images": IMAGES}
 SPLIT, _MERGED = 6, 5  # axes of sampling_locations: levels and points have one each, or share one
 
 
@@ -236,13 +226,7 @@ class Core(Form):
     needs: frozenset[str] = _NEEDED
     pixels: bool = False  # locations are whole pixels, as MapTR's
     kind: str = FUNCTION
-    tried: Any = None
-    described = ("value", "locations", "weights")
-
-    @property
-    def reads_all(self) -> bool:  # type: ignore[override]
-        """transformers' layer reads the list alone. The tensors beside it save the time of making a table."""
-        return self.kind == MODULE
+    reads_all = False
 
     @property
     def roles(self) -> frozenset[str]:  # type: ignore[override]
@@ -256,9 +240,21 @@ class Core(Form):
     def serves(self, module: Any, arguments: Arguments) -> bool:
         locations, starts = arguments["locations"], arguments.get("starts")
         known = arguments.get("value_shape", "default") == "default" and arguments.get("method", "default") in self.methods
-        known = known and (starts is None or is_table(starts) or self.kind == MODULE)
+        known = known and (starts is None or is_table(starts))
         whole = not self.pixels or not locations.is_floating_point()  # MapTR rounds fractions, its compiled kernel cuts them
-        return known and whole and locations.dim() in self.axes and (module is None or isinstance(module, self.tried[0]))
+        return (
+            known
+            and whole
+            and locations.dim() in self.axes
+            and self._agree(arguments["value"], locations, arguments["weights"])
+        )
+
+    def _agree(self, value: Any, locations: Tensor, weights: Tensor) -> bool:
+        """Return whether batches and heads agree. A core may broadcast what it takes."""
+        sides = locations.shape[0], locations.shape[2]
+        if isinstance(value, Tensor) and (value.dim() != 4 or (value.shape[0], value.shape[self.layout.heads]) != sides):
+            return False
+        return weights.shape[:3] == locations.shape[:3] and 2 * weights.numel() == locations.numel()
 
     def answer(self, module: Any, arguments: Arguments) -> Tensor:
         locations = arguments["locations"]
@@ -270,20 +266,25 @@ class Core(Form):
         if locations.dim() == _MERGED:
             locations = locations.unflatten(3, (len(shapes), -1))
         weights = arguments["weights"].reshape(locations.shape[:-1])
-        if arguments.get("method") == "discrete":
-            pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5
-            return geometric_kernel_attention(value, shapes, starts, pixels, weights)
-        operator = geometric_kernel_attention if self.pixels else multi_scale_deformable_attn
-        return operator(value, shapes, starts, locations, weights)
+        discrete = arguments.get("method") == "discrete"
+        if not (discrete or self.pixels):
+            return promote(multi_scale_deformable_attn(value, shapes, starts, locations, weights), weights)
+        pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5 if discrete else locations
+        out = geometric_kernel_attention(value, shapes, starts, pixels, weights)
+        return out.to(torch.promote_types(value.dtype, weights.dtype))  # autocast does not convert a gather
 
 
-CORES = (
-    *(Core(layout, axes) for axes in ((SPLIT, _MERGED), (SPLIT,), (_MERGED,)) for layout in LAYOUTS),
-    Core(ROWS, (SPLIT,), kind=MODULE),
-    Core(ROWS, (SPLIT,), pixels=True),
-    *(
-        Core(layout, (_MERGED,), methods, _NEEDED | {"counts"})
-        for methods in (("default", "discrete"), ("default",))
-        for layout in LAYOUTS
-    ),
-)
+def promote(out: Tensor, weights: Tensor) -> Tensor:
+    """Return the output in the dtype of its product with the weights, as plain torch does."""
+    return out.to(torch.promote_types(out.dtype, weights.dtype))
+
+
+_AXES = {"": (SPLIT, _MERGED), "_split": (SPLIT,), "_merged": (_MERGED,)}
+_COUNTS = _NEEDED | {"counts"}
+CORES = {  # the name that a user writes -> the form
+    **{f"{name}{word}": Core(layout, axes) for word, axes in _AXES.items() for name, layout in LAYOUTS.items()},
+    "layer": Core(ROWS, (SPLIT,), kind=MODULE),
+    "pixels": Core(ROWS, (SPLIT,), pixels=True),
+    **{f"{name}_uneven": Core(layout, (_MERGED,), ("default", "discrete"), _COUNTS) for name, layout in LAYOUTS.items()},
+    **{f"{name}_uneven_bilinear": Core(layout, (_MERGED,), needs=_COUNTS) for name, layout in LAYOUTS.items()},
+}

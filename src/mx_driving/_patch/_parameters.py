@@ -58,12 +58,16 @@ class Parameters:
 
     @functools.cached_property
     def _names_read(self) -> frozenset[str]:
-        return frozenset(_names_read(self._function))
+        return _names_read(self._function.__code__)
 
     @property
     def read(self) -> tuple[str, ...]:
         """The parameters that the code reads."""
         return tuple(name for name in self.all if name in self._names_read)
+
+    def has_option(self, name: str) -> bool:
+        """Return whether a parameter has a plain default, so that a call may leave it out."""
+        return isinstance(self.defaults.get(name, ...), (bool, int, float, str, type(None)))
 
     def __str__(self) -> str:
         more, words = ([v for v in self.variadic if (v[:2] == "**") == double] for double in (False, True))
@@ -85,15 +89,14 @@ class Parameters:
         return bind
 
 
-def _names_read(function: types.FunctionType) -> Iterator[str]:
-    """Return the local names that the code of a function reads. A name that an inner function uses counts as read."""
-    code = function.__code__
-    yield from code.co_cellvars
-    if _BY_NAME & set(code.co_names):
-        yield from code.co_varnames
+@functools.lru_cache(1000)
+def _names_read(code: types.CodeType) -> frozenset[str]:
+    """Return the local names that code reads. A name that an inner function uses counts as read."""
+    names = {*code.co_cellvars, *(code.co_varnames if _BY_NAME & set(code.co_names) else ())}
     for step in dis.get_instructions(code):
         if "LOAD" in step.opname and ("FAST" in step.opname or "DEREF" in step.opname):
-            yield from read_names(step)
+            names |= set(read_names(step))
+    return frozenset(names)
 
 
 def list_code(function: Any) -> Iterator[types.CodeType]:

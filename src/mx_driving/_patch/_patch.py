@@ -7,23 +7,25 @@ files import theirs by name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .._operator import rules
-from ._attention import find_passed_limits
-from ._forms import MODULE, Form
-from ._layers import find_layers
-from ._proof import Proof
-from ._replace import add_form, find_holder, replace
-from ._search import find, find_elsewhere
-from ._trial import choose
+from ._attention import Attention, find_passed_limits
+from ._code import Reader
+from ._fit import Fit
+from ._forms import MODULE
+from ._layers import find_layers, list_cores
+from ._recognize import FORMS, Unknown, find_nearest, reads_starts, recognize
+from ._replace import add_fit, find_holder, replace
+from ._search import Candidate, find, find_elsewhere, find_network, is_core
 
 
 @dataclass
@@ -33,7 +35,6 @@ class _Change:
     holder: Any
     undo: Callable[[], None]
     things: list[Any] = field(default_factory=list)
-    proofs: dict[int, Proof | None] = field(default_factory=dict)  # by the thing's id
 
     def serves(self, thing: Any) -> bool:
         return any(thing is other for other in self.things)
@@ -48,53 +49,21 @@ class Patch:
 
     Attributes:
         replaced: names of the cores and attention modules that now call the operators.
-        skipped: names of what looks like a core or an attention module and was left alone -> the reason.
+        skipped: names of what looks like a core or an attention module and keeps its own code -> the reason.
         limits: of a model, names of its attention modules that the vendor's Atlas A2 would refuse -> the limit.
-        layers: of a model, names of its layers that call the operators from now on.
-        proven: names of the layers and cores whose operator gave the numbers of their own code in a call.
-        kept: names of those that keep their own code in a situation -> the situation and the reason.
-        uncalled: names of those that were not called yet.
+        layers: of a model, names of its layers that call the operators from now on, in the model's order.
     """
 
     def __init__(self, things: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
         self._holders = list(map(find_holder, things.values()))
-        self._proofs = [proof for thing in things.values() if (proof := _changes[id(find_holder(thing))].proofs.get(id(thing)))]
         self._model = type(model).__name__
         self.replaced = tuple(things)
         self.skipped = dict(skipped)
         self.limits = find_passed_limits(model) if model is not None else {}
         self.layers: tuple[str, ...] = ()
-        self._attention_left = 0
+        self._others: tuple[str, ...] = ()
         if model is not None:
-            self._count_layers(model, list(things.values()))
-            for proof in self._proofs:
-                if proof.form.kind == MODULE:
-                    proof.name_layers(model)
-
-    def _count_layers(self, model: torch.nn.Module, things: list[Any]) -> None:
-        calling, others = find_layers(model, things)
-        self.layers, self._attention_left = tuple(calling), len(others)
-        for name in others:
-            kind = type(model.get_submodule(name))
-            if f"{kind.__module__}.{kind.__qualname__}" not in self.skipped:
-                self.skipped[name] = f"the code of its class {kind.__qualname__} names nothing that was replaced"
-
-    @property
-    def proven(self) -> tuple[str, ...]:
-        return tuple(name for proof in self._proofs for name, verdicts in proof.list_verdicts() if not all(verdicts.values()))
-
-    @property
-    def kept(self) -> dict[str, str]:
-        lists = [(name, verdicts) for proof in self._proofs for name, verdicts in proof.list_verdicts()]
-        return {name: "; ".join(filter(None, verdicts.values())) for name, verdicts in lists if any(verdicts.values())}
-
-    @property
-    def uncalled(self) -> tuple[str, ...]:
-        called = {name for proof in self._proofs for name, _ in proof.list_verdicts()}
-        layers = [name for proof in self._proofs for name in proof.names.values()]
-        inner = {name for name in layers if any(name.startswith(f"{layer}.") for layer in layers)}
-        names = [name for name in layers if name not in inner] or [proof.name for proof in self._proofs]
-        return tuple(name for name in names if name not in called)
+            self.layers, self._others = find_layers(model, _is_replaced)
 
     def restore(self) -> None:
         """Give the originals back. A second call does nothing. What another patch holds stays replaced. A wrapper that others
@@ -107,43 +76,44 @@ class Patch:
         lines = [f"replaced {name}" for name in self.replaced]
         lines += [f"left alone {name}: {reason}" for name, reason in self.skipped.items()]
         lines += [f"the vendor's device would refuse {name}: {limit}" for name, limit in self.limits.items()]
-        lines += [f"{name} keeps its own code {reason}" for name, reason in self.kept.items()]
-        lines += [
-            f"{word}: {', '.join(names)}"
-            for word, names in (("proven", self.proven), ("not called yet", self.uncalled))
-            if names
-        ]
-        if self.layers or self._attention_left:
-            count, total = len(set(self.layers) - set(self.kept)), len(self.layers) + self._attention_left
-            lines.append(f"{count} of {total} layers of {self._model} that sample call an operator")
+        if total := len(self.layers) + len(self._others):
+            lines.append(f"{len(self.layers)} of {total} layers of {self._model} that sample call an operator")
+        lines += [f"{name or self._model} calls an operator" for name in self.layers]
+        lines += [f"{name or self._model} keeps its own code" for name in self._others]
         return "\n".join(lines)
 
 
-def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = True, prove: bool = True) -> Patch:
+def patch(
+    target: str | types.ModuleType | torch.nn.Module,
+    *,
+    modules: bool = True,
+    forms: Mapping[Any, str] | None = None,
+) -> Patch:
     """Make a library, a module or a model call the operators where it samples: one line, no change of its code.
 
     A core (the function or class that does the sampling) is replaced by an operator, and the attention module around it by
-    its linear layers and an operator with logits. Each is replaced only after it gave our outputs and gradients on a small
-    random example, so a version that computes something else is left alone: it is listed in `skipped`, and a UserWarning
-    says so. A module that is left alone calls its core, which is another thing, and tried by itself. Parameters, and the
-    linear layers themselves, stay as they are. Autograd functions over a compiled extension are taken by name, untried;
-    output and gradients keep the dtypes that their own code gives them, also under autocast. Functions that sum points into
-    cells (bev_pool_v2, bev_pool, voxel_pooling) are cores, too.
+    its linear layers and an operator with logits. `patch` knows the code of popular projects by its text, and replaces known
+    code at once. An unknown core that is a pure function in plain torch is replaced if it gives our outputs and gradients on
+    small random examples. All other code stays as it is: `skipped` says why, and how to name its form. An unknown attention
+    module whose core is replaced keeps its own code over the operator. Parameters, and the linear layers themselves, stay as
+    they are; results keep the dtypes that the own code gives them. A call that a form does not serve runs the own code.
 
     A core or a module class is shared by all models of its file, and so is the change; models built before and after are
     served alike.
 
     Args:
         target: the name of a library ("transformers", "mmcv") or of any module ("models.ops.functions"), a module, or a
-            model, whose classes' files are searched.
+            model, whose classes' files are searched. A wrapper that keeps its model in `.model` is taken, too.
         modules: whether attention modules are replaced, too, or cores alone. A replaced module that returns its weights makes
             them beside the output: take cores alone where the gradient of the output for these weights is needed.
+        forms: the form of a class or function whose code is not known, by its name: `{MyAttention: "deformable_detr"}`. It is
+            tried in training and evaluation, and refused if its numbers are others.
 
     Returns:
         A `Patch`: `replaced`, `skipped`, `limits`, `layers`, `restore()`.
 
     Raises:
-        ValueError: nothing was replaced.
+        ValueError: nothing was replaced, or there is no form of a name in `forms`, or something in `forms` is not of its form.
         ModuleNotFoundError: there is no such library.
 
     >>> import torch, mx_driving
@@ -152,45 +122,103 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
         ...
     ValueError: target must have a deformable sampling core of a known form; got none in Linear
     """
+    named = dict(forms or {})
+    for thing, name in named.items():
+        rules.name_of_a_form(getattr(thing, "__qualname__", thing), name, FORMS)
+    target = find_network(target)
     candidates = find(target, modules)
-    replaced, skipped = {}, dict(candidates.unknown)
+    for thing, name in named.items():
+        if not candidates.consider(thing):
+            rules.not_of_its_form(thing.__qualname__, name, "it looks like no core and no attention module")
+    taking = Taking(named, dict(candidates.unknown))
     with _lock:
         try:
-            for things in candidates.turns:  # modules last, over replaced cores, so that no compiled extension is needed
-                _take(things, replaced, skipped, prove)
-            if not replaced:
-                rules.nothing_to_patch(_get_name(target), skipped, find_elsewhere(candidates))
-            done = Patch(replaced, skipped, target if isinstance(target, torch.nn.Module) else None)
+            for turn in candidates.turns:  # modules last, over replaced cores, so that no compiled extension is needed
+                taking.take(turn)
+            if not taking.replaced:
+                rules.nothing_to_patch(_get_name(target), taking.skipped, find_elsewhere(candidates))
+            done = Patch(taking.replaced, taking.skipped, target if isinstance(target, torch.nn.Module) else None)
         except BaseException:
-            Patch(replaced, {}).restore()
+            taking.undo()
             raise
-    for name, reason in done.skipped.items():
-        warnings.warn(f"mx_driving.patch left {name} alone: {reason}", stacklevel=2)
+    for name, reason in taking.skipped.items():
+        if name not in taking.over_a_core:
+            warnings.warn(f"mx_driving.patch left {name} alone: {reason}", stacklevel=2)
     return done
 
 
 @contextlib.contextmanager
-def patched(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = True, prove: bool = True) -> Iterator[Patch]:
+def patched(
+    target: str | types.ModuleType | torch.nn.Module, *, modules: bool = True, forms: Mapping[Any, str] | None = None
+) -> Iterator[Patch]:
     """`patch` for the length of a `with` block; the originals are back after it, even after an exception."""
-    done = patch(target, modules=modules, prove=prove)
+    done = patch(target, modules=modules, forms=forms)
     try:
         yield done
     finally:
         done.restore()
 
 
-def _take(candidates: dict[str, Any], replaced: dict[str, Any], skipped: dict[str, str], prove: bool) -> None:
-    """Try all that is not replaced already, then replace what agrees."""
-    agreed = {}
-    for name, (forms, thing) in candidates.items():
-        change = _changes.get(id(find_holder(thing)))
-        agreed[name] = (None, "") if change and change.serves(thing) else choose(forms, thing)
-    for name, (form, reason) in agreed.items():
-        if reason:
-            skipped[name] = reason
-        else:
-            replaced[name] = candidates[name][1]
-            _hold(form, replaced[name], prove)
+class Taking:
+    """The replacements of one call of `patch`."""
+
+    def __init__(self, named: Mapping[Any, str], skipped: dict[str, str]) -> None:
+        self._named, self._reader = named, Reader(is_core)
+        self.replaced: dict[str, Any] = {}
+        self.skipped = skipped
+        self.over_a_core: set[str] = set()
+
+    def take(self, turn: dict[str, Candidate]) -> None:
+        """Recognise all that is not replaced already, then replace it."""
+        fits: dict[str, Fit | None] = {}
+        for name, candidate in turn.items():
+            change = _changes.get(id(find_holder(candidate.thing)))
+            try:
+                fits[name] = None if change and change.serves(candidate.thing) else self._recognize(candidate)
+            except Unknown as error:
+                self._skip(name, candidate, error.args[0])
+        for name, fit in fits.items():
+            self.replaced[name] = turn[name].thing
+            _hold(fit, turn[name].thing)
+
+    def undo(self) -> None:
+        Patch(self.replaced, {}).restore()
+
+    def _recognize(self, candidate: Candidate) -> Fit:
+        named = self._named.get(candidate.thing)
+        try:
+            fit = recognize(candidate, self._reader, named, _is_replaced)
+        except Unknown as error:
+            if named:
+                rules.not_of_its_form(candidate.thing.__qualname__, named, error.args[0])
+            raise
+        return self._put_over_cores(fit, named) if isinstance(fit.form, Attention) else fit
+
+    def _put_over_cores(self, fit: Fit, named: str | None) -> Fit:
+        """Return the fit of an attention module with the cores that it may call, all of which are replaced; raise Unknown."""
+        assert fit.owner is not None
+        cores = [*fit.cores, *list_cores(fit.owner)]
+        left = [core.__qualname__ for core in fit.cores if not _is_replaced(core)]
+        if left and not named:
+            raise Unknown(f"it calls {left[0]}, which is not replaced")
+        replaced = tuple(filter(_is_replaced, cores))
+        return dataclasses.replace(fit, cores=replaced, starts=fit.starts and any(map(reads_starts, replaced or cores)))
+
+    def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
+        if candidate.kind == MODULE and not is_core(candidate.thing):
+            if any(map(_is_replaced, list_cores(candidate.thing))):
+                self.over_a_core.add(name)
+                reason += "; its core is replaced"
+            if nearest := find_nearest(candidate):
+                reason += f'. To replace it, try: mx_driving.patch(..., forms={{{candidate.thing.__name__}: "{nearest}"}})'
+        self.skipped[name] = reason
+
+
+def _is_replaced(thing: Any) -> bool:
+    if not isinstance(thing, types.FunctionType) and not (isinstance(thing, type) and "forward" in vars(thing)):
+        return False
+    change = _changes.get(id(find_holder(thing)))
+    return change is not None and change.serves(thing)
 
 
 def _get_name(target: Any) -> str:
@@ -199,15 +227,14 @@ def _get_name(target: Any) -> str:
     return target.__name__ if isinstance(target, types.ModuleType) else type(target).__name__
 
 
-def _hold(form: Form | None, thing: Any, prove: bool) -> None:
+def _hold(fit: Fit | None, thing: Any) -> None:
     holder = find_holder(thing)
     change = _changes.get(id(holder))
-    if form is not None and change is None:
-        proof, undo = replace(form, holder, prove)
-        _changes[id(holder)] = change = _Change(holder, undo, proofs={id(thing): proof})
-    elif form is not None and change is not None:
-        change.proofs[id(thing)] = add_form(form, holder, prove)
-    assert change is not None
+    if change is None:
+        assert fit is not None
+        _changes[id(holder)] = change = _Change(holder, replace(fit, holder))
+    elif fit is not None:
+        add_fit(fit, holder)
     change.things.append(thing)
 
 
@@ -217,5 +244,3 @@ def _release(holder: Any) -> None:
     if not change.things:
         del _changes[id(holder)]
         change.undo()
-        for proof in filter(None, change.proofs.values()):
-            proof.forget()

@@ -5,9 +5,8 @@ They are tried after the autograd functions that they call, on points of which s
 
 from __future__ import annotations
 
-import importlib.machinery
+import functools
 import re
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +31,7 @@ class Pool(ExactForm):
     run: Callable[..., Any]
     called: str  # a pattern of its name
     example: Callable[[], tuple[Any, ...]]  # makes the arguments of a trial
-    tried: Any = None
+    single: bool = False  # sums in float32, whatever the dtypes
     kind = FUNCTION
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
@@ -46,7 +45,11 @@ class Pool(ExactForm):
         return all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items())
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
-        return self.run(*arguments.values())
+        output = self.run(*arguments.values())
+        if self.single:
+            return output
+        features = [t.dtype for name, t in arguments.items() if name in _FEATURES]
+        return output.to(functools.reduce(torch.promote_types, features))  # autocast does not convert a sum in plain torch
 
 
 def _pool_bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
@@ -114,39 +117,20 @@ _BEVDET = (
     *("bev_feat_shape", "interval_starts", "interval_lengths"),
 )
 _SIZES = ("B", "D", "H", "W")
-_FUNCTIONS = (
-    Pool(_BEVDET, _pool_bevdet, "bev_pool", make_lifted),
-    Pool(_BEVDET, _pool_alike, "bev_pool", make_lifted),
-    Pool(("feats", "coords", *_SIZES), sum_inside, "bev_pool", make_rows),
-    Pool(("feats", "coords", "ranks", *_SIZES), _pool_sorted, "(?i)cumsum", make_sorted_rows),
-    Pool(("x", "geom_feats", "ranks"), sum_runs, "(?i)cumsum", make_runs),
-    Pool(("geom_xyz", "input_features", "voxel_num"), npu_voxel_pooling_train, "voxel_pooling", make_frustum),
-)
-POOLS = (
-    *_FUNCTIONS,
-    *(replace(form, run=torch.no_grad()(form.run)) for form in _FUNCTIONS),  # MapTR's have no gradient
-)
+_FUNCTIONS = {
+    "bevdet": Pool(_BEVDET, _pool_bevdet, "bev_pool", make_lifted, single=True),
+    "bevdet_plain": Pool(_BEVDET, _pool_alike, "bev_pool", make_lifted),
+    "bev_pool": Pool(("feats", "coords", *_SIZES), sum_inside, "bev_pool", make_rows),
+    "cumsum": Pool(("feats", "coords", "ranks", *_SIZES), _pool_sorted, "(?i)cumsum", make_sorted_rows),
+    "lift_splat": Pool(("x", "geom_feats", "ranks"), sum_runs, "(?i)cumsum", make_runs, single=True),
+    "voxel_pooling": Pool(("geom_xyz", "input_features", "voxel_num"), npu_voxel_pooling_train, "voxel_pooling", make_frustum),
+}
+POOLS = {
+    **_FUNCTIONS,  # MapTR's have no gradient
+    **{f"{name}_no_grad": replace(form, run=torch.no_grad()(form.run)) for name, form in _FUNCTIONS.items()},
+}
 
 
-def looks_like_one(name: str) -> bool:
+def looks_like_a_pool(name: str) -> bool:
     """Return whether something is called like a function that sums points into cells."""
-    return re.search("(?i)bev_?pool|voxel_?pool|quick_?cumsum", name) is not None
-
-
-def calls_compiled(function: Any, seen: tuple[Any, ...] = ()) -> bool:
-    """Return whether a function, or a function of its module that it calls, calls a compiled file or our stand-in for it."""
-    if not isinstance(function, types.FunctionType) or function in seen:
-        return False
-    things = [function.__globals__.get(name) for name in function.__code__.co_names]
-    loaders = [getattr(getattr(m, "__spec__", None), "loader", None) for m in things if isinstance(m, types.ModuleType)]
-    if any(isinstance(loader, importlib.machinery.ExtensionFileLoader) or _is_ours(type(loader)) for loader in loaders):
-        return True
-    if any(isinstance(thing, types.BuiltinFunctionType) or _is_ours(thing) for thing in things):
-        return True
-    things += [k.forward for k in things if isinstance(k, type) and issubclass(k, torch.autograd.Function)]
-    own = [thing for thing in things if getattr(thing, "__globals__", None) is function.__globals__]
-    return any(calls_compiled(thing, (*seen, function)) for thing in own)
-
-
-def _is_ours(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+    return re.search("(?i)bev_?pool|voxel_?pool|cumsum|voxels_?sum", name) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -19,22 +20,26 @@ from .. import _dispatch
 from .._operator.description import POOL, SamplingInputs
 from ..ops._other_shapes import sampling_inputs
 from ..ops._stand_ins import differentiable
-from ._forms import AUTOGRAD, MODULE, Form, find_role
+from ._fit import Fit, make_stand_in
+from ._forms import AUTOGRAD
 from ._parameters import STAND_IN, Parameters, unwrap
-from ._proof import Proof
 
-# The new code's callee, by the function's id. An entry stays when a patch ends: another thread may be about to call it.
-SERVED: dict[int, Callable[..., Any]] = {}
+# The new code's callee, by `_get_key`. An entry stays when a patch ends: another thread may be about to call it.
+SERVED: dict[str, Callable[..., Any]] = {}
+_PROCESS = uuid.uuid4().hex
+_OWN = "the own code"  # stands for the function's own code object in _SOURCE
 # A function takes only code with as many free variables as its own. Code whose bytecode does not begin with them, as
 # CodeType.replace makes it, ends the process in a debugger. Decorators, such as mmcv's, ask code for its parameters.
+# cloudpickle sends a function of __main__ by its code: in another process, which has no entry, the own code runs.
 _SOURCE = f"""
 def make({{free}}):
     def stand_in{{parameters}}:
-        from {__name__} import SERVED
-        return SERVED[{{key}}]({{arguments}})
+        from {__name__} import SERVED, run_own_code
+        if {{key!r}} in SERVED:
+            return SERVED[{{key!r}}]({{arguments}})
+        return run_own_code({_OWN!r}, globals(), ({{cells}}))({{arguments}})
         {{free}}
 """
-_WIDTHS = {"half": 16, "float16": 16, "float": 32, "float32": 32, "double": 64, "float64": 64}  # names of casts in code
 
 
 def find_holder(thing: Any) -> Any:
@@ -44,34 +49,24 @@ def find_holder(thing: Any) -> Any:
     return thing
 
 
-def replace(form: Form, holder: Any, prove: bool) -> tuple[Proof | None, Callable[[], None]]:
-    """Change an object in place. Return the proof of what it computes, and a function that changes it back."""
-    if form.kind == AUTOGRAD:
-        proof = Proof(form, _copy_class(holder).apply, _name(holder)) if prove and form.tried else None
-        replacements = _make_methods(form, holder) if proof is None else {"apply": _make_apply(form, holder, proof)}
-        originals = dict(vars(holder))
+def replace(fit: Fit, holder: Any) -> Callable[[], None]:
+    """Change an object in place. Return a function that changes it back."""
+    if fit.form.kind == AUTOGRAD:
+        originals, replacements = dict(vars(holder)), _make_methods(fit.form, holder)
     else:
         original = _copy_function(holder)
-        proof = Proof(form, original, _name(form.tried[0] if form.kind == MODULE else holder)) if prove else None
-        SERVED[id(holder)] = make_stand_in(original, form, proof, original)
+        SERVED[_get_key(holder)] = make_stand_in(original, fit, original)
         originals = {"__code__": holder.__code__}
         replacements = {"__code__": _make_code(holder), "__wrapped__": original}  # find_source reads the second
     for name, value in replacements.items():
         setattr(holder, name, value)
-    return proof, functools.partial(_give_back, holder, originals, replacements)
+    return functools.partial(_give_back, holder, originals, replacements)
 
 
-def _name(thing: Any) -> str:
-    return f"{thing.__module__}.{thing.__qualname__}"
-
-
-def add_form(form: Form, function: types.FunctionType, prove: bool) -> Proof | None:
+def add_fit(fit: Fit, function: types.FunctionType) -> None:
     """Let a replaced forward serve another class, too, which shares it with the first."""
-    stand_in: Any = SERVED[id(function)]
-    original = stand_in.__wrapped__
-    proof = Proof(form, original, _name(form.tried[0])) if prove else None
-    SERVED[id(function)] = make_stand_in(original, form, proof, stand_in)
-    return proof
+    stand_in: Any = SERVED[_get_key(function)]
+    SERVED[_get_key(function)] = make_stand_in(stand_in.__wrapped__, fit, stand_in)
 
 
 def _give_back(holder: Any, originals: dict[str, Any], replacements: dict[str, Any]) -> None:
@@ -95,38 +90,29 @@ def _make_code(function: types.FunctionType) -> types.CodeType:
     """Return code that calls what SERVED has for the function, which keeps its own globals and closure."""
     code, names = function.__code__, Parameters(function)
     arguments = ", ".join([*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic])
-    source = _SOURCE.format(free=", ".join(code.co_freevars), parameters=names, key=id(function), arguments=arguments)
-    nested = compile(source, STAND_IN, "exec")
+    words = {"free": ", ".join(code.co_freevars), "parameters": names, "key": _get_key(function), "arguments": arguments}
+    nested = compile(_SOURCE.format(**words, cells="".join(f"{name}, " for name in code.co_freevars)), STAND_IN, "exec")
     for _ in range(2):
         nested = next(constant for constant in nested.co_consts if isinstance(constant, types.CodeType))
-    return nested.replace(co_name=code.co_name)
+    constants = tuple(code if constant == _OWN else constant for constant in nested.co_consts)
+    return nested.replace(co_name=code.co_name, co_consts=constants)
 
 
-def make_stand_in(
-    original: Callable[..., Any], form: Form, proof: Proof | None, fallback: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a function with the original's parameters. The fallback answers what the form does not serve: the original, or
-    the stand-in of another form. Without a proof the form is trusted."""
-    bound = int(form.kind == MODULE)
-    parameters = Parameters(original, bound)
-    bind = parameters.binder({name: find_role(name) for name in (parameters.all if form.reads_all else parameters.read)})
+def _get_key(function: types.FunctionType) -> str:
+    return f"{_PROCESS}-{id(function)}"
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        arguments, module = bind(args[bound:], kwargs), args[0] if bound else None
-        if arguments is None or not form.serves(module, arguments):
-            return fallback(*args, **kwargs)
-        return form.answer(module, arguments) if proof is None else proof.serve(module, arguments, args, kwargs)
 
-    return call
+def run_own_code(code: Any, names: dict[str, Any], contents: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a function of a replaced function's own code, with the contents of its closure."""
+    return types.FunctionType(code, names, closure=tuple(map(types.CellType, contents)))
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype) if t.is_floating_point() else t
 
 
-def _read_casts(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the casts of an autograd function: the `cast_inputs` of torch.amp.custom_fwd, then those in forward's code.
+def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the casts of an autograd function: the `cast_inputs` of torch.amp.custom_fwd, then the known ones of its code.
 
     The casts are a function, not an object that can be called: torch.compile takes such an object only from torch 2.13 on.
     """
@@ -136,48 +122,28 @@ def _read_casts(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
         if {"device_type", "cast_inputs"} <= set(cells):
             device_type, under_autocast = cells["device_type"].cell_contents, cells["cast_inputs"].cell_contents
         forward = forward.__wrapped__
-    names = forward.__code__.co_names
-    always = next((getattr(torch, f"float{_WIDTHS[n]}") for n in names if n in _WIDTHS), None)
-    to_value = "type_as" in names
+    always = getattr(torch, known) if known not in ("", "value") else None
 
     def casts(*inputs: Tensor) -> tuple[Tensor, ...]:
         if under_autocast is not None and torch.is_autocast_enabled(device_type):
             kept = (torch.float64,)  # custom_fwd casts neither these nor tensors on another device
             inputs = tuple(i if i.dtype in kept or i.device.type != device_type else _cast(i, under_autocast) for i in inputs)
-        dtype = inputs[0].dtype if to_value else always
+        dtype = inputs[0].dtype if known == "value" else always
         return inputs if dtype is None else tuple(_cast(i, dtype) for i in inputs)
 
     return casts
 
 
-def _copy_class(kind: Any) -> Any:
-    """Return an autograd function with the methods that a class has now."""
-    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    return type(kind)(kind.__name__, kind.__bases__, own)
-
-
-def _make_apply(form: Form, kind: Any, proof: Proof) -> staticmethod:
-    """Return an `apply` that is proven. torch.compile reads forward and backward, which stay."""
-    roles, original = list(map(find_role, Parameters(kind.forward, 1).all)), proof.original
-
-    def apply(*args: Any) -> Any:
-        arguments = dict(zip(roles, args, strict=False))
-        served = len(args) == len(roles) and form.serves(None, arguments)
-        return proof.serve(None, arguments, args, {}) if served else original(*args)
-
-    return staticmethod(apply)
-
-
 def _make_methods(form: Any, kind: Any) -> dict[str, staticmethod]:
-    """Return the new methods of an autograd function that is taken by its name."""
-    apply, forward, backward = (_wrap_function if form.row.operator == POOL else _wrap_operator)(form.row, kind)
+    """Return the new methods of an autograd function."""
+    apply, forward, backward = (_wrap_function if form.row.operator == POOL else _wrap_operator)(form, kind)
     wrapped = functools.wraps(kind.forward)(forward), functools.wraps(kind.backward)(backward)
     return {name: staticmethod(m) for name, m in zip(("apply", "forward", "backward"), (apply, *wrapped), strict=True)}
 
 
-def _wrap_operator(row: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
-    casts, run, operator = _read_casts(kind.forward), differentiable(row), row.operator
-    words = [word for word in row.words.split() if word != "step"]
+def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
+    casts, run, operator = _read_casts(kind.forward, form.casts), differentiable(form.row), form.row.operator
+    words = [word for word in form.row.words.split() if word != "step"]
     count = len(words)
 
     def apply(*args: Any) -> Tensor:
@@ -203,9 +169,9 @@ def _wrap_operator(row: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
     return apply, forward, backward
 
 
-def _wrap_function(row: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
+def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
     """Return methods that run a function of several operators. Backward runs it again, and differentiates it."""
-    run = differentiable(row)
+    run = differentiable(form.row)
 
     def apply(*args: Any) -> Tensor:
         return run(*args)
@@ -217,12 +183,14 @@ def _wrap_function(row: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
         with _dispatch.functions.without_graph():
             return run(*args)
 
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved, needs_grad = iter(ctx.saved_tensors), ctx.needs_input_grad
         args = [next(saved).detach() if there else a for a, there in zip(ctx.others, ctx.is_tensor, strict=True)]
         leaves = [a.requires_grad_() for a, needed in zip(args, needs_grad, strict=True) if needed]
         with torch.enable_grad():
-            gradients = iter(torch.autograd.grad(run(*args), leaves, grad_output))
+            outputs = run(*args)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # a second output has places
         return tuple(next(gradients) if needed else None for needed in needs_grad)
 
     return apply, forward, backward

@@ -10,18 +10,17 @@ import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import compat
 from .._operator import rules
-from ._attention import ATTENTION_FORMS, has_layers
-from ._extensions import EXTENSIONS
-from ._forms import AUTOGRAD, CORES, FUNCTION, MODULE, Form
+from ._attention import has_layers
+from ._forms import AUTOGRAD, FUNCTION, MODULE
 from ._parameters import Parameters, unwrap
-from ._pools import POOLS, Pool, looks_like_one
+from ._pools import looks_like_a_pool
 
 # where a library keeps its cores and attention modules, which it may import late; others are searched for what is loaded
 _FILES = {
@@ -37,19 +36,26 @@ _FILES = {
 }
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
-_ATTENTION = "an attention module"
 # words in the text of every file with a core, or of every file with an attention module
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
 
-class Candidates:
-    """The cores of a target, the functions that call a core, and its attention modules: name -> (possible forms, thing).
+class Candidate(NamedTuple):
+    """Something that looks like a core, a function around a core, or an attention module."""
 
-    `unknown` has the reason for each thing that looks like one of these and has no known form.
+    thing: Any
+    kind: str
+    parameters: Parameters
+
+
+class Candidates:
+    """The cores of a target, the functions that call a core, and its attention modules, by name.
+
+    `unknown` has the reason for each module that cannot be searched.
     """
 
     def __init__(self, modules: bool) -> None:
-        self.turns: tuple[dict[str, tuple[Sequence[Form], Any]], ...] = ({}, {}, {})
+        self.turns: tuple[dict[str, Candidate], ...] = ({}, {}, {})
         self.unknown: dict[str, str] = {}
         self.searched: list[types.ModuleType] = []
         self._with_modules = modules
@@ -65,38 +71,24 @@ class Candidates:
     def consider(self, thing: Any) -> bool:
         """Add the thing if it is a core or an attention module, under the name of the module that defines it."""
         thing = unwrap(thing) if isinstance(thing, types.FunctionType) else thing
-        described = _describe(thing)
-        if described is None:
+        candidate = describe(thing)
+        if candidate is None:
             return False
-        kind, parameters = described
-        name = f"{thing.__module__}.{thing.__qualname__}"
-        noun = self._find_noun(thing, kind, parameters)
-        groups = (POOLS, (*CORES, *EXTENSIONS), *([ATTENTION_FORMS] if noun == _ATTENTION else []))
-        forms = next(filter(None, ([f for f in g if f.fits(thing.__qualname__, kind, parameters)] for g in groups)), None)
-        if forms and kind == FUNCTION and _is_for_torch_library(thing.__name__, parameters):
-            return False
-        if forms:
-            around = kind == FUNCTION and isinstance(forms[0], Pool)
-            self.turns[2 if noun == _ATTENTION else around][name] = forms, thing
-            for used in thing.__code__.co_names if around else ():
-                if isinstance(core := thing.__globals__.get(used), type):  # over an extension, where the function is defined
-                    self.consider(core)
-        elif noun:
-            self.unknown[name] = f"no known form of {noun} has {_explain_refusal(groups[-1], kind, parameters)}"
-        return bool(forms or noun)
-
-    def _find_noun(self, thing: Any, kind: str, parameters: Parameters) -> str:
-        """Return what a thing looks like, or nothing."""
-        if _looks_like_a_core(thing, parameters):
-            return "a core"
-        return _ATTENTION if kind == MODULE and self._with_modules and has_layers(thing) else ""
+        is_core = looks_like_a_core(candidate)
+        is_attention = not is_core and self._with_modules and candidate.kind == MODULE and has_layers(thing)
+        is_pool = candidate.kind == FUNCTION and looks_like_a_pool(thing.__qualname__)
+        if is_core or is_attention:
+            self.turns[2 if is_attention else int(is_pool)][f"{thing.__module__}.{thing.__qualname__}"] = candidate
+        for name in thing.__code__.co_names if is_core and is_pool else ():
+            if isinstance(core := thing.__globals__.get(name), type):  # over an extension, where the function is defined
+                self.consider(core)
+        return is_core or is_attention
 
 
-def _explain_refusal(forms: Sequence[Form], kind: str, parameters: Parameters) -> str:
-    """Return why no form has the parameters. A form that has the needed ones says more than one that lacks some."""
-    lacking = f"the parameters {parameters}"
-    reasons = [form.explain_refusal(parameters) for form in forms if form.kind == kind]
-    return next((reason for reason in reasons if reason not in ("", lacking)), lacking)
+def is_core(thing: Any) -> bool:
+    """Return whether something is a core, by its parameters or its name."""
+    candidate = describe(unwrap(thing) if isinstance(thing, types.FunctionType) else thing)
+    return candidate is not None and looks_like_a_core(candidate)
 
 
 def _is_for_torch_library(name: str, parameters: Parameters) -> bool:
@@ -104,26 +96,42 @@ def _is_for_torch_library(name: str, parameters: Parameters) -> bool:
     return "grad_output" in parameters.all or name.endswith(("_fake", "_meta", "_abstract"))
 
 
-def _looks_like_a_core(thing: Any, parameters: Parameters) -> bool:
-    """Return whether a thing of no known form has a core's parameters, or a pool's name."""
+def looks_like_a_core(candidate: Candidate) -> bool:
+    """Return whether something has the parameters of a core, or the name of a pool."""
+    name, parameters = candidate.thing.__qualname__, candidate.parameters
+    if candidate.kind == FUNCTION and _is_for_torch_library(candidate.thing.__name__, parameters):
+        return False
     names = {name.removesuffix("s") for name in parameters.all}
     if {"sampling_location", "attention_weight"} <= names or {"sampling_location", "weight"} <= names:
         return True
-    return looks_like_one(thing.__qualname__) and bool(parameters.all)
+    return looks_like_a_pool(name) and bool(parameters.all)
 
 
-def _describe(thing: Any) -> tuple[str, Parameters] | None:
+def describe(thing: Any) -> Candidate | None:
     """Return kind and parameters of what may be a core; None for everything else."""
     if isinstance(thing, types.FunctionType):
         made_by_dynamo = thing.__name__.startswith("torch_dynamo_resume_in")
-        return None if made_by_dynamo else (FUNCTION, Parameters(thing))
+        return None if made_by_dynamo else Candidate(thing, FUNCTION, Parameters(thing))
     if not isinstance(thing, type) or thing.__module__.partition(".")[0] in ("torch", "mx_driving"):
         return None
     kind = MODULE if issubclass(thing, torch.nn.Module) else AUTOGRAD if issubclass(thing, torch.autograd.Function) else None
     forward = vars(thing).get("forward")
     if kind is None or not isinstance(unwrap(forward), types.FunctionType):
         return None
-    return kind, Parameters(forward, bound=1)
+    return Candidate(thing, kind, Parameters(forward, bound=1))
+
+
+def find_network(target: Any) -> Any:
+    """Return the network that a wrapper calls. RF-DETR's keeps it in `.model.model`, and in `.model.inference_model` the copy
+    that predict() calls as soon as there is one."""
+    for _ in range(3):
+        if isinstance(target, (str, types.ModuleType, torch.nn.Module)) or not hasattr(target, "model"):
+            break
+        copied = getattr(target, "inference_model", None)
+        if isinstance(copied, torch.jit.ScriptModule) or hasattr(copied, "_orig_mod"):
+            rules.traced_target(type(target).__name__)
+        target = target.model if copied is None else copied
+    return target
 
 
 def find(target: Any, modules: bool) -> Candidates:
@@ -170,14 +178,14 @@ def _search_imported(name: str, candidates: Candidates) -> None:
             rules.no_library(name, error.name, sorted(_FILES))
         rules.broken_library(name, error, rules.import_failed(error, compat.NAMES))
     _search_loaded(name, candidates)
-    late = [] if len(candidates) else [module for module in _find_marked(name, "**/*.py") if module not in sys.modules]
+    late = [] if len(candidates) else [module for module in _find_in_library(name, "**/*.py") if module not in sys.modules]
     if late:
         candidates.unknown[name] = f"import that of your model first, of {', '.join(late)}"
 
 
 def _search_files(name: str, candidates: Candidates) -> None:
     """Import and search the modules of a known library whose texts have a mark."""
-    for module_name in _find_marked(name, _FILES[name]):
+    for module_name in _find_in_library(name, _FILES[name]):
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # an optional requirement of one model must not stop the others
@@ -188,13 +196,17 @@ def _search_files(name: str, candidates: Candidates) -> None:
                 candidates.unknown[module_name] = "its text mentions a core, but it has none of a known form"
 
 
-def _find_marked(library: str, files: str) -> Iterator[str]:
-    """Return the names of a library's modules whose texts have the marks of a core or of an attention module."""
+def _find_in_library(library: str, files: str) -> Iterator[str]:
     spec = importlib.util.find_spec(library)
     if spec is None:
         rules.no_library(library, library, sorted(_FILES))
-    for root in map(pathlib.Path, spec.submodule_search_locations or []):
+    return find_marked(map(pathlib.Path, spec.submodule_search_locations or []), files, library)
+
+
+def find_marked(roots: Iterable[pathlib.Path], files: str, package: str) -> Iterator[str]:
+    """Return the names of the modules in folders whose texts have the marks of a core or of an attention module."""
+    for root in roots:
         for file in sorted(root.glob(files)):
             text = file.read_text(encoding="utf-8", errors="ignore")
             if any(all(mark in text for mark in marks) for marks in _MARKS):
-                yield ".".join([library, *file.relative_to(root).with_suffix("").parts])
+                yield ".".join([*filter(None, [package]), *file.relative_to(root).with_suffix("").parts])

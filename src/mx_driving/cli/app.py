@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 from .. import __version__, _backends
 from .bench import bench
 from .check import check
+from .forms import forms
 from .fuse import fuse
 from .info import info
 from .record import AS_GIVEN, record
@@ -53,7 +54,7 @@ def options(
     ] = False,
 ) -> None:
     """The deformable sampling operators of mx_driving: check them on this machine, measure them, judge recorded calls,
-    fuse and verify ONNX files."""
+    list what `patch` knows, fuse and verify ONNX files."""
 
 
 app.command(cls=Command)(info)
@@ -61,6 +62,7 @@ app.command(cls=Command)(check)
 app.command(cls=Command)(bench)
 app.command(cls=Command, context_settings=AS_GIVEN)(record)
 app.command(cls=Command)(replay)
+app.command(cls=Command)(forms)
 app.command(cls=Command)(fuse)
 app.command(cls=Command)(verify)
 

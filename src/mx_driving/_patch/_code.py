@@ -1,0 +1,323 @@
+"""The key of a function: a hash of its syntax tree and of the functions and methods that the function reaches.
+
+Two functions of one key compute the same. A key does not depend on the Python version, and not on words for people: comments,
+docstrings, annotations, asserts, and branches that only raise. A function whose source is not at hand, or is not the source of
+the running code, has no key.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import dis
+import hashlib
+import inspect
+import itertools
+import linecache
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._parameters import find_source, list_code, read_names, unwrap
+
+_DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
+# A test that calls nothing else has no effect of its own, so a branch on it that only raises may be dropped.
+_HARMLESS = {"size", "sum", "dim", "len", "isinstance", "numel", "prod", "item", "all", "any", "type", "format"}
+_ASSERTED = {"set", "list", "sorted", "min", "max", "hasattr", "allclose", "equal", "isfinite", "is_floating_point", "issubset"}
+_WORDS = {"print", "warn", "torch_compilable_check"}  # functions that only say or check something
+_KNOWN_PACKAGES = {"torch", "math", "numpy", "typing", "builtins", "torchvision", "functools", "itertools", "warnings"}
+_STATEMENT = re.compile(r"[^\s#)\]}]")  # begins a line that begins a statement at the top of a file
+_DEFINES = ("@", "def ", "class ", "async ")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_ABSENT = object()
+
+
+class NoKey(Exception):
+    """Why a function has no key: `args[0]`."""
+
+
+@dataclass
+class Code:
+    """What a function is and reaches.
+
+    Attributes:
+        key: equal for equal code.
+        cores: the sampling cores that the function calls, or holds in a global.
+        attributes: the names of a layer's attributes that the code reads, but for its methods.
+        methods: the names of a layer's methods that the code calls.
+        writes: the names of a layer's attributes that the code sets.
+        passes_self: whether the code hands the layer itself to something, which may read any attribute.
+    """
+
+    key: str = ""
+    cores: list[Any] = field(default_factory=list)
+    attributes: set[str] = field(default_factory=set)
+    methods: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    passes_self: bool = False
+
+
+class Reader:
+    """Reads functions. A key has the place of a core, not its code.
+
+    `is_core` tells the functions and classes that a form may replace. A reader
+    keeps the syntax trees of files, and lives as long as one call of `patch`.
+    """
+
+    def __init__(self, is_core: Callable[[Any], bool]) -> None:
+        self._is_core = is_core
+        self._files: dict[str, _File] = {}
+
+    def read(self, thing: Any) -> Code:
+        """Return the code of a function, of the forward of a module class, or of both methods of an autograd function."""
+        code, seen = Code(), set()
+        if not isinstance(thing, type):
+            parts = [self._read_function(thing, None, code, seen)]
+        elif not isinstance(inspect.getattr_static(thing, "forward", None), (types.FunctionType, staticmethod)):
+            raise NoKey("its forward is not a function")
+        elif "backward" in vars(thing):
+            parts = [self._read_function(vars(thing)[name], None, code, seen, True) for name in ("forward", "backward")]
+        else:
+            parts = [self._read_function(vars(thing)["forward"], thing, code, seen)]
+        code.key = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        return code
+
+    def find(self, function: Any) -> ast.FunctionDef:
+        """Return the syntax tree of a function below its decorators."""
+        source = find_source(function)
+        if source.__code__.co_filename not in self._files:
+            self._files[source.__code__.co_filename] = _File(source.__code__.co_filename)
+        return self._files[source.__code__.co_filename].find(source.__code__)
+
+    def name_module(self, function: Any, name: str) -> str:
+        """Return the name of the module that a global name stands for, from the file's text where its import failed."""
+        thing = find_source(function).__globals__.get(name)
+        if isinstance(thing, types.ModuleType):
+            return thing.__name__
+        self.find(function)
+        return str(self._files[find_source(function).__code__.co_filename].find_binding(name))
+
+    def _read_function(self, function: Any, kind: type | None, code: Code, seen: set[Any], decorated: bool = False) -> Any:
+        source, is_static = find_source(function), isinstance(function, staticmethod)
+        if source in seen:
+            return "again"
+        seen.add(source)
+        if set(source.__code__.co_freevars) - {"__class__"}:
+            raise NoKey(f"{source.__qualname__} has a closure")
+        tree = self.find(source)
+        own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
+        text = _Text(own)
+        parts = [text.dump_function(tree), [_Text("").dump(d) for d in tree.decorator_list] if decorated else []]
+        if "super" in text.names:
+            raise NoKey(f"{source.__qualname__} calls super()")
+        if any(not isinstance(default, ast.Constant) for default in (*tree.args.defaults, *tree.args.kw_defaults) if default):
+            parts.append(repr((source.__defaults__, source.__kwdefaults__)))
+        code.passes_self |= text.passes_self
+        code.writes |= text.writes
+        for name in sorted(set(list_globals(source)) & text.names):
+            parts.append([name, self._describe_global(source, name, code, seen)])
+        for name in sorted(text.attributes):
+            method = inspect.getattr_static(kind, name, None)
+            method = method.fget if isinstance(method, property) else method
+            below = unwrap(getattr(method, "__func__", method))
+            if isinstance(method, staticmethod) and self._is_core(below):
+                code.cores.append(below)
+                parts.append([name, "core"])
+            elif isinstance(below, types.FunctionType) and not is_of_known_library(below):
+                code.methods.add(name)
+                parts.append([name, self._read_function(method, kind, code, seen)])
+            else:
+                code.attributes.add(name)
+        return parts
+
+    def _describe_global(self, function: Any, name: str, code: Code, seen: set[Any]) -> Any:
+        thing = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
+        if self._is_core(thing):
+            code.cores.append(thing)
+            return "core"
+        if is_of_known_library(thing):
+            return getattr(thing, "__qualname__", None) or thing.__name__
+        if isinstance(function_below := unwrap(thing) if callable(thing) else thing, types.FunctionType):
+            return self._read_function(function_below, None, code, seen)
+        if isinstance(thing, type):
+            return thing.__qualname__
+        return self._files[function.__code__.co_filename].find_binding(name)
+
+
+class _File:
+    """A Python file's syntax tree. Of definitions at its top, only those that are asked for are parsed."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lines = name, linecache.getlines(name)
+        lines = [k for k, line in enumerate(self._lines) if _STATEMENT.match(line)]
+        starts = [k for n, k in enumerate(lines) if n == 0 or not self._lines[lines[n - 1]].startswith("@")]
+        self._blocks = list(itertools.pairwise([*starts, len(self._lines)]))
+        self._trees: dict[int, ast.Module] = {}
+
+    def find(self, code: types.CodeType) -> ast.FunctionDef:
+        """Return the definition whose compiled code is the running code: a file may have changed since its import.
+
+        Only the definitions around it are compiled. Imports stay, because they change how a call is compiled.
+        """
+        for path in _find_definitions(self._parse(code.co_firstlineno - 1), code):
+            outer: Any = ast.Module([], [])
+            inner, level = outer, self._parse(code.co_firstlineno - 1)
+            for node in path:
+                inner.body = [s for s in level.body if s is node or not isinstance(s, _DEFINITIONS)]  # type: ignore[attr-defined]
+                if node is path[-1] or not isinstance(node, ast.ClassDef):
+                    break
+                level, place = node, inner.body.index(node)
+                inner.body[place] = inner = copy.copy(node)
+            compiled = compile(outer, self._name, "exec", dont_inherit=True)
+            if any(other == code for other in _list_nested(compiled)):
+                return path[-1]
+        raise NoKey(f"the source of {code.co_name} is not at hand")
+
+    def _parse(self, line: int) -> ast.Module:
+        """Return the tree of all statements at the top but definitions, and of the definition with a line."""
+        start = next((a for a, b in self._blocks if a <= line < b), 0)
+        if start not in self._trees:
+            kept = list(self._lines)
+            for a, b in self._blocks:
+                if a != start and kept[a].startswith(_DEFINES):
+                    kept[a:b] = ["\n"] * (b - a)
+            self._trees[start] = _parse("".join(kept)) or _parse("".join(self._lines)) or ast.Module([], [])
+        return self._trees[start]
+
+    def find_binding(self, name: str) -> Any:
+        """Return what binds a global name in the file: imports, without regard to whether they succeed, and assignments."""
+        return [
+            _Text("").dump(statement) if isinstance(statement, ast.Assign) else [getattr(statement, "module", ""), alias.name]
+            for statement in _list_statements(self._parse(0))
+            for alias in _list_bound(statement)
+            if (alias.asname or alias.name) == name
+        ]
+
+
+def _parse(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _list_statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Return the statements at the top of a file, and those in `try` and `if`."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.stmt, ast.excepthandler)) and not isinstance(child, _DEFINITIONS):
+            yield child
+            yield from _list_statements(child)
+
+
+def _list_bound(statement: ast.AST) -> list[ast.alias]:
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return statement.names
+    if isinstance(statement, ast.Assign):
+        return [ast.alias(target.id) for target in statement.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _find_definitions(tree: ast.Module, code: types.CodeType) -> Iterator[list[Any]]:
+    """Return the definitions of the code's name and line, each after the definitions around it."""
+    waiting: list[tuple[Any, list[Any]]] = [(tree, [])]
+    while waiting:
+        node, path = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            inner = [*path, child] if isinstance(child, _DEFINITIONS) else path
+            first = min((d.lineno for d in getattr(child, "decorator_list", [])), default=getattr(child, "lineno", 0))
+            if isinstance(child, ast.FunctionDef) and (child.name, first) == (code.co_name, code.co_firstlineno):
+                yield inner
+            elif first <= code.co_firstlineno <= getattr(child, "end_lineno", 0):
+                waiting.append((child, inner))
+
+
+def _list_nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _list_nested(constant)
+
+
+def list_globals(function: Any) -> Iterator[str]:
+    """Return the global names that the code of a function and of the functions in it loads."""
+    for code in list_code(function):
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                yield from read_names(step)
+
+
+def is_of_known_library(thing: Any) -> bool:
+    """Return whether a module, a class or a function belongs to Python, torch or another library that a name identifies."""
+    module = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
+    is_named = isinstance(thing, types.ModuleType) or callable(thing)
+    return is_named and str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"} and hasattr(thing, "__name__")
+
+
+class _Text:
+    """A syntax tree as lists: no empty fields, no contexts, no words for people and no field of some Python versions alone.
+
+    Attributes:
+        names: the names that are loaded.
+        attributes, writes: the names of a layer's attributes that are loaded and set.
+        passes_self: whether the layer itself is loaded.
+    """
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.writes: set[str] = set()
+        self.passes_self = False
+
+    def dump_function(self, node: ast.FunctionDef) -> Any:
+        return [self.dump(node.args), self._dump_body(node.body, node)]
+
+    def dump(self, node: Any) -> Any:
+        if not isinstance(node, ast.AST):
+            return list(map(self.dump, node)) if isinstance(node, list) else repr(node)
+        if isinstance(node, ast.Name):
+            self.names.add(node.id)
+            self.passes_self |= node.id == self._own
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._own != "":
+            (self.attributes if isinstance(node.ctx, ast.Load) else self.writes).add(node.attr)
+            return ["Attribute", self._own, node.attr, isinstance(node.ctx, ast.Load)]
+        return [type(node).__name__, *self._dump_fields(node)]
+
+    def _dump_fields(self, node: ast.AST) -> Iterator[Any]:
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if name in _DROPPED or value == [] or (value is None and name != "value"):
+                continue
+            if name in ("body", "orelse", "finalbody") and isinstance(value, list):
+                value = self._dump_body(value, node)
+                if not value:
+                    continue
+            yield [name, value if name in ("body", "orelse", "finalbody") and isinstance(value, list) else self.dump(value)]
+
+    def _dump_body(self, statements: list[ast.stmt], owner: ast.AST) -> list[Any]:
+        if isinstance(owner, ast.If) and statements is owner.orelse and all(isinstance(s, ast.Raise) for s in statements):
+            return []
+        return [self.dump(s) for k, s in enumerate(statements) if not _is_for_people(s, owner, k)]
+
+
+def _is_for_people(statement: ast.stmt, owner: Any, place: int) -> bool:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return place == 0 and isinstance(owner, _DEFINITIONS)
+    if isinstance(statement, ast.If) and not statement.orelse and all(isinstance(s, ast.Raise) for s in statement.body):
+        return _is_harmless(statement.test, _HARMLESS)
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return _get_called(statement.value) in _WORDS and _is_harmless(statement.value, _HARMLESS | _WORDS)
+    return isinstance(statement, ast.Assert) and _is_harmless(statement.test, _HARMLESS | _ASSERTED)
+
+
+def _is_harmless(node: ast.AST, allowed: set[str]) -> bool:
+    """Return whether an expression calls only these functions and methods, and assigns nothing."""
+    calls = {_get_called(call) for call in ast.walk(node) if isinstance(call, ast.Call)}
+    return calls <= allowed and not any(isinstance(part, ast.NamedExpr) for part in ast.walk(node))
+
+
+def _get_called(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))

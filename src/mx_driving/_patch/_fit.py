@@ -1,0 +1,114 @@
+"""A form as one function or class has it: the calls that the form answers, and the stand-in that asks for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ._forms import FUNCTION, MODULE, Form, find_role
+from ._parameters import Parameters
+
+Values = Mapping[str, tuple[Any, ...]]  # name -> the values that a form serves
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A form, and what it does not serve.
+
+    Attributes:
+        owner: the class of the layer; a subclass that has the same methods is served, too.
+        flags: attributes of the layer that its code reads beside sizes and linear layers -> the values that the form serves.
+        options: parameters without a role -> the values that the form serves.
+        holders: attributes of the layer that hold its core.
+        cores: the functions and classes that these attributes may hold.
+        methods: names of the layer's methods that its forward calls.
+        widths: last sides of the reference points that the form serves.
+        masked: whether the form serves a mask.
+        starts: whether the code reads level_start_index. Plain torch takes the levels one after the other.
+    """
+
+    form: Form
+    owner: type | None = None
+    flags: Values = field(default_factory=dict)
+    options: Values = field(default_factory=dict)
+    holders: tuple[str, ...] = ()
+    cores: tuple[Any, ...] = ()
+    methods: tuple[str, ...] = ()
+    widths: tuple[int, ...] = (2, 4)
+    masked: bool = True
+    starts: bool = True
+
+    def serves(self, layer: Any, arguments: Mapping[str, Any]) -> bool:
+        """Return whether the form answers a call. The own code of the function or layer does the rest."""
+        if self.form.kind == MODULE and not self._knows(layer):
+            return False
+        if not all(_has_value(arguments[name], values) for name, values in self.options.items()):
+            return False
+        if not self.masked and arguments.get("mask") is not None:
+            return False
+        reference = arguments.get("reference")
+        return (reference is None or reference.shape[-1] in self.widths) and self.form.serves(layer, arguments)
+
+    def _knows(self, layer: Any) -> bool:
+        """Return whether a layer has the code and the flags of this form."""
+        if not isinstance(layer, self.owner):  # type: ignore[arg-type]
+            return False
+        if any(name in layer.__dict__ for name in ("forward", *self.methods)):
+            return False
+        kind = type(layer)
+        if kind is not self.owner and any(getattr(kind, name) is not getattr(self.owner, name) for name in self.methods):
+            return False
+        if not all(_has_value(getattr(layer, name, None), values) for name, values in self.flags.items()):
+            return False
+        return all(self._knows_core(getattr(layer, name)) for name in self.holders)
+
+    def _knows_core(self, core: Any) -> bool:
+        """Return whether an attribute of a layer holds a core that the form replaces, as it is."""
+        if isinstance(core, functools.partial):
+            return core.func in self.cores and not core.args and core.keywords in ({}, {"method": "default"})
+        if core in self.cores:
+            return True
+        return type(core) in self.cores and "forward" not in core.__dict__ and not _has_hooks(core)
+
+
+def _has_value(value: Any, values: tuple[Any, ...]) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None))) and value in values
+
+
+def _has_hooks(layer: Any) -> bool:
+    """Return whether a layer that a form does not call has hooks."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the original's parameters that calls the operator. The fallback answers a call that the form does
+    not serve: the original, or the stand-in of another class."""
+    form, bound = fit.form, int(fit.form.kind == MODULE)
+    parameters = Parameters(original, bound)
+    bind = parameters.binder({name: name if name in fit.options else find_role(name) for name in select_names(fit, parameters)})
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments, layer = bind(args[bound:], kwargs), args[0] if bound else None
+        if arguments is None or _is_exported_by_tracing() or not fit.serves(layer, arguments):
+            return fallback(*args, **kwargs)
+        return form.answer(layer, arguments)
+
+    return call
+
+
+def _is_exported_by_tracing() -> bool:
+    """Return whether the older exporter of torch.onnx runs, which knows no operator of ours."""
+    return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()
+
+
+def select_names(fit: Fit, parameters: Parameters) -> list[str]:
+    """Return the parameters that count: all that the code reads, and tables, which save the time of making them."""
+    names = parameters.all if fit.form.reads_all else parameters.read
+    tables = [name for name in parameters.all if find_role(name) == "shapes"] if fit.form.kind != FUNCTION else []
+    names = [name for name in parameters.all if name in names or name in tables]
+    return [name for name in names if fit.starts or find_role(name) != "starts"]
