@@ -184,9 +184,9 @@ def walk_nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 def _find_sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
     """Yield the names of sparse initializers and constants, which onnx_ir does not read."""
-    for one in walk_graphs(graph):
-        yield from (tensor.values.name for tensor in getattr(one, "sparse_initializer", ()))
-        for node in one.node:
+    for subgraph in walk_graphs(graph):
+        yield from (tensor.values.name for tensor in getattr(subgraph, "sparse_initializer", ()))
+        for node in subgraph.node:
             if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
                 yield node.output[0]
 

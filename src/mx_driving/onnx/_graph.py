@@ -56,7 +56,7 @@ def is_cast(node: ir.Node | None) -> TypeGuard[ir.Node]:
 
 
 def sources(value: ir.Value | None, *kinds: str) -> Iterator[ir.Value]:
-    """Yield the value, and the values that casts and nodes of these kinds compute it from, each from its first input."""
+    """Walk upstream along first inputs, through casts and nodes of these kinds. Yield the value first."""
     while value is not None:
         yield value
         node = value.producer()
@@ -120,7 +120,7 @@ def name_unshaped(value: ir.Value) -> str:
 
 
 def walk_back(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
-    """Yield the value, and the values that these nodes compute it from, the nearest first."""
+    """Walk upstream along all inputs, through nodes for which `through` is true. Yield the value first, then the nearest."""
     seen, todo = {value}, [value]
     while todo:
         yield (value := todo.pop(0))

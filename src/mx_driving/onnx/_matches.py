@@ -113,10 +113,10 @@ def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
 
 
 def find_again(match: Match, model: ir.Model) -> Match:
-    """Return the match in a file that was made from the match's file and has its names of tensors.
+    """Return the match in another file, found by the names of its tensors.
 
     Raises:
-        ValueError: a tensor is not there.
+        ValueError: a name is missing.
     """
     values = {str(v.name): v for v in (*model.graph.inputs, *model.graph.initializers.values(), *_file.list_outputs(model))}
     names = [*(str(v.name) for v in match.inputs.values()), match.name]

@@ -121,7 +121,7 @@ def _before_scaling(grid: ir.Value) -> ir.Value:
 
 
 def _gathers(value: ir.Value) -> list[ir.Node]:
-    """Return the gathers at floored or rounded indices whose weighted rows are summed in value."""
+    """Return the Gather nodes that read sampled rows of `value`: their index is floored or rounded."""
     sampled = walk_back(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
     indices = ((node, _index(node)) for node in nodes if node is not None)

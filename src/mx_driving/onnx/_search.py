@@ -84,17 +84,17 @@ def _factors(node: ir.Node) -> Pairs:
     return [(left, right), (right, left)] if left is not None and right is not None else []
 
 
-def _add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
+def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
     """Return a dictionary from each node with a leaf, and each Add of such nodes, to the leaves in order."""
     totals: dict[ir.Node, list[Any]] = {}
     for node in graph:
-        if first := leaf(node):
+        if first := read_leaf(node):
             totals[node] = [first]
         added: list[Any] = [producer(v, *PAIRS) for v in node.inputs] if is_node(node, "Add") else []
-        if added and all(one in totals for one in added):
-            totals[node] = [first for one in added for first in totals[one]]
-            for one in {*added}:
-                del totals[one]
+        if added and all(term in totals for term in added):
+            totals[node] = [leaf for term in added for leaf in totals[term]]
+            for term in {*added}:
+                del totals[term]
     return totals
 
 

@@ -56,7 +56,7 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
 
 
 def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Return the nodes between the operator's inputs and output, checked and in order, and sizes read outside them."""
+    """Return the nodes between the operator's inputs and output in order, and the outputs of Shape nodes before them."""
     ends, names = {*sampling.ends}, _sizes.name_sizes(sampling, _sizes.make_shapes(sampling, *_sizes.FEW))
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
