@@ -13,7 +13,7 @@ SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving,
 # The lowest floor first. A room is a folder, a file that lies in none, or a file of a folder that only programs import.
 # Rooms of one floor do not import each other.
 FLOORS = (
-    ("geometry", "_agreement", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
+    ("geometry", "_agreement", "_installing", "_import_guard", "_library_path", "_needs", "_replacing", "_torch_private"),
     ("_operator", "config"),
     ("_data_checks", "reference"),
     ("_operator.decompositions", "_backends"),
