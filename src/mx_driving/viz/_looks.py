@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import _torch_private
 from .._operator import composition
 from .._operator.description import OPERATORS, SAMPLING
 
@@ -35,13 +35,13 @@ class Look:
         return f"Look({self.operator}: {', '.join(inputs)}, on {self.table.device})"
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(_torch_private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.looks: list[Look] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace, _, name = func._schema.name.partition("::")
+        namespace, _, name = func.name().partition("::")
         name = name.removesuffix("_autocast")
         if namespace == "mx_driving" and name in SAMPLING:
             inputs, bare = [a.detach() if isinstance(a, Tensor) else a for a in args], OPERATORS[name].bare

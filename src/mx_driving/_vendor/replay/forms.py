@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mx_driving_portable.record import FUNCTIONS
 
 from ... import ops
 from ..._cli_support.problems import Problem
 from ..._operator.description import OPERATORS, POOL, Operator
+from ..._torch_private import TorchDispatchMode
 from ...ops._other_shapes import sampling_inputs
 from ...ops._stand_ins import stand_in
 
