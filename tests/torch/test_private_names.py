@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._decomp import decomposition_table as DECOMPOSITIONS
 from torch._decomp import meta_table
+from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Linear
@@ -72,7 +73,7 @@ def splits_graphs():
         return t + 1
 
     p.skip_in_compile(function)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(Unsupported):
         torch.compile(lambda t: function(t), backend="eager", fullgraph=True)(ONE)
     return True
 

@@ -47,15 +47,16 @@ def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
     required = sum(p.default is p.empty for p in parameters)
     if operator:
         check = functools.partial(checks.check_call, operator)
+    releases, dtensor = limits.open_releases, distributed.CLASSES  # two lists that are usually empty
 
     @functools.wraps(public)
     def call(*args: Any, **named: Any) -> Any:
         if (named or not required <= len(args) <= most) and not _binds(names, required, most, args, named):
             _refuse(public.__name__.removeprefix("_"), names, required, args, named)
         try:
-            if operator and (limits.open_releases or (distributed.CLASSES and distributed.skips_autograd())):
+            if operator and (releases or (dtensor and distributed.skips_autograd())):
                 args, named = prepare(operator, *_bind(signature, args, named)), {}
-            return public(*args, **named)
+            return public(*args, **named) if named else public(*args)
         except Exception as error:
             if torch.compiler.is_compiling() or hasattr(error, "argument"):
                 raise
