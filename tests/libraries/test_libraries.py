@@ -61,9 +61,8 @@ def test_a_patched_model_gives_its_own_numbers(library, model):
     torch.set_default_dtype(torch.float64)
     try:
         layers = [part for part in subject.model.modules() if hasattr(part, "sampling_offsets")]
-        with mx_driving.patched(subject.model) as done:
-            with mx_driving.viz.recording() as looks:
-                subject.forward()
+        with mx_driving.patched(subject.model) as done, mx_driving.viz.recording() as looks:
+            subject.forward()
         outputs, gradients = models.compare(subject)
     finally:
         torch.set_default_dtype(default)

@@ -346,9 +346,12 @@ def test_a_rank_without_a_row_is_refused(implementation, sentence, index):
             (registered.run_reference if implementation == "reference" else registered.op)(*args)
         assert str(refused.value) == sentence
     if implementation != "reference":
-        with pytest.raises(ValueError) as refused:
-            mx_driving.bev_pool_v3(p.depth, p.feat, p.ranks_depth, p.ranks_feat, p.ranks_bev, (*p.args[5:], p.feat.shape[1]))
-        assert str(refused.value) == sentence
+        depth, feat, *ranks, shape = public(p)
+        vmapped = torch.vmap(lambda *ranks: mx_driving.bev_pool_v3(depth, feat, *ranks, shape))
+        for call in (lambda: mx_driving.bev_pool_v3(*public(p)), lambda: vmapped(*(t[None] for t in ranks))):
+            with pytest.raises(ValueError) as refused:
+                call()
+            assert (str(refused.value), refused.value.argument) == (sentence, sentence.partition("[")[0])
 
 
 def refusals() -> dict[str, tuple[Any, ...]]:

@@ -84,12 +84,13 @@ SENTENCES = [
 
 
 def said(call):
-    """The sentence of Python's refusal, whose class follows from it."""
+    """The sentence of Python's refusal, whose class and argument follow from it."""
     with pytest.raises((TypeError, ValueError)) as refused:
         call()
     sentence = str(refused.value)
     of_kind = "dtype" in sentence or "a torch.Tensor" in sentence
     assert refused.type is (TypeError if of_kind else ValueError)
+    assert refused.value.argument == re.match(r"\w+", sentence)[0]
     return sentence
 
 
@@ -174,14 +175,13 @@ def test_the_same_sentence_everywhere(operator, backward, place):
 def test_a_call_off_the_cpu_is_checked_once(operator, gradients, monkeypatch):
     """The kernel checks, and says what the public function says on a CPU."""
     args = [a.to("meta") if isinstance(a, Tensor) else a for a in GOOD[operator]()]
-    plain = all(isinstance(a, Tensor) for a in args)
     checked = []
     keeps_rules = checks._keeps_rules
     monkeypatch.setattr(checks, "_keeps_rules", lambda *call: checked.append(1) or keeps_rules(*call))
     with torch.set_grad_enabled(gradients):
         output = getattr(mx_driving, operator)(args[0].requires_grad_(gradients), *args[1:])
         assert (output.device.type, output.requires_grad) == ("meta", gradients)
-        assert len(checked) == (1 if plain else 2)
+        assert len(checked) == 1
         for at, wrong in spoilt(args):
             given = [*args[:at], wrong, *args[at + 1 :]]
             if at or wrong.dim() != args[0].dim() or not wrong.is_floating_point():
@@ -190,13 +190,24 @@ def test_a_call_off_the_cpu_is_checked_once(operator, gradients, monkeypatch):
                 assert said(lambda given=given: getattr(mx_driving, operator)(*given)) == sentence
 
 
+TRANSFORMS = {
+    "jvp": lambda call, value: torch.func.jvp(call, (value,), (value,)),
+    "grad": lambda call, value: torch.func.grad(lambda v: call(v).sum())(value),
+    "vmap": lambda call, value: torch.vmap(call)(value[None]),
+    "vmap of nothing": lambda call, value: torch.vmap(call)(value[None][:0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_tangents_do_not_pass_the_checks_by(operator):
+def test_transforms_do_not_pass_the_checks_by(operator, transform):
+    """Neither that of shapes nor that of tables, which a transform leaves as they are."""
     value, *others = GOOD[operator]()
-    wrong = [*others[:-1], others[-1][:, :1]]
-    op = getattr(torch.ops.mx_driving, operator).default
-    sentence = said(lambda: getattr(mx_driving, operator)(value, *wrong))
-    assert said(lambda: torch.func.jvp(lambda v: op(v, *wrong), (value,), (value,))) == sentence
+    call, run = getattr(mx_driving, operator), TRANSFORMS[transform]
+    wrongs = [[*others[:-1], others[-1][:1]], [others[0], others[1] - 1, *others[2:]]]
+    for wrong in wrongs[: 1 if transform == "vmap of nothing" else 2]:
+        sentence = said(lambda wrong=wrong: call(value, *wrong))
+        assert said(lambda wrong=wrong: run(lambda v: call(v, *wrong), value)) == sentence
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -343,7 +354,9 @@ KINDS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of:UserWarning", "ignore:.* not implemented in __torch_dispatch__:UserWarning"
+)
 @pytest.mark.parametrize("place", [0, 3, -1])
 @pytest.mark.parametrize(("make", "rule"), KINDS)
 @pytest.mark.parametrize("operator", sorted(GOOD))
@@ -356,9 +369,13 @@ def test_nested_and_masked_tensors(operator, make, rule, place):
     assert str(refused.value) == f"{OPERATORS[operator].inputs[place]} must {rule}"
 
 
-def test_symbolic_trace_is_told_of_wrap():
-    with pytest.raises(TypeError, match=r"^value must be a torch\.Tensor \(torch\.fx\.symbolic_trace takes .*\); got Proxy$"):
-        torch.fx.symbolic_trace(lambda value: mx_driving.multi_scale_deformable_attn(value, *GOOD[MULTI_SCALE]()[1:]))
+def test_symbolic_trace():
+    """It records an operator whose inputs are the caller's. A pool reads their shapes, and says what takes it."""
+    value, *others = GOOD[MULTI_SCALE]()
+    traced = torch.fx.symbolic_trace(lambda value: mx_driving.multi_scale_deformable_attn(value, *others))
+    assert torch.equal(traced(value), mx_driving.multi_scale_deformable_attn(value, *others))
+    with pytest.raises(TypeError, match=r"^feat must be a torch\.Tensor \(torch\.fx\.symbolic_trace takes .*\); got Proxy$"):
+        torch.fx.symbolic_trace(lambda feat: mx_driving.bev_pool(feat, torch.zeros(2, 4).long(), 1, 1, 1, 1))
 
 
 def test_an_output_that_memory_does_not_hold():

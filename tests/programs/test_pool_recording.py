@@ -113,16 +113,16 @@ def test_names_of_ours_with_gradients(tmp_path):
     assert shown.count("grad_depth") == 3
 
 
-def test_limits_of_the_environment_do_not_hold_for_recorded_calls(tmp_path, monkeypatch):
+def test_limits_of_the_environment_do_not_hold_for_recorded_calls(tmp_path):
     """A call with 5 channels, which the limits refuse, was computed on a device: it is judged."""
     rows, places = torch.randn(2, 5), torch.tensor([[0, 1, 1, 0], [4, 3, 1, 1]])
     with record.recording(tmp_path / "calls", every=1):
         mx_driving.bev_pool(rows, places, B, D, H, W)
-    monkeypatch.setattr(limits, "_open", [limits.NEWEST])
-    with pytest.raises(ValueError, match="multiple of 8"):
-        mx_driving.bev_pool(rows, places, B, D, H, W)
-    judged(tmp_path / "calls")
-    assert limits.enforced()
+    with limits.atlas_limits():
+        with pytest.raises(ValueError, match="multiple of 8"):
+            mx_driving.bev_pool(rows, places, B, D, H, W)
+        judged(tmp_path / "calls")
+        assert limits.open_releases
 
 
 def test_stand_ins_of_extensions(extension, tmp_path):

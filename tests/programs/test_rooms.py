@@ -14,7 +14,7 @@ SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving,
 FLOORS = (
     (
         *("_agreement", "_foreign_functions", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
-        "_show",
+        *("_show", "_torch_private"),
     ),
     ("_operator", "config"),
     ("_data_checks", "_files", "geometry", "reference"),

@@ -157,12 +157,9 @@ class _Backward(_Function):
 
 
 def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
-    sentence = loaded().mxd_last_error().decode()
-    if status == _BAD_LEVEL:
+    if status in (_BAD_LEVEL, _BAD_RANK):
         checks.contents(operator, inputs)
-    if status == _BAD_RANK:
-        raise ValueError(sentence)
-    raise RuntimeError(f"the native kernel of {operator.name}: {sentence}")
+    raise RuntimeError(f"the native kernel of {operator.name}: {loaded().mxd_last_error().decode()}")
 
 
 def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:

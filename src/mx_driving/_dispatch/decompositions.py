@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, _decomp
+from torch import Tensor
 
-from .. import reference
+from .. import _torch_private, reference
 from .._operator import composition, geometry
 from .._operator.description import OPERATORS
 from .._replacing import when_imported
@@ -136,16 +136,5 @@ def find(name: str) -> Callable[..., Tensor]:
 
 
 def register(op: Any, decomposition: Callable[..., Tensor], fake: Callable[..., Any]) -> None:
-    """Register a decomposition. torch.onnx.export reads it; compilers do not."""
-    _decomp.decomposition_table[op] = decomposition
-    # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
-    _decomp.meta_table[op] = fake
-    when_imported("torch._inductor.lowering", lambda: _keep_whole(op))
-
-
-def _keep_whole(op: Any) -> None:
-    """Let inductor call the operator as it is. If CI is set in the environment, inductor refuses that for an operator with a
-    decomposition, unless the operator is on this list."""
-    from torch._inductor import lowering
-
-    lowering.FALLBACK_ALLOW_LIST.add(op.name())
+    _torch_private.register_decomposition(op, decomposition, fake)
+    when_imported("torch._inductor.lowering", lambda: _torch_private.keep_whole_in_inductor(op))

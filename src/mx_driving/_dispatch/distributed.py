@@ -13,22 +13,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
-from .. import _needs
+from .. import _needs, _torch_private
 from .._operator.description import OPERATORS, Operator
+from .._replacing import when_imported
+
+CLASSES: list[type] = []  # DTensor, once a program has imported it
+when_imported("torch.distributed.tensor", lambda: CLASSES.append(sys.modules["torch.distributed.tensor"].DTensor))
+
+
+def skips_autograd() -> bool:
+    """Return whether calls do not pass our Autograd kernel, which prepares them otherwise."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
     """Return the arguments as DTensor's dispatch requires them: those with indices in `shared`, such as tables, replicated."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return args
-    sharded = next((a for a in args if isinstance(a, module.DTensor)), None)
+    sharded = next((a for a in args if isinstance(a, CLASSES[0])), None) if CLASSES else None
     if sharded is None:
         return args
     mesh = sharded.device_mesh
-    _check_torch(mesh, sharded._local_tensor)
+    _check_torch(mesh, _torch_private.local_tensor(sharded))
     _register()
     return tuple(_replicate(a, mesh) if i in shared else a for i, a in enumerate(args))
 
@@ -36,7 +41,7 @@ def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
 def _check_torch(mesh: Any, local: Tensor) -> None:
     if mesh.ndim > 1:
         _needs.check("DTensor on a mesh of several dimensions")
-    if isinstance(local, FakeTensor):
+    if isinstance(local, _torch_private.FakeTensor):
         _needs.check("DTensor under torch.compile")
 
 
@@ -51,11 +56,8 @@ def _replicate(table: Tensor, mesh: Any) -> Tensor:
 
 @functools.cache
 def _register() -> None:
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
-    propagator = DTensor._op_dispatcher.sharding_propagator
     for name, operator in OPERATORS.items():
         forward = getattr(torch.ops.mx_driving, name).default
         backward = getattr(torch.ops.mx_driving, name + "_backward").default
@@ -63,8 +65,7 @@ def _register() -> None:
         autocast = getattr(torch.ops.mx_driving, name + "_autocast").default
         register_sharding(autocast)(functools.partial(_forward_rules, name))
         register_sharding(backward)(functools.partial(_backward_rules, name))
-        # cached for each mask: a gradient that is not needed is empty
-        propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(1 + len(operator.inputs), needs_pytree=True)
+        _torch_private.cache_shardings_by_mask(backward, 1 + len(operator.inputs))
 
 
 def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
-from .. import _backends, _data_checks, reference
+from .. import _backends, _data_checks, _torch_private, reference
 from .._backends.triton import from_cpp
 from .._operator import checks, rules
 from .._operator.description import OPERATORS, Operator, autocast_dtype, empty_gradients
@@ -28,7 +26,6 @@ from .choose import choose
 # If another program defined our schemas in C++, this removes its definitions first.
 _CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # else C++ has registered the kernels of the CPU
 _PLAIN = (Tensor, torch.nn.Parameter)
-_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 _NOTHING = contextlib.nullcontext()
 _DEVICES = {"CPU": "cpu", "CUDA": "cuda", "XPU": "xpu", "CompositeExplicitAutograd": "other"}  # by dispatch key
 _library = torch.library.Library("mx_driving", "DEF")
@@ -64,7 +61,7 @@ class Registered:
             from_cpp.define(name, self.schema(), kernels.pop("CUDA"))
         for key, kernel in kernels.items():
             _library.impl(name, kernel, key)
-        self.gpu_kernels = {getattr(torch._C.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU") if key in kernels}
+        self.gpu_kernels = {getattr(_torch_private.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU") if key in kernels}
         self.register_decomposition()
 
     def register_decomposition(self) -> None:
@@ -85,6 +82,8 @@ class Registered:
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
+        if info.batch_size == 0:  # The sizes of empty batches always agree, so check an entry.
+            self.check(*(a if d is None else a.new_empty(a.movedim(d, 0).shape[1:]) for a, d in zip(args, dims, strict=True)))
         return vmap.map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
 
     def autograd(self, keyset: Any, *args: Any) -> Any:
@@ -94,15 +93,16 @@ class Registered:
         tangents.
         """
         args = distributed.prepare(args, self.shared)
-        transformed = torch._C._are_functorch_transforms_active()
+        transformed = _torch_private.are_transforms_active()
         # a compiled torch.func.jvp enters its level, and forward_ad does not notice
-        if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
+        if (transformed or _torch_private.is_forward_mode_active()) and _any_tangent(args):
             self.check(*args)
+            checks.check_contents(self.operator, args[self.value : len(args) - self.value])
             return self.reference(*(a if i in self.differentiable else _detach(a) for i, a in enumerate(args)))
         if torch.is_grad_enabled():
             for i in self.differentiable:
                 if args[i] is not None and args[i].requires_grad:  # None: the kernel names the argument
-                    with enable_single_level_autograd_function() if transformed else _NOTHING:
+                    with _torch_private.allow_function_of_one_level() if transformed else _NOTHING:
                         return self.function.apply(keyset, *args)
         return self.below_autograd(keyset, *args)
 
@@ -111,7 +111,7 @@ class Registered:
 
         Kernels in Python call operations of torch, which must not be recorded.
         """
-        value, below = args[self.value], keyset & _BELOW_AUTOGRAD
+        value, below = args[self.value], keyset & _torch_private.BELOW_AUTOGRAD
         if type(value) in _PLAIN and value.is_cpu:
             if value.numel() > _backends.native.MOST_ROWS:  # else its rows are fewer
                 inputs = args[self.value : self.count]
@@ -121,7 +121,7 @@ class Registered:
                 return self.op.redispatch(below, *args)
         # on a GPU the dispatcher would only come back to Python, which takes 5 us
         kernel = self.gpu_kernels.get(below.highestPriorityTypeId())
-        with torch._C._AutoDispatchBelowAutograd():
+        with _torch_private.below_autograd():
             return kernel(*args) if kernel else self.op.redispatch(below, *args)
 
     def make_function(self) -> Any:
@@ -129,19 +129,19 @@ class Registered:
 
         def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
             self.save(ctx, args)
-            if not torch._C._are_functorch_transforms_active():
+            if not _torch_private.are_transforms_active():
                 return self.below_autograd(keyset, *args)
             # autograd turns both modes of differentiation off inside a function's forward, but outer levels still need them
-            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            with torch.enable_grad(), _torch_private.enable_forward_mode(True):
                 return self.below_autograd(keyset, *args)
 
         parts = {
             "forward": forward,
             "backward": lambda ctx, *grads: (None, *self.differentiate(ctx, grads, ctx.needs_input_grad[1:])),
         }
-        if hasattr(torch.autograd.Function, "_compiled_autograd_key"):  # what compiled autograd looks for
-            parts["_compiled_autograd_key"] = torch.autograd.Function._compiled_autograd_key
-        return type(self.name, (_SingleLevelFunction,), {name: staticmethod(part) for name, part in parts.items()})
+        if _torch_private.compiled_autograd_key:
+            parts["_compiled_autograd_key"] = _torch_private.compiled_autograd_key
+        return type(self.name, (_torch_private.FunctionOfOneLevel,), {name: staticmethod(part) for name, part in parts.items()})
 
     def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
         """Save the inputs alone."""
@@ -158,7 +158,7 @@ class Registered:
         if is_recorded(inputs[0]):
             gradients = backward(*args)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with _torch_private.below_autograd():
                 gradients = backward(*args)
         by_argument: list[Tensor | None] = [None] * (self.count + len(options))
         for i, needed, g in zip(self.differentiable, mask, gradients, strict=True):
@@ -173,7 +173,7 @@ class Registered:
         return value.dtype
 
     def check(self, *args: Any) -> None:
-        """Check the arguments again: torch.ops can be called without a public function."""
+        """Check the arguments of a kernel in Python. C++ checks its own."""
         checks.check_inputs(self.operator, *args)
 
     def kernel_of(self, device: str) -> Any:
@@ -287,7 +287,7 @@ def is_recorded(value: Tensor) -> bool:
     """Return whether our Autograd kernel has something to do: another tensor than a plain one, gradients, or many rows."""
     if type(value) not in _PLAIN or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return True
-    return torch._C._are_functorch_transforms_active() or value.numel() > _backends.native.MOST_ROWS
+    return _torch_private.are_transforms_active() or value.numel() > _backends.native.MOST_ROWS
 
 
 def _any_tangent(args: tuple[Any, ...]) -> bool:

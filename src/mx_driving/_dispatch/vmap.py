@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._operator import rules
+from .._operator import checks, rules
 from .._operator.description import Operator
 
 
@@ -24,7 +24,7 @@ def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int 
     """
     shared = [value + i for i in operator.shared]
     if operator.kind == "pooling" or any(dims[i] is not None for i in shared):
-        return _call_for_each(op, size, dims, args)
+        return _call_for_each(operator, op, value, size, dims, args)
     mask = args[-1] if value else None
     needed = [value + i for i, need in zip(operator.differentiable, mask or (), strict=False) if need]
     read_by_all = [value + i for i, axis in enumerate(operator.axes[operator.queries][:-1]) if axis is None]
@@ -53,11 +53,21 @@ def _unfold(results: Any, sizes: tuple[int, int], axis: int, mask: list[bool] | 
     return outputs, tuple(axis if needed else None for needed in mask)
 
 
-def _call_for_each(op: Any, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
+def _call_for_each(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
     if size == 0:
         name = op.name().partition("::")[2]
         rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {name} for each", "size 0")
-    results = [op(*(a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True))) for i in range(size)]
+    entries = ([a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)] for i in range(size))
+    results = [_call(operator, op, value, entry) for entry in entries]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
     return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def _call(operator: Operator, op: Any, value: int, args: list[Any]) -> Any:
+    """Call the operator for an entry. No caller can read vmapped index tensors to explain a refusal."""
+    try:
+        return op(*args)
+    except RuntimeError:
+        checks.check_contents(operator, args[value : len(args) - value])
+        raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import _torch_private
 from .description import OPERATORS, Input, Operator
 from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, shape_text, tensors
 
@@ -54,7 +54,7 @@ def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
     Answers about plain tensors are cached by shapes, dtypes and devices, because models repeat them: a check takes 3 us, not 23
     (Intel Xeon, family 6, model 207, 2026-11-26).
     """
-    call, plain = [], not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    call, plain = [], not _torch_private.is_tracing()
     for a in args:
         kind = type(a)
         if kind is Tensor or kind is Parameter:
@@ -264,36 +264,24 @@ def is_readable(t: Tensor) -> bool:
     """Return whether the numbers of t are here now: on a CPU, side by side, outside of all tracing, transforms and modes."""
     if type(t) is not Tensor or not t.is_cpu or torch.compiler.is_compiling() or t.layout != torch.strided:
         return False
-    if t._is_zerotensor() or torch._is_functional_tensor(t):  # pyright: ignore[reportPrivateImportUsage]
+    if _torch_private.has_no_memory(t):
         return False
-    modes = torch._C._len_torch_dispatch_stack()  # FakeTensorMode makes fake tensors of real ones
-    return not (modes or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active())  # pyright: ignore[reportPrivateImportUsage]
+    modes = _torch_private.count_dispatch_modes()  # FakeTensorMode makes fake tensors of real ones
+    return not (modes or _torch_private.is_tracing() or _torch_private.is_transformed(t))
 
 
-# id of a table of shapes -> the legal tables of a call, as weak references; their versions; the rows of value
-_LEGAL_TABLES: dict[int, tuple[Any, Any, tuple[int, int], int]] = {}
+def check_call(operator: Operator, *inputs: Any) -> None:
+    """Check what a kernel checks: the inputs, and the numbers of index tensors where these are readable."""
+    check_inputs(operator, *inputs)
+    check_contents(operator, inputs)
 
 
-def check_tables(operator: Operator, inputs: Sequence[Any]) -> None:
-    """Check level tables if they are readable. Legal tables are remembered, because all layers of a model have the same.
-
-    torch does not count writes through numpy or `.data`: after these the kernel refuses a table that has become illegal.
-    """
-    shapes, starts, num_keys = inputs[1], inputs[2], inputs[0].shape[1]
-    if type(num_keys) is not int:  # while torch traces
-        return
-    if legal := _LEGAL_TABLES.get(id(shapes)):
-        legal_shapes, legal_starts, versions, enough = legal
-        same = legal_shapes() is shapes and legal_starts() is starts
-        if same and (shapes._version, starts._version) == versions and num_keys >= enough:
-            return
-    if not (is_readable(shapes) and is_readable(starts)):
-        return
-    contents(operator, inputs)
-    if not (shapes.is_inference() or starts.is_inference()):  # these have no versions
-        if len(_LEGAL_TABLES) == 256:
-            _LEGAL_TABLES.clear()
-        _LEGAL_TABLES[id(shapes)] = (weakref.ref(shapes), weakref.ref(starts), (shapes._version, starts._version), num_keys)
+def check_contents(operator: Operator, inputs: Sequence[Any]) -> None:
+    """Check the numbers of index tensors if they are readable."""
+    first, last = (2, 5) if operator.kind == "pooling" else (1, 3)
+    tables = [_torch_private.without_gradients(t) for t in inputs[first:last]]
+    if all(map(is_readable, tables)):
+        contents(operator, [*inputs[:first], *tables, *inputs[last:]])
 
 
 def contents(operator: Operator, inputs: Sequence[Any]) -> None:

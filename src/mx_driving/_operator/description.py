@@ -1,119 +1,19 @@
-"""Describe the inputs and outputs of each operator: one text, and its rows as `OPERATORS`.
+"""Describe the inputs and outputs of each operator: the table `OPERATORS`.
 
-native/src/call/description.cpp has the same as a table; a test compares them. A bare operator reads its first input, value, at
+native/src/call/description.cpp has the same table; a test compares them. A bare operator reads its first input, value, at
 samples, which two index tables, locations and weights describe. An operator with logits takes the outputs of linear layers, and
 is built on a bare operator.
-
-The first line of an operator is its name. Below are its kind (attention, aggregation or pooling) and its tensors in
-order: name, elements, axes and marks, with two spaces or more between. `floating` is float32, float64, float16 or
-bfloat16, `index` is int32 or int64, `number` is either. The output has the dtype of the input that is named in its line.
-Axes of one name have one size; `a * b` is one axis, or two axes in an input. `2 or 4` is an axis of either size.
-`R` is the number of reference points, which depends on an option. After the output come `sizes`, axes that no input has: calls
-give them as numbers; `option`, a name and its words; `divides`, an axis that divides another; `sharded`, the axes along which
-processes may share the work; and `built on`, the bare operator.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-
-TEXT = """
-multi_scale_deformable_attn
-    kind                     attention
-    value                    floating  bs, num_keys, num_heads, embed_dims                            gradient
-    value_spatial_shapes     index     num_levels, 2
-    value_level_start_index  index     num_levels
-    sampling_locations       floating  bs, num_queries, num_heads, num_levels, num_points, 2          gradient
-    attention_weights        floating  bs, num_queries, num_heads, num_levels, num_points             gradient
-    output                   value     bs, num_queries, num_heads * embed_dims
-    rows                     4
-    sharded                  bs, num_queries, num_heads, num_levels, num_points
-
-deformable_aggregation
-    kind                     aggregation
-    feature_maps             floating  bs, num_feat, c                                                gradient
-    spatial_shape            index     cam, scale, 2
-    scale_start_index        index     cam, scale
-    sample_locations         floating  bs, anchor, pts, cam, 2                                        gradient
-    weight                   floating  bs, anchor, pts, cam, scale, group                             gradient
-    output                   feature_maps  bs, anchor, c
-    rows                     4
-    divides                  group, c
-    sharded                  bs, anchor, group, cam, pts
-
-geometric_kernel_attention
-    kind                     attention
-    value                    floating  bs, num_keys, num_heads, embed_dims                            gradient
-    spatial_shapes           index     num_levels, 2
-    level_start_index        index     num_levels
-    sampling_locations       number    bs, num_queries, num_heads, num_levels, num_points, 2
-    attention_weights        floating  bs, num_queries, num_heads, num_levels, num_points             gradient
-    output                   value     bs, num_queries, num_heads * embed_dims
-    rows                     1
-    sharded                  bs, num_queries, num_heads, num_levels, num_points
-
-multi_scale_deformable_attn_with_logits
-    kind                     attention
-    value                    floating  bs, num_keys, num_heads, embed_dims                            gradient
-    value_spatial_shapes     index     num_levels, 2
-    value_level_start_index  index     num_levels
-    reference_points         floating  bs, num_queries, R, 2 or 4                                     gradient
-    sampling_offsets         floating  bs, num_queries, num_heads, num_levels, num_points, 2          gradient
-    attention_logits         floating  bs, num_queries, num_heads, num_levels * num_points            gradient
-    output                   value     bs, num_queries, num_heads * embed_dims
-    rows                     4
-    option                   reference_axis  level, point
-    sharded                  bs, num_queries, num_heads
-    built on                 multi_scale_deformable_attn
-
-deformable_aggregation_with_logits
-    kind                     aggregation
-    feature_maps             floating  bs, num_feat, c                                                gradient
-    spatial_shape            index     cam, scale, 2
-    scale_start_index        index     cam, scale
-    key_points               floating  bs, anchor, pts, 3                                             gradient
-    projection               floating  bs, cam, 4, 4                                                  gradient
-    logits                   floating  bs, anchor, cam, scale, pts, group                             gradient
-    image_size               floating  bs, cam, 2                                                     optional
-    pair_scale               floating  bs, anchor, cam, pts                                           optional
-    output                   feature_maps  bs, anchor, c
-    rows                     4
-    divides                  group, c
-    sharded                  bs, anchor, group
-    built on                 deformable_aggregation
-
-geometric_kernel_attention_with_logits
-    kind                     attention
-    value                    floating  bs, num_keys, num_heads, embed_dims                            gradient
-    spatial_shapes           index     num_levels, 2
-    level_start_index        index     num_levels
-    reference_points         floating  bs, num_queries, num_heads, 2
-    window                   index     num_points, 2
-    attention_logits         floating  bs, num_queries, num_heads, num_levels * num_points            gradient
-    output                   value     bs, num_queries, num_heads * embed_dims
-    rows                     1
-    sharded                  bs, num_queries, num_heads
-    built on                 geometric_kernel_attention
-
-bev_pool_v3
-    kind                     pooling
-    feat                     floating  num_feat, c                                                    gradient
-    depth                    floating  num_depth                                                      gradient
-    ranks_feat               index     n
-    ranks_depth              index     n
-    ranks_bev                index     n
-    output                   feat      bs, c, d, h, w
-    sizes                    bs, d, h, w
-    rows                     1
-    sharded                  c, n
-"""
 
 # attention: heads sample the levels of a pyramid. aggregation: groups of channels sample the maps of cameras. pooling: points
 # are summed in cells.
@@ -130,13 +30,28 @@ class SamplingInputs(NamedTuple):
     weights: Any
 
 
-class Input(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """A tensor that an operator takes.
+
+    Axes of one name have one size; `a * b` is one axis, or two. `2 or 4` is an axis of either size. `R` is the number of
+    reference points, which depends on an option.
+    """
+
     name: str
-    elements: str  # "floating", "index" or "number"
-    axes: tuple[str, ...]
-    optional: bool
-    gradient: bool
-    factors: tuple[str, ...]  # axes, where `a * b` is two
+    elements: Literal["floating", "index", "number"]  # float32, float64, float16, bfloat16; int32, int64; either
+    shape: str
+    differentiable: bool = False
+    optional: bool = False
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.shape.split(", "))
+
+    @cached_property
+    def factors(self) -> tuple[str, ...]:
+        """Return the axes, where `a * b` is two."""
+        return tuple(self.shape.replace(" * ", ", ").split(", "))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,13 +59,13 @@ class Operator:
     name: str
     kind: Kind
     tensors: tuple[Input, ...]
-    output: tuple[str, ...]  # axes of the output
+    output: tuple[str, ...]  # axes of the output, which has the dtype of the first input
     rows: int  # rows of value that a sample reads
-    sharded: tuple[str, ...]  # axes along which the work can be split
-    sizes: tuple[str, ...]  # axes of the output that no input has; given as numbers
-    choices: dict[str, tuple[str, ...]]  # option -> its words, the default first
-    divides: tuple[str, ...]  # (axis, axis that it divides), or empty
-    bare: str  # the operator that this one is built on, or ""
+    sharded: tuple[str, ...]  # axes along which processes may share the work
+    sizes: tuple[str, ...] = ()  # axes of the output that no input has; given as numbers
+    choices: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # option -> its words, the default first
+    divides: tuple[str, ...] = ()  # (axis, axis that it divides)
+    bare: str = ""  # the operator that this one is built on
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -163,7 +78,7 @@ class Operator:
     @cached_property
     def differentiable(self) -> tuple[int, ...]:
         """Return the indices of the differentiable inputs, value first."""
-        return tuple(i for i, t in enumerate(self.tensors) if t.gradient)
+        return tuple(i for i, t in enumerate(self.tensors) if t.differentiable)
 
     @cached_property
     def weights(self) -> int:
@@ -207,38 +122,122 @@ class Operator:
         return tuple(i for i, dimension in enumerate(self.axes["bs"][:-1]) if dimension is None)
 
 
-def split(axes: str) -> tuple[str, ...]:
-    return tuple(axes.split(", "))
+_TABLE = (
+    Operator(
+        "multi_scale_deformable_attn",
+        kind="attention",
+        tensors=(
+            Input("value", "floating", "bs, num_keys, num_heads, embed_dims", differentiable=True),
+            Input("value_spatial_shapes", "index", "num_levels, 2"),
+            Input("value_level_start_index", "index", "num_levels"),
+            Input(
+                "sampling_locations", "floating", "bs, num_queries, num_heads, num_levels, num_points, 2", differentiable=True
+            ),
+            Input("attention_weights", "floating", "bs, num_queries, num_heads, num_levels, num_points", differentiable=True),
+        ),
+        output=("bs", "num_queries", "num_heads * embed_dims"),
+        rows=4,
+        sharded=("bs", "num_queries", "num_heads", "num_levels", "num_points"),
+    ),
+    Operator(
+        "deformable_aggregation",
+        kind="aggregation",
+        tensors=(
+            Input("feature_maps", "floating", "bs, num_feat, c", differentiable=True),
+            Input("spatial_shape", "index", "cam, scale, 2"),
+            Input("scale_start_index", "index", "cam, scale"),
+            Input("sample_locations", "floating", "bs, anchor, pts, cam, 2", differentiable=True),
+            Input("weight", "floating", "bs, anchor, pts, cam, scale, group", differentiable=True),
+        ),
+        output=("bs", "anchor", "c"),
+        rows=4,
+        divides=("group", "c"),
+        sharded=("bs", "anchor", "group", "cam", "pts"),
+    ),
+    Operator(
+        "geometric_kernel_attention",
+        kind="attention",
+        tensors=(
+            Input("value", "floating", "bs, num_keys, num_heads, embed_dims", differentiable=True),
+            Input("spatial_shapes", "index", "num_levels, 2"),
+            Input("level_start_index", "index", "num_levels"),
+            Input("sampling_locations", "number", "bs, num_queries, num_heads, num_levels, num_points, 2"),
+            Input("attention_weights", "floating", "bs, num_queries, num_heads, num_levels, num_points", differentiable=True),
+        ),
+        output=("bs", "num_queries", "num_heads * embed_dims"),
+        rows=1,
+        sharded=("bs", "num_queries", "num_heads", "num_levels", "num_points"),
+    ),
+    Operator(
+        "multi_scale_deformable_attn_with_logits",
+        kind="attention",
+        tensors=(
+            Input("value", "floating", "bs, num_keys, num_heads, embed_dims", differentiable=True),
+            Input("value_spatial_shapes", "index", "num_levels, 2"),
+            Input("value_level_start_index", "index", "num_levels"),
+            Input("reference_points", "floating", "bs, num_queries, R, 2 or 4", differentiable=True),
+            Input("sampling_offsets", "floating", "bs, num_queries, num_heads, num_levels, num_points, 2", differentiable=True),
+            Input("attention_logits", "floating", "bs, num_queries, num_heads, num_levels * num_points", differentiable=True),
+        ),
+        output=("bs", "num_queries", "num_heads * embed_dims"),
+        rows=4,
+        choices={"reference_axis": ("level", "point")},
+        sharded=("bs", "num_queries", "num_heads"),
+        bare="multi_scale_deformable_attn",
+    ),
+    Operator(
+        "deformable_aggregation_with_logits",
+        kind="aggregation",
+        tensors=(
+            Input("feature_maps", "floating", "bs, num_feat, c", differentiable=True),
+            Input("spatial_shape", "index", "cam, scale, 2"),
+            Input("scale_start_index", "index", "cam, scale"),
+            Input("key_points", "floating", "bs, anchor, pts, 3", differentiable=True),
+            Input("projection", "floating", "bs, cam, 4, 4", differentiable=True),
+            Input("logits", "floating", "bs, anchor, cam, scale, pts, group", differentiable=True),
+            Input("image_size", "floating", "bs, cam, 2", optional=True),
+            Input("pair_scale", "floating", "bs, anchor, cam, pts", optional=True),
+        ),
+        output=("bs", "anchor", "c"),
+        rows=4,
+        divides=("group", "c"),
+        sharded=("bs", "anchor", "group"),
+        bare="deformable_aggregation",
+    ),
+    Operator(
+        "geometric_kernel_attention_with_logits",
+        kind="attention",
+        tensors=(
+            Input("value", "floating", "bs, num_keys, num_heads, embed_dims", differentiable=True),
+            Input("spatial_shapes", "index", "num_levels, 2"),
+            Input("level_start_index", "index", "num_levels"),
+            Input("reference_points", "floating", "bs, num_queries, num_heads, 2"),
+            Input("window", "index", "num_points, 2"),
+            Input("attention_logits", "floating", "bs, num_queries, num_heads, num_levels * num_points", differentiable=True),
+        ),
+        output=("bs", "num_queries", "num_heads * embed_dims"),
+        rows=1,
+        sharded=("bs", "num_queries", "num_heads"),
+        bare="geometric_kernel_attention",
+    ),
+    Operator(
+        "bev_pool_v3",
+        kind="pooling",
+        tensors=(
+            Input("feat", "floating", "num_feat, c", differentiable=True),
+            Input("depth", "floating", "num_depth", differentiable=True),
+            Input("ranks_feat", "index", "n"),
+            Input("ranks_depth", "index", "n"),
+            Input("ranks_bev", "index", "n"),
+        ),
+        output=("bs", "c", "d", "h", "w"),
+        rows=1,
+        sizes=("bs", "d", "h", "w"),
+        sharded=("c", "n"),
+    ),
+)
 
-
-def _operator(name: str, lines: list[list[str]]) -> Operator:
-    keys = ("kind", "output", "sizes", "rows", "option", "divides", "sharded", "built on")
-    facts = {line[0]: line[1:] for line in lines if line[0] in keys}
-    tensors = tuple(
-        Input(tensor, elements, split(axes), "optional" in rest, "gradient" in rest, tuple(re.split(r", | \* ", axes)))
-        for tensor, elements, axes, *rest in (line for line in lines if line[0] not in keys)
-    )
-    return Operator(
-        name,
-        cast("Kind", facts["kind"][0]),
-        tensors,
-        split(facts["output"][1]),
-        rows=int(facts["rows"][0]),
-        sharded=split(facts["sharded"][0]),
-        sizes=split(facts["sizes"][0]) if "sizes" in facts else (),
-        choices={facts["option"][0]: split(facts["option"][1])} if "option" in facts else {},
-        divides=split(facts["divides"][0]) if "divides" in facts else (),
-        bare=facts.get("built on", [""])[0],
-    )
-
-
-def _read(text: str) -> Iterator[Operator]:
-    for paragraph in text.strip().split("\n\n"):
-        name, *lines = paragraph.splitlines()
-        yield _operator(name, [re.split(r"\s{2,}", line.strip()) for line in lines])
-
-
-OPERATORS = {operator.name: operator for operator in _read(TEXT)}
+OPERATORS = {operator.name: operator for operator in _TABLE}
 MULTI_SCALE, AGGREGATION = "multi_scale_deformable_attn", "deformable_aggregation"
 GEOMETRIC, POOL = "geometric_kernel_attention", "bev_pool_v3"
 # The operators that read maps at locations.

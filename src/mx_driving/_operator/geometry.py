@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch_private
+
 
 def pixels(locations: Tensor, sizes: Tensor) -> Tensor:
     """Return normalised locations in pixels. The centre of the first pixel is 0."""
@@ -26,7 +28,7 @@ def inside(locations: Tensor) -> Tensor:
 def as_int64(index: Tensor) -> Tensor:
     """Return index in int64. Graphs of torch.jit.trace and make_fx check no dtype: a sum keeps floats, and the kernel refuses
     them, where a conversion truncates them."""
-    if torch.compiler.is_compiling() or not (torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()):  # pyright: ignore
+    if torch.compiler.is_compiling() or not (_torch_private.is_tracing() or _torch_private.count_dispatch_modes()):
         return index.long()
     return index + index.new_zeros(1, dtype=torch.int64)
 

@@ -108,7 +108,7 @@ def _releases_of_environment() -> list[str]:
 
 
 # The releases of all open atlas_limits(), after the environment's. Process-wide, like torch.backends' flags.
-_open: list[str] = _releases_of_environment()
+open_releases: list[str] = _releases_of_environment()
 
 
 def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[None]:
@@ -135,30 +135,26 @@ def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[Non
 
 @contextlib.contextmanager
 def _hold_to(release: str) -> Iterator[None]:
-    _open.append(release)
+    open_releases.append(release)
     try:
         yield
     finally:
-        _open.remove(release)
+        open_releases.remove(release)
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
     """Hold no call inside to limits, not even to the environment's."""
-    releases, _open[:] = _open[:], []
+    releases, open_releases[:] = open_releases[:], []
     try:
         yield
     finally:
-        _open[:] = releases
-
-
-def enforced() -> bool:
-    return bool(_open)
+        open_releases[:] = releases
 
 
 def current() -> str:
     """Return the release of the innermost atlas_limits(), or the newest if there is none."""
-    return _open[-1] if _open else NEWEST
+    return open_releases[-1] if open_releases else NEWEST
 
 
 def hold(name: str, *args: Any) -> None:
@@ -176,7 +172,7 @@ def hold(name: str, *args: Any) -> None:
 
 
 def _refuse(name: str, sizes: Sizes) -> None:
-    for release in dict.fromkeys(_open):
+    for release in dict.fromkeys(open_releases):
         for limit, (rule, fact) in _broken(name, sizes, release):
             rules.fail(ValueError, limit.argument, rule, fact)
 

@@ -27,7 +27,15 @@ OFF = ("0", "false", "no", "off", "")
 
 
 def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
-    raise kind(f"{name} must {rule}; got {fact}")
+    refuse(kind, name, f"{name} must {rule}; got {fact}")
+
+
+def refuse(kind: type[Exception], name: str, sentence: str) -> NoReturn:
+    """Raise an error whose attribute `argument` is the name of the wrong argument, without an index."""
+    error = kind(sentence)
+    if not torch.compiler.is_compiling():  # torch.compile cannot trace attributes of errors
+        error.argument = name.partition("[")[0]  # pyright: ignore[reportAttributeAccessIssue]
+    raise error
 
 
 def first_line(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._torch_private import has_hooks
 from ._forms import FUNCTION, MODULE, Form, find_role
 from ._parameters import Parameters
 
@@ -72,16 +73,11 @@ class Fit:
             return core.func in self.cores and not core.args and core.keywords in ({}, {"method": "default"})
         if core in self.cores:
             return True
-        return type(core) in self.cores and "forward" not in core.__dict__ and not _has_hooks(core)
+        return type(core) in self.cores and "forward" not in core.__dict__ and not has_hooks(core)
 
 
 def _has_value(value: Any, values: tuple[Any, ...]) -> bool:
     return isinstance(value, (bool, int, float, str, type(None))) and value in values
-
-
-def _has_hooks(layer: Any) -> bool:
-    """Return whether a layer that a form does not call has hooks."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ def find_layers(model: torch.nn.Module, is_replaced: Callable[[Any], bool]) -> t
     for name, module in model.named_modules():
         if any(name.startswith(f"{layer}.") for layer in (*calling, *others)):
             continue
-        cores = _select_called(list_cores(type(module), {**vars(module), **module._modules}), module)
+        cores = _select_called(list_cores(type(module), {**vars(module), **dict(module.named_children())}), module)
         if any(is_replaced(kind) for kind in type(module).__mro__) or (cores and all(map(is_replaced, cores))):
             calling.append(name)
         elif cores or all(hasattr(module, layer) for layer in LINEAR_LAYERS):

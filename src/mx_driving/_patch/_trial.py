@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
+from .._torch_private import tree_flatten
 from ._attention import Attention, get_levels
 from ._code import Code
 from ._examples import SIZES_OF_CORES, SMALL, Sizes, make_core_examples, make_module_examples, make_random

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
 from .._foreign_functions import FUNCTIONS
 from .._operator.description import OPERATORS, POOL, Operator
 from .._operator.problems import Problem
+from .._torch_private import TorchDispatchMode
 from ..ops._other_shapes import sampling_inputs
 from ..ops._stand_ins import stand_in
 

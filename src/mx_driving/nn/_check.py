@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module
 
+from .. import _torch_private
 from .._dispatch.functions import autocasts
 from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, tensors
 
 # Torch's own, read at import: libraries may replace them later.
 _FORWARDS: dict[type, Any] = {nn.Linear: nn.Linear.forward, nn.Dropout: nn.Dropout.forward}
 _CALL = nn.Module.__call__
-_HOOKS = (module._global_forward_pre_hooks, module._global_forward_hooks)  # of all modules
-_HOOKS += (module._global_backward_pre_hooks, module._global_backward_hooks)
 
 
 def settings(embed_dims: int, **arguments: object) -> None:
@@ -123,14 +121,11 @@ def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     (accelerate), no hooks, and no weight of a subclass (quantisers)."""
     if type(layer) is not kind or getattr(layer.forward, "__func__", None) is not _FORWARDS.get(kind, kind.forward):
         return False
-    if (
-        layer._compiled_call_impl is not None or kind.__call__ is not _CALL
-    ):  # layer.compile() sets the first, libraries the second
+    if _torch_private.is_compiled_in_place(layer) or kind.__call__ is not _CALL:  # libraries may set __call__
         return False
-    hooked = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
     weights = (getattr(layer, name, None) for name in ("weight", "bias"))
     plain = all(t is None or (type(t) in (Tensor, nn.Parameter) and t.is_floating_point()) for t in weights)
-    return plain and not hooked and not any(_HOOKS)
+    return plain and not _torch_private.has_hooks(layer)
 
 
 def layer_dtype(layer: nn.Module, **inputs: Tensor) -> None:

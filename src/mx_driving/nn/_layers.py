@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .. import _torch_private
 from .._dispatch.functions import autocasts
 from . import _check, _initial
 
@@ -57,9 +58,9 @@ class DeformableLayers(nn.Module):
 def is_exported() -> bool:
     """Return whether torch.export, torch.jit.trace or make_fx is tracing."""
     exporting = getattr(torch.compiler, "is_exporting", bool)  # torch 2.7 has it
-    if torch.jit.is_tracing() or exporting():  # pyright: ignore[reportPrivateImportUsage]
+    if _torch_private.is_tracing() or exporting():
         return True
-    return not torch.compiler.is_compiling() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return not torch.compiler.is_compiling() and _torch_private.is_traced_by_make_fx()
 
 
 def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:

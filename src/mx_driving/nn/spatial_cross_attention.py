@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from .._operator.rules import need_one_device
-from ..ops._pooling import is_batched
+from .._torch_private import is_batched, skip_in_compile
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
 from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
@@ -244,5 +244,4 @@ class SpatialCrossAttention(nn.Module):
         seen = seen[..., None]
         return features.view(*seen.shape[:3], self.embed_dims).where(seen, 0).sum(1) / seen.sum(1).clamp(min=1)
 
-    # torch.compile does not look inside. torch.compiler.disable sets the same, and imports the compiler for it.
-    _mean_over_cameras._torchdynamo_disable = True
+    skip_in_compile(_mean_over_cameras)

@@ -1,4 +1,4 @@
-"""The arguments of public functions: their names and number, and the check of an operator's inputs."""
+"""The arguments of public functions: what an operator needs before its call, and the sentence after a refusal."""
 
 from __future__ import annotations
 
@@ -12,60 +12,77 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from .._backends.triton import from_cpp
 from .._dispatch import distributed
 from .._operator import checks, limits
-from .._operator.description import OPERATORS, SAMPLING, Input
+from .._operator.description import SAMPLING, Input, Operator
 from .._operator.rules import fail
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-_GPU_IN_PYTHON = from_cpp.why_not() is not None  # C++ can raise RuntimeError alone
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def check(operator: str, *inputs: Any) -> tuple[Any, ...]:
-    """Check the inputs of a public function, and return them as its operator takes them.
+def prepare(operator: Operator, *inputs: Any) -> tuple[Any, ...]:
+    """Hold a call to limits, and return its inputs as DTensor needs them, which only inference mode has to do here: it skips
+    our Autograd kernel."""
+    if limits.open_releases:
+        if not torch.compiler.is_compiling():
+            checks.check_call(operator, *inputs)
+        limits.hold(operator.name, *inputs)
+    return distributed.prepare(inputs, operator.shared) if distributed.skips_autograd() else inputs
 
-    In a graph the fake kernel checks inputs; limits are checked everywhere. Level tables on a CPU are read here, so that a
-    fault is a ValueError. There are millions of ranks: the kernel reads them.
+
+def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
+    """Decorate a public function, so that every wrong argument is a TypeError or a ValueError that names it.
+
+    Names and the number of arguments are checked here, because Python's sentences would name the wrong argument. Only the
+    kernel checks the arguments. After its error they are gone through again for the sentence.
+
+    Args:
+        check: Takes the same arguments, and raises the sentence. The default is the check of the operator with the name of
+            `public`, if there is one. The call of such a function is prepared, too.
     """
-    row, compiling, limited = OPERATORS[operator], torch.compiler.is_compiling(), limits.enforced()
-    if not compiling and (limited or not _kernel_in_python(inputs)):
-        checks.check_inputs(row, *inputs)
-        if row.kind != "pooling":
-            checks.check_tables(row, inputs)
-    if limited:
-        limits.hold(operator, *inputs)
-    if not compiling and torch.is_inference_mode_enabled():  # our Autograd kernel, which prepares inputs elsewhere, is skipped
-        return distributed.prepare(inputs, row.shared)
-    return inputs
-
-
-def _kernel_in_python(inputs: Sequence[Any]) -> bool:
-    """Return whether the operator's own check, of a kernel in Python, says the same of plain tensors off the CPU: a GPU's call
-    is checked once. torch.vmap would change their shapes first."""
-    value = inputs[0]
-    plain = _GPU_IN_PYTHON and type(value) in _PLAIN and not value.is_cpu and _PLAIN.issuperset(map(type, inputs))
-    return plain and not torch._C._are_functorch_transforms_active()
-
-
-def explain_arguments(public: F) -> F:
-    """Check the names and the number of the arguments of a public function before it is called. Python's sentences would name
-    the wrong argument."""
-    parameters = [p for p in inspect.signature(public).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    signature, operator = inspect.signature(public), SAMPLING.get(public.__name__)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
     names = tuple(p.name for p in parameters)
-    most = len(names) if len(names) == len(inspect.signature(public).parameters) else sys.maxsize
+    most = len(names) if len(names) == len(signature.parameters) else sys.maxsize
     required = sum(p.default is p.empty for p in parameters)
+    if operator:
+        check = functools.partial(checks.check_call, operator)
+    releases, dtensor = limits.open_releases, distributed.CLASSES  # two lists that are usually empty
 
     @functools.wraps(public)
     def call(*args: Any, **named: Any) -> Any:
-        if not named and required <= len(args) <= most:
-            return public(*args)
-        if not required <= len(args) + len(named) <= most or any(name not in names for name in named):
+        if (named or not required <= len(args) <= most) and not _binds(names, required, most, args, named):
             _refuse(public.__name__.removeprefix("_"), names, required, args, named)
-        return public(*args, **named)
+        try:
+            if operator and (releases or (dtensor and distributed.skips_autograd())):
+                args, named = prepare(operator, *_bind(signature, args, named)), {}
+            return public(*args, **named) if named else public(*args)
+        except Exception as error:
+            if torch.compiler.is_compiling() or hasattr(error, "argument"):
+                raise
+            if check and (refusal := _find_refusal(check, _bind(signature, args, named))):
+                raise refusal from None
+            raise
 
     return call  # pyright: ignore[reportReturnType]
+
+
+def _binds(names: Sequence[str], required: int, most: int, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    return required <= len(args) + len(named) <= most and all(name in names for name in named)
+
+
+def _bind(signature: inspect.Signature, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    bound = signature.bind(*args, **named)
+    bound.apply_defaults()
+    return bound.args
+
+
+def _find_refusal(check: Callable[..., None], args: tuple[Any, ...]) -> Exception | None:
+    try:
+        check(*args)
+    except (TypeError, ValueError) as refusal:
+        return refusal
+    return None
 
 
 _NO_STEP = "; mmcv's im2col_step has no use here: MultiScaleDeformableAttnFunction.apply takes and ignores it"

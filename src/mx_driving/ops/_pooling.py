@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-import re
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._operator import geometry
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, tensors
+from .._operator import checks, geometry
+from .._operator.description import OPERATORS, POOL
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, refuse, tensors
+from ._arguments import explain_arguments
 
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
@@ -50,7 +52,7 @@ def _int(size: Any) -> int | torch.SymInt | None:
 def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: int) -> tuple[Tensor, ...]:
     need_dtype("ranks_bev", ranks_bev, INDEX, INDEX_RULE)
     if ranks_bev.dim() != 2:
-        raise ValueError("ranks_bev must be 2D when running without depth")
+        refuse(ValueError, "ranks_bev", "ranks_bev must be 2D when running without depth")  # the vendor's words
     need_shape("ranks_bev", ranks_bev, "n, 4", None, 4)
     count = ranks_bev.shape[0]
     rows = feat.numel() // channels if channels else math.prod(feat.shape[:-1])
@@ -79,16 +81,6 @@ def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
     batch, point = (1 - outside).nonzero(as_tuple=True)
     x, y = x[batch, point], y[batch, point]
     return batch * voxels.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
-
-
-def is_batched(t: Tensor) -> bool:
-    """Return whether vmap has an axis of t, maybe inside of what other transforms see."""
-    functorch: Any = torch._C._functorch  # pyright: ignore
-    while not torch.compiler.is_compiling() and (functorch.is_batchedtensor(t) or functorch.is_gradtrackingtensor(t)):
-        if functorch.is_batchedtensor(t):
-            return True
-        t = functorch.get_unwrapped(t)
-    return False
 
 
 def all_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -120,32 +112,28 @@ def _clamp_voxels(voxels: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
     return list(clamped), torch.stack(outside).sum(0).clamp(max=1)
 
 
-class refuse_ranks:
-    """Turn the RuntimeError that C++ raises about a rank into a ValueError: the one error that public functions do not raise
-    themselves, because there are millions of ranks to read.
-
-    Args:
-        voxels, sizes: without depth, the voxels (h, w, d, b) whose cells are the ranks, and B, D, H, W. The sentence names the
-            voxel then.
-        name: what the public function calls the voxels.
-    """
-
-    def __init__(self, voxels: Tensor | None = None, sizes: Sequence[int] = (), name: str = "ranks_bev") -> None:
-        self.voxels, self.sizes, self.name = voxels, sizes, name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        rank = re.match(r"(ranks_\w+)\[(\d+)\] must be one of", str(error)) if kind in (RuntimeError, ValueError) else None
-        if rank and rank[1] == "ranks_bev" and self.voxels is not None:
-            B, D, H, W = self.sizes
-            voxel = tuple(self.voxels[int(rank[2])].tolist())
-            raise ValueError(f"{self.name}[{rank[2]}] must lie in (H={H}, W={W}, D={D}, B={B}); got {voxel}") from None
-        if rank:
-            raise ValueError(str(error)) from None
+def check(
+    depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any, voxels: str = "ranks_bev"
+) -> None:
+    """Check what the kernel of bev_pool_v3 checks. Without depth, `voxels` is the caller's name of ranks_bev."""
+    inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
+    if depth is None and checks.is_readable(ranks_bev):
+        _check_voxels(voxels, ranks_bev, *inputs[5:])
+    checks.check_call(OPERATORS[POOL], *inputs)
 
 
+def _check_voxels(name: str, voxels: Tensor, B: int, D: int, H: int, W: int) -> None:
+    outside = _clamp_voxels(voxels, H, W, D, B)[1]
+    if outside.any():
+        at = int(outside.argmax())
+        fail(ValueError, f"{name}[{at}]", f"lie in (H={H}, W={W}, D={D}, B={B})", tuple(voxels[at].tolist()))
+
+
+def _check_gradients(grad_out: Any, depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any) -> None:
+    check(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
+
+
+@functools.partial(explain_arguments, check=_check_gradients)
 def gradients(
     grad_out: Tensor,
     depth: Tensor | None,
@@ -159,9 +147,8 @@ def gradients(
         tensors(("grad_out", grad_out))
     need_axes("grad_out", grad_out, "B, D, H, W, C")
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
-    backward = torch.ops.mx_driving.bev_pool_v3_backward
-    with refuse_ranks(None if depth is not None else ranks_bev, inputs[5:]):
-        grad_feat, grad_depth = backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, [True, depth is not None])
+    mask = [True, depth is not None]
+    grad_feat, grad_depth = torch.ops.mx_driving.bev_pool_v3_backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, mask)
     if depth is not None:
         return grad_depth.view(depth.shape), grad_feat.view(feat.shape)
     if rest := feat.numel() - grad_feat.numel():  # rows of feat that are no point's

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from .._operator.description import OPERATORS, POOL
 from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_shape, tensors
-from ._arguments import check, explain_arguments
-from ._pooling import inputs_of, refuse_ranks
+from ._arguments import explain_arguments, prepare
+from ._pooling import check, inputs_of
 
 __all__ = ["bev_pool"]
 
 
-@explain_arguments
+def _check(feat: Tensor, geom_feat: Tensor, *sizes: int) -> None:
+    check(None, feat, None, None, geom_feat, (*sizes, feat.shape[1]), voxels="geom_feat")
+
+
+@functools.partial(explain_arguments, check=_check)
 def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
     """Sum of the rows of feat whose points lie in each cell.
 
@@ -39,6 +46,4 @@ def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) ->
     need_shape("feat", feat, "n, C", geom_feat.shape[0], None)
     need_one_device(("feat", feat), ("geom_feat", geom_feat))
     inputs = inputs_of(None, feat, None, None, geom_feat, (B, D, H, W, feat.shape[1]))
-    inputs = check("bev_pool_v3", *inputs)
-    with refuse_ranks(geom_feat, inputs[5:], "geom_feat"):
-        return torch.ops.mx_driving.bev_pool_v3.default(*inputs)
+    return torch.ops.mx_driving.bev_pool_v3.default(*prepare(OPERATORS[POOL], *inputs))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _torch_private
 from .._operator import geometry
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
 from ._arguments import explain_arguments
-from ._pooling import is_batched
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["bev_pool_v2"]
@@ -59,7 +59,7 @@ def bev_pool_v2(
     for name, t in intervals.items():
         need_dtype(name, t, INDEX, INDEX_RULE)
     shape, (starts, lengths) = bev_feat_shape, map(geometry.as_int64, intervals.values())
-    if any(map(is_batched, (starts, lengths))):
+    if any(map(_torch_private.is_batched, (starts, lengths))):
         cells, sizes = math.prod(shape[:4]), shape[1:]
         points, first, padding = _IntervalPoints.apply(starts, lengths, ranks_bev.shape[0])
         scene = math.prod(sizes[:3])  # a scene more, into whose first cell all padding goes
@@ -114,9 +114,9 @@ def _check_intervals(starts: Tensor, lengths: Tensor, count: int) -> None:
     start, outside = geometry.clamp_index(starts, count + 1)
     _, too_long = geometry.clamp_index(lengths, count + 1 - start)
     wrong = outside + too_long
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # a graph cannot read numbers for a sentence
+    if torch.compiler.is_compiling() or _torch_private.count_dispatch_modes():  # a graph cannot read numbers for a sentence
         ok = 1 - wrong.sum().clamp(max=1)
-        torch.ops.aten._assert_async.msg(ok, "interval_starts and interval_lengths must lie within the points")
+        _torch_private.assert_in_graph(ok, "interval_starts and interval_lengths must lie within the points")
     elif wrong.any():
         at = int(wrong.nonzero()[0])
         start, length = int(starts[at]), int(lengths[at])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from ._arguments import check, explain_arguments
-from ._pooling import gradients, inputs_of, refuse_ranks
+from .._operator.description import OPERATORS, POOL
+from ._arguments import explain_arguments, prepare
+from ._pooling import check, gradients, inputs_of
 
 __all__ = ["BEVPoolV3", "bev_pool_v3"]
 
 
-@explain_arguments
+@functools.partial(explain_arguments, check=check)
 def bev_pool_v3(
     depth: Tensor | None,
     feat: Tensor,
@@ -63,9 +65,7 @@ def bev_pool_v3(
     tensor([[[[[1., 3.]]]]])
     """
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
-    inputs = check("bev_pool_v3", *inputs)
-    with refuse_ranks(None if depth is not None else ranks_bev, inputs[5:]):
-        return torch.ops.mx_driving.bev_pool_v3.default(*inputs)
+    return torch.ops.mx_driving.bev_pool_v3.default(*prepare(OPERATORS[POOL], *inputs))
 
 
 class BEVPoolV3(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import check, explain_arguments
+from ._arguments import explain_arguments
 
 __all__ = ["deformable_aggregation_with_logits"]
 
@@ -66,15 +66,6 @@ def deformable_aggregation_with_logits(
     >>> mx_driving.deformable_aggregation_with_logits(maps, shape, start, point, camera, logits)
     tensor([[[2.]]])
     """
-    inputs = check(
-        "deformable_aggregation_with_logits",
-        feature_maps,
-        spatial_shape,
-        scale_start_index,
-        key_points,
-        projection,
-        logits,
-        image_size,
-        pair_scale,
+    return torch.ops.mx_driving.deformable_aggregation_with_logits.default(
+        feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale
     )
-    return torch.ops.mx_driving.deformable_aggregation_with_logits.default(*inputs)

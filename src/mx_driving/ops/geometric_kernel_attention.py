@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operator.description import OPERATORS
-from ._arguments import check, explain_arguments
+from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
@@ -56,10 +56,9 @@ def geometric_kernel_attention(
     >>> mx_driving.geometric_kernel_attention(value, shapes, start, far_right, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.]]])
     """
-    inputs = check(
-        "geometric_kernel_attention", value, spatial_shapes, level_start_index, sampling_locations, attention_weights
+    return torch.ops.mx_driving.geometric_kernel_attention.default(
+        value, spatial_shapes, level_start_index, sampling_locations, attention_weights
     )
-    return torch.ops.mx_driving.geometric_kernel_attention.default(*inputs)
 
 
 class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import check, explain_arguments
+from ._arguments import explain_arguments
 
 __all__ = ["geometric_kernel_attention_with_logits"]
 
@@ -57,13 +57,6 @@ def geometric_kernel_attention_with_logits(
     >>> mx_driving.geometric_kernel_attention_with_logits(value, shapes, start, reference, window, logits)
     tensor([[[0.5000]]])
     """
-    inputs = check(
-        "geometric_kernel_attention_with_logits",
-        value,
-        spatial_shapes,
-        level_start_index,
-        reference_points,
-        window,
-        attention_logits,
+    return torch.ops.mx_driving.geometric_kernel_attention_with_logits.default(
+        value, spatial_shapes, level_start_index, reference_points, window, attention_logits
     )
-    return torch.ops.mx_driving.geometric_kernel_attention_with_logits.default(*inputs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operator.description import OPERATORS
-from ._arguments import check, explain_arguments
+from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
@@ -64,15 +64,9 @@ def multi_scale_deformable_attn(
     >>> mx_driving.multi_scale_deformable_attn(value, shapes, start, centre, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.5000]]])
     """
-    inputs = check(
-        "multi_scale_deformable_attn",
-        value,
-        value_spatial_shapes,
-        value_level_start_index,
-        sampling_locations,
-        attention_weights,
+    return torch.ops.mx_driving.multi_scale_deformable_attn.default(
+        value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
     )
-    return torch.ops.mx_driving.multi_scale_deformable_attn.default(*inputs)
 
 
 _with_foreign_signatures = with_foreign_signatures(

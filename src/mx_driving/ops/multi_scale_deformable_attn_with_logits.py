@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import check, explain_arguments
+from ._arguments import explain_arguments
 
 __all__ = ["multi_scale_deformable_attn_with_logits"]
 
@@ -67,8 +67,7 @@ def multi_scale_deformable_attn_with_logits(
     >>> mx_driving.multi_scale_deformable_attn_with_logits(value, shapes, start, centre, offsets, logits)
     tensor([[[0.]]])
     """
-    inputs = check(
-        "multi_scale_deformable_attn_with_logits",
+    return torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default(
         value,
         value_spatial_shapes,
         value_level_start_index,
@@ -77,4 +76,3 @@ def multi_scale_deformable_attn_with_logits(
         attention_logits,
         reference_axis,
     )
-    return torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default(*inputs)

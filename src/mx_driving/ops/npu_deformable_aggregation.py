@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from ._arguments import check, explain_arguments
+from ._arguments import explain_arguments
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
 
@@ -58,8 +58,9 @@ def deformable_aggregation(
     >>> mx_driving.deformable_aggregation(maps, shape, start, right, torch.ones(1, 1, 1, 1, 1, 1))
     tensor([[[2.]]])
     """
-    inputs = check("deformable_aggregation", feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
-    return torch.ops.mx_driving.deformable_aggregation.default(*inputs)
+    return torch.ops.mx_driving.deformable_aggregation.default(
+        feature_maps, spatial_shape, scale_start_index, sample_locations, weight
+    )
 
 
 @explain_arguments

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import _torch_private
 from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
 from ._arguments import explain_arguments
-from ._pooling import all_points, is_batched, points_inside, sizes_of
+from ._pooling import all_points, points_inside, sizes_of
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["npu_voxel_pooling_train"]
@@ -51,7 +52,7 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
     listed = voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num
     X, Y, _ = sizes = sizes_of("voxel_num", listed, "three", "X, Y, Z")
     one, scenes, rest = input_features.new_ones(1), geom_xyz.shape[0], (1, Y, X, input_features.shape[-1])
-    if is_batched(geom_xyz):
+    if _torch_private.is_batched(geom_xyz):
         points, cells = all_points(geom_xyz, sizes)
         pooled = bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, (scenes + 1, *rest))[:-1]
     else:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
+from .. import _torch_private
 from .._operator import composition, geometry, rules
 from .._operator.description import OPERATORS, SAMPLING
 
@@ -92,16 +92,16 @@ class Looks(list[Look]):
         return looks
 
 
-_CALL = nn.Module._call_impl.__code__
+_CALL = _torch_private.CALL_OF_A_LAYER
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(_torch_private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.looks = Looks()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace, _, name = func._schema.name.partition("::")
+        namespace, _, name = func.name().partition("::")
         name = name.removesuffix("_autocast")
         if namespace == "mx_driving" and name in SAMPLING:
             inputs, bare = [a.detach() if isinstance(a, Tensor) else a for a in args], OPERATORS[name].bare

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.jit import _builtins
-from torch.utils._device import _device_constructors
 
+from ... import _torch_private
 from ..._replacing import Changes
 from . import _device_module
 
@@ -175,10 +174,10 @@ _package = (5, lambda storage: None, lambda storage, location: storage if stands
 
 def _replace(changes: Changes, owner: Any, name: str, stand_in: Any) -> None:
     """Set an attribute, and register it with torch.jit.script, which compares by identity: torch.distributed.optim scripts."""
-    operator = _builtins._find_builtin(getattr(owner, name))
+    operator = _torch_private.find_scripted(getattr(owner, name))
     changes.set(owner, name, stand_in)
     if operator is not None:
-        _builtins._register_builtin(stand_in, operator)
+        _torch_private.register_scripted(stand_in, operator)
         _scripted.append(id(stand_in))
 
 
@@ -190,7 +189,7 @@ def _wrap(changes: Changes, owner: Any, wrap: Callable[..., Function], *names: s
 
 def install(changes: Changes) -> None:
     """Wrap what takes a device."""
-    constructors = _device_constructors()
+    constructors = _torch_private.device_constructors()
     for owner in (torch, torch.fft, torch.nested):
         for name, function in list(vars(owner).items()):
             if isinstance(function, types.BuiltinFunctionType | types.FunctionType) and function in constructors:
@@ -219,7 +218,7 @@ def install(changes: Changes) -> None:
     _name_device(changes, "npu")
     _replace(changes, torch, "device", _proxy(_Device, _make_device))
     changes.set(torch, "Generator", _proxy(torch.Generator, mapped(torch.Generator)))
-    torch.serialization._package_registry.insert(0, _package)
+    _torch_private.STORAGE_PLACES.insert(0, _package)
 
 
 def _name_device(changes: Changes, name: str) -> None:
@@ -249,6 +248,6 @@ def transfer(changes: Changes) -> None:
 def uninstall() -> None:
     """Undo what `Changes` cannot."""
     _types.discard("cuda")
-    torch.serialization._package_registry.remove(_package)
+    _torch_private.STORAGE_PLACES.remove(_package)
     while _scripted:
-        _builtins._get_builtin_table().pop(_scripted.pop(), None)
+        _torch_private.scripted_builtins().pop(_scripted.pop(), None)

@@ -1,0 +1,157 @@
+"""Private names of torch, each with the reason for its use. tests/torch/test_private_names.py tries them.
+
+No other file of this package uses a private name of torch, except mx_driving_portable/record.py, which people copy alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, _decomp, nn
+from torch._functorch.utils import enable_single_level_autograd_function as allow_function_of_one_level
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction as FunctionOfOneLevel
+from torch.jit import _builtins
+from torch.nn.modules import module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+__all__ = ["FakeTensor", "FunctionOfOneLevel", "TorchDispatchMode", "allow_function_of_one_level", "tree_flatten"]
+
+# ---- what sees a call
+
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+# Under torch.jit.trace sizes are tensors, and the numbers of tensors become constants of the graph.
+is_tracing = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
+# FakeTensorMode and other modes see every operation: under them the numbers of tensors are not read.
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+# torch.vmap and torch.func call our kernels level by level.
+are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def is_traced_by_make_fx() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_transformed(t: Tensor) -> bool:
+    """Return whether torch.vmap or torch.func has wrapped t. Its type is Tensor nevertheless."""
+    return _functorch.is_functorch_wrapped_tensor(t)
+
+
+def has_no_memory(t: Tensor) -> bool:
+    """Return whether a tensor of the plain type has no numbers: torch's zero tensors, and those of functionalization."""
+    return t._is_zerotensor() or torch._is_functional_tensor(t)
+
+
+def without_gradients(t: Tensor) -> Tensor:
+    """Return the tensor that torch.func.grad or jvp has wrapped, or t itself."""
+    while _functorch.is_gradtrackingtensor(t):
+        t = _functorch.get_unwrapped(t)
+    return t
+
+
+def is_batched(t: Tensor) -> bool:
+    """Return whether vmap has an axis of t, also inside what other transforms have wrapped."""
+    return not torch.compiler.is_compiling() and _functorch.is_batchedtensor(without_gradients(t))
+
+
+# ---- kernels of the Autograd key, which serve reverse mode, forward mode and torch.func
+
+DispatchKey = torch._C.DispatchKey
+# The keys for a redispatch, and the same as a context: kernels in Python call operations that are not to be recorded.
+BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+below_autograd = torch._C._AutoDispatchBelowAutograd
+# Compiled autograd asks a function for this key. Older torch has none.
+compiled_autograd_key = getattr(torch.autograd.Function, "_compiled_autograd_key", None)
+# Autograd turns forward mode off inside a function's forward. Outer levels of torch.func still need it.
+enable_forward_mode = forward_ad._set_fwd_grad_enabled
+
+
+def is_forward_mode_active() -> bool:
+    return forward_ad._current_level >= 0
+
+
+# ---- exporters and compilers
+
+
+def register_decomposition(op: Any, decomposition: Any, fake: Any) -> None:
+    """Register a decomposition. torch.onnx.export reads it; compilers do not."""
+    _decomp.decomposition_table[op] = decomposition
+    # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
+    _decomp.meta_table[op] = fake
+
+
+def keep_whole_in_inductor(op: Any) -> None:
+    """Let inductor call the operator as it is. If CI is set in the environment, inductor refuses that for an operator with a
+    decomposition, unless the operator is on this list."""
+    from torch._inductor import lowering
+
+    lowering.FALLBACK_ALLOW_LIST.add(op.name())
+
+
+def assert_in_graph(condition: Tensor, sentence: str) -> None:
+    """Raise `sentence` when the graph runs, if the condition is 0. torch._assert would read it while the graph is made."""
+    torch.ops.aten._assert_async.msg(condition, sentence)
+
+
+def skip_in_compile(function: Any) -> None:
+    """Let torch.compile call the function as it is. torch.compiler.disable imports the compiler for the same."""
+    function._torchdynamo_disable = True
+
+
+# ---- modules: a layer without hooks is computed by F.linear
+
+GLOBAL_HOOKS = (
+    module._global_forward_pre_hooks,
+    module._global_forward_hooks,
+    module._global_backward_pre_hooks,
+    module._global_backward_hooks,
+)
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    own = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+    return bool(own) or any(GLOBAL_HOOKS)
+
+
+# A frame of this code calls a layer.
+CALL_OF_A_LAYER = nn.Module._call_impl.__code__
+
+
+def is_compiled_in_place(layer: nn.Module) -> bool:
+    """Return whether layer.compile() was called."""
+    return layer._compiled_call_impl is not None
+
+
+# ---- DTensor
+
+
+def local_tensor(t: Any) -> Tensor:
+    """Return the shard of a DTensor. to_local() would record an operation."""
+    return t._local_tensor
+
+
+def cache_shardings_by_mask(op: Any, first: int) -> None:
+    """Let DTensor cache shardings of a backward by its mask, argument `first`: a gradient that is not needed is empty."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+
+
+# ---- the stand-in for torch_npu
+
+# torch.jit.script finds its builtins by identity, so it has to know the functions that replace them.
+find_scripted, register_scripted = _builtins._find_builtin, _builtins._register_builtin
+scripted_builtins = _builtins._get_builtin_table
+# torch.load asks these in order where a storage belongs. The public function can only append.
+STORAGE_PLACES: list[Any] = torch.serialization._package_registry
+
+
+def device_constructors() -> Any:
+    """Return torch's functions that take a device and make a tensor."""
+    from torch.utils._device import _device_constructors
+
+    return _device_constructors()
