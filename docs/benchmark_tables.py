@@ -13,6 +13,8 @@ MODULES_BY_MODE = "epyc-zen4-2-cores-modules-by-mode.csv"  # bench.py --only 'Mo
 BY_MODE = "epyc-zen4-2-cores-models-by-mode.csv"  # time_models.py --mode float32 --mode autocast --mode bfloat16
 GPU = "nvidia-h100-80gb-hbm3.csv"  # gpu.py
 GPU_MODELS = "nvidia-h100-80gb-hbm3-models.csv"  # gpu_models.py
+DIGITS = "train-digits.csv"  # precision.csv of examples/train_digits.py
+DIGITS_LOSSES = "train-digits-losses.csv"  # its losses.csv
 # Of each processor: the file of bare operators, and that of operators with logits
 PROCESSORS = {
     "Xeon": ("xeon-207-2-cores.csv", "xeon-207-2-cores.csv"),
@@ -315,9 +317,19 @@ def _time_on_gpu(row: Row | None) -> str:
 
 def plain(file: str, last: str = "machine") -> str:
     """Return a file's rows. The values of the column `last` are listed once, below the table."""
+    if not (RESULTS / file).exists():
+        return NOT_YET
     rows = read(file)
     columns = {name: name for name in rows[0] if name != last}
     return f"{renamed(rows, columns)}\n{made(rows, last)}\n"
+
+
+def digits_losses() -> str:
+    """Return the losses of both trainings at each hundredth step, the mean of 20 steps."""
+    if not (RESULTS / DIGITS_LOSSES).exists():
+        return NOT_YET
+    rows = [row for row in read(DIGITS_LOSSES) if row["step"].endswith("00")]
+    return renamed(rows, {name: name for name in rows[0]})
 
 
 def made(rows: list[Row], column: str = "machine") -> str:

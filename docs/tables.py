@@ -37,6 +37,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "onnx_files": times.onnx_files,
     "detectors": lambda: times.plain("epyc-zen3-2-cores-detectors.csv"),
     "train_bev": lambda: times.plain("epyc-zen4-2-cores-train-bev.csv"),
+    "digits_precision": lambda: times.plain(times.DIGITS),
+    "digits_losses": times.digits_losses,
     "bev_pool": lambda: times.plain("epyc-zen4-2-cores-bev-pool.csv"),
     "gpu": times.gpu,
     "gpu_rivals": times.gpu_rivals,

@@ -1,6 +1,6 @@
 """Train a small Deformable DETR on scenes of handwritten digits, once with its own sampling code and once patched, and compare.
 
-    python examples/train_digits.py --out runs/digits                 # two trainings of 800 steps: some minutes
+    python examples/train_digits.py --out runs/digits                 # two trainings of 2,000 steps: some minutes
     python examples/train_digits.py --out runs/digits --steps 100     # boxes mean little yet; losses can be compared
 
 A scene has one to three of scikit-learn's 1,797 digits in a random size and place; nothing is downloaded. Both trainings begin
@@ -74,7 +74,7 @@ class Digits:
 
 def make_detector() -> DeformableDetrForObjectDetection:
     """Return a Deformable DETR with 0.3 million random weights: two layers in the encoder, two in the decoder."""
-    stages = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "out_features": ["stage2", "stage3", "stage4"]}
+    stages = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "out_features": ["stage1", "stage2", "stage3"]}
     backbone = ResNetConfig(embedding_size=16, layer_type="basic", **stages)
     layer = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}
     layers = {f"{part}_{name}": number for part in ("encoder", "decoder") for name, number in layer.items()}
@@ -182,7 +182,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder of losses.csv and precision.csv")
-    parser.add_argument("--steps", type=at_least_one, default=800)
+    parser.add_argument("--steps", type=at_least_one, default=2000)
     parser.add_argument("--scenes", type=at_least_one, default=300, help="scenes of digits that are held out")
     options = parser.parse_args()
     with in_a_sentence(parser.prog):
