@@ -92,7 +92,7 @@ def build(name: str, variant: str) -> models.Subject:
     subject.model.to(DEVICE)
     subject.inputs = {key: t.to(DEVICE) for key, t in subject.inputs.items()}
     if variant == "mx_driving":
-        mx_driving.patch(subject.model, prove=False)  # as after the first call
+        mx_driving.patch(subject.model)
     elif variant != "plain" and not use_cuda_kernel(subject.model):
         raise SystemExit(f"{name} has no sampling that {variant} can replace")
     return subject

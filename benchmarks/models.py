@@ -218,7 +218,6 @@ def compare(subject: Subject) -> tuple[float, float]:
     differences = []
     for modules in (False, True):
         with mx_driving.patched(subject.model, modules=modules):
-            subject.backward()  # the first call returns what the model's own code computes
             ours = subject.backward()
         differences.append([model_difference(mine, original) for mine, original in zip(ours, theirs, strict=True)])
     outputs, gradients = map(max, zip(*differences, strict=True))
@@ -234,7 +233,7 @@ Gradients = Annotated[bool, typer.Option("--gradients", help="Compare gradients 
 @torch.no_grad()
 def before_and_after(subject: Subject, seconds: float) -> tuple[float, float, int]:
     """Return medians in seconds of the whole model, timed in turn, and the number of rounds."""
-    ways = {"before": nullcontext, "after": lambda: mx_driving.patched(subject.model, prove=False)}  # as after the first call
+    ways = {"before": nullcontext, "after": lambda: mx_driving.patched(subject.model)}
     times = interleaved(dict.fromkeys(ways, subject.forward), seconds, lambda name: ways[name]())
     before, after = map(statistics.median, times.values())
     return before, after, min(map(len, times.values()))
@@ -244,7 +243,7 @@ def before_and_after(subject: Subject, seconds: float) -> tuple[float, float, in
 def time_parts(subject: Subject, seconds: float) -> Row:
     """Return lower quartiles of interleaved times in milliseconds, as columns: of the whole model, of the attention modules
     alone, and of the sampling alone in plain torch and by the bare operator, on the inputs that the model gives them."""
-    with mx_driving.patched(subject.model, modules=False, prove=False), mx_driving.viz.recording() as looks:
+    with mx_driving.patched(subject.model, modules=False), mx_driving.viz.recording() as looks:
         subject.forward()
     cores = {
         name: lambda where=where: [
@@ -260,11 +259,11 @@ def time_parts(subject: Subject, seconds: float) -> Row:
 
 
 def _three_ways(what: str, subject: Subject, run: Run, seconds: float) -> Row:
-    """Return columns: before, with patched cores, and with patched modules, as after their first call."""
+    """Return columns: before, with patched cores, and with patched modules."""
     ways = {
         "before": nullcontext,
-        "cores": lambda: mx_driving.patched(subject.model, modules=False, prove=False),
-        "modules": lambda: mx_driving.patched(subject.model, prove=False),
+        "cores": lambda: mx_driving.patched(subject.model, modules=False),
+        "modules": lambda: mx_driving.patched(subject.model),
     }
     times = _quartiles(interleaved(dict.fromkeys(ways, run), seconds, lambda name: ways[name]()))
     columns = {f"{what} {way} ms": f"{time:.4g}" for way, time in zip(ways, times, strict=True)}
@@ -315,6 +314,5 @@ def output_difference(subject: Subject) -> tuple[float, int]:
     """The largest difference in queries that are not off, and how many are off."""
     theirs = subject.forward()
     with mx_driving.patched(subject.model):
-        subject.forward()  # the first call returns what the model's own code computes
         ours = subject.forward()
     return difference_beside_ties(ours, theirs)

@@ -83,14 +83,13 @@ def in_onnxruntime(path: Path) -> Callable[[Tensor], list[Tensor]]:
 
 @contextmanager
 def patched(detector: Detector, pixels: Tensor) -> Iterator[None]:
-    """For a moment, because a patch serves all models of the same file. The first call compares layers with their own code."""
+    """For a moment, because a patch serves all models of the same file."""
     try:
         patch = mx_driving.patch(detector.model)
     except ValueError:
         name = type(detector.model).__name__
         raise ValueError(f"the model must sample deformably; got {name}, without a core to patch") from None
     try:
-        detector(pixels)
         yield
     finally:
         patch.restore()

@@ -178,16 +178,6 @@ def locations_of(reference, offsets, shapes):
     return reference[..., :2] + offsets / offsets.shape[-2] * reference[..., 2:] * 0.5
 
 
-class OfConfiguration(Layers):
-    names = ("n_heads", "n_levels", "n_points")
-
-    def __init__(self, config, num_heads, n_points):
-        super().__init__(config.d_model, num_heads, config.num_feature_levels, n_points)
-
-    def sides(self):
-        return self.n_heads, self.n_levels, self.n_points
-
-
 class OfPaper(Layers):
     names = ("n_heads", "n_levels", "n_points")
 
@@ -196,6 +186,11 @@ class OfPaper(Layers):
 
     def sides(self):
         return self.n_heads, self.n_levels, self.n_points
+
+
+class OfConfiguration(OfPaper):
+    def __init__(self, config, num_heads, n_points):
+        super().__init__(config.d_model, config.num_feature_levels, num_heads, n_points)
 
 
 HUGGING_FACE = (

@@ -16,7 +16,7 @@ import mx_driving
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if os.environ.get("MX_DRIVING_PATCH"):
-        print(mx_driving.patch("transformers", prove=False))  # a test calls a model once, and a proof gives that its own code
+        print(mx_driving.patch("transformers"))
 
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,24 @@ def voxel_pooling(geom_xyz, input_features, voxel_num):
     out = input_features.new_zeros(len(geom_xyz), Y, X, input_features.shape[-1])
     return out.index_put((b, y[inside], x[inside]), input_features[inside], accumulate=True).permute(0, 3, 1, 2)
 """
+LIFT_SPLAT = """
+def cumsum_trick(x, geom_feats, ranks):
+    ends = torch.cat([ranks[1:] != ranks[:-1], ranks.new_ones(1).bool()])
+    sums = x.cumsum(0)[ends]
+    return torch.cat([sums[:1], sums[1:] - sums[:-1]]), geom_feats[ends]
+
+class QuickCumsum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, {places}, ranks):
+        ctx.save_for_backward(ranks)
+        sums, last = cumsum_trick(x, {places}, ranks)
+        ctx.mark_non_differentiable(last)
+        return sums, last
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return grad[torch.unique_consecutive(*ctx.saved_tensors, return_inverse=True)[1]], None, None
+"""
 LIFTED_BY_HAND = """
 def voxel_pooling_inference(places, depth, context, number):
     rows = (depth[:, None] * context[:, :, None]).permute(0, 2, 3, 4, 1)
@@ -166,6 +184,32 @@ def test_in_plain_torch(name):
         is_right(name, function, args)
     assert operators(function, *args) == []
     assert_close(results(function, *args), expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "places", "form"),
+    [("QuickCumsum", "geom_feats", "lift_splat_function"), ("VoxelsSumming", "geometry", "fiery")],
+)
+def test_lift_splat(function, places, form):
+    """FIERY has another name and another parameter. An autograd function in plain torch is tried if its form is named."""
+    module = library(LIFT_SPLAT.replace("{places}", places).replace("QuickCumsum", function))
+    x, places, ranks, *_ = sorted_rows()
+
+    def forward():
+        return [module.cumsum_trick(x, places, ranks), getattr(module, function).apply(x, places, ranks)]
+
+    def all_results():
+        outputs = forward()
+        assert all(torch.equal(last, outputs[0][1]) for _, last in outputs)
+        return [t for sums, _ in outputs for t in (sums, *torch.autograd.grad(sums.square().sum(), x))]
+
+    x.requires_grad_()
+    expected = all_results()
+    with mx_driving.patched(module, forms={getattr(module, function): form}) as done:
+        assert set(done.replaced) == {"a_library.cumsum_trick", f"a_library.{function}"}
+        assert_close(all_results(), expected, rtol=1e-5, atol=1e-5)
+        assert operators(forward) == 2 * POOL
+    assert operators(forward) == []
 
 
 @pytest.mark.parametrize("name", INPUTS)

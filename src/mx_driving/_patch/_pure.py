@@ -91,9 +91,11 @@ def _explain_branches(node: ast.FunctionDef, parameters: Parameters) -> str:
 
 
 def _list_compared_tensors(node: ast.AST) -> list[ast.expr]:
-    """Return the comparisons of tensors in an expression: `(x > 0) & (x < w)` and `(x > 0).float()` are no branches."""
+    """Return the comparisons of tensors: `(x > 0) & (x < w)`, `(x > 0).float()` and `x[1:] != x[:-1]` are no branches."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
         return [node.left, node.right]
+    if isinstance(node, ast.Compare) and isinstance(node.left, ast.Subscript):
+        return [node] if isinstance(node.left.slice, ast.Slice) else []
     return [node.value] if isinstance(node, ast.Attribute) else []
 
 

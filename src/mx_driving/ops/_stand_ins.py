@@ -166,7 +166,7 @@ def sum_runs(x: Tensor, places: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
     runs = is_last.cumsum(0) - is_last.long()
     shape = (len(last_places), 1, 1, 1, x.shape[1])
     sums = bev_pool_v3(x.new_ones(1), x, torch.zeros_like(points), points, runs, shape)
-    return sums.view(len(last_places), x.shape[1]), last_places
+    return sums.view(len(last_places), x.shape[1]).to(x.dtype), last_places
 
 
 def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: Any) -> Any:
