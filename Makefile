@@ -1,7 +1,6 @@
 # make demo    a virtual environment, the package, `mx-driving check --quick` and examples/surround_view: demo.png
 # make test-quick   values, errors, gradients and one compile: a minute
 # make test    the same environment, linters and the whole test suite
-# make test-quick   values, errors, gradients and one compiled model of the native kernels: a minute
 # make test-ptx   every GPU kernel compiled for sm_90, some for sm_100, and their PTX executed in numpy
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then random calls of CANN's
@@ -74,14 +73,8 @@ test: $(STAMP) lint
 
 .PHONY: test-quick
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest tests/operators/test_values.py tests/operators/test_errors.py tests/operators/test_autograd.py \
-		tests/torch/test_compile.py::test_compile_fullgraph
-
-QUICK_TESTS := $(addprefix tests/operators/test_,values.py errors.py autograd.py) tests/models/test_patching_code.py \
-	tests/models/test_patching.py::test_a_model_that_was_never_called_is_compiled_exported_and_traced_over_the_operator
-.PHONY: test-quick
-test-quick: $(STAMP)
-	MX_DRIVING_TEST_BACKENDS=native $(BIN)/python -m pytest -n 2 $(QUICK_TESTS)
+	MX_DRIVING_TEST_BACKENDS=native $(BIN)/python -m pytest -n 2 tests/operators/test_values.py tests/operators/test_errors.py \
+		tests/operators/test_autograd.py tests/torch/test_compile.py::test_compile_fullgraph
 
 # `make test` executes a part of these. The Triton kernels of two targets cannot share a process. sm_90 runs
 # whole, sm_100 its attention kernels; stack and spills of sm_86 and sm_120 are looked at.
