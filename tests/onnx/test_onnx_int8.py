@@ -81,8 +81,8 @@ def test_a_fused_file_is_calibrated(exported, tmp_path):
     make = onnxruntime.InferenceSession.__init__
     with pytest.raises(Exception, match="multi_scale_deformable_attn"):
         quantize(tmp_path / "fused.onnx", tmp_path / "int8.onnx", **LINEAR)
-    with mx_driving.onnx.register_library():
-        quantize(tmp_path / "fused.onnx", tmp_path / "int8.onnx", **LINEAR)
+    with mx_driving.onnx.register_library():  # 7 bits of weights: without VNNI, onnxruntime's sums of 8 bits saturate
+        quantize(tmp_path / "fused.onnx", tmp_path / "int8.onnx", **LINEAR, reduce_range=True)
     assert onnxruntime.InferenceSession.__init__ is make
     true, made = run(exported, inputs()), run(tmp_path / "int8.onnx", inputs())
     assert {"QuantizeLinear", "multi_scale_deformable_attn"} <= set(kinds(tmp_path / "int8.onnx"))

@@ -118,8 +118,8 @@ def read_tables(arguments: Arguments, device: torch.device) -> tuple[Tensor, Ten
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the operator saves tables, and their own code does not
         tables = [t.clone() if isinstance(t, Tensor) and t.is_inference() else t for t in (shapes, starts)]
         shapes, starts = tables
-    if is_table(shapes) and is_table(starts):
-        return shapes, starts  # pyright: ignore[reportReturnType]
+    if is_table(shapes):
+        return shapes, starts if is_table(starts) else geometry.starts_of(shapes)  # pyright: ignore[reportReturnType]
     shapes, dense = make_tables(shapes if sizes is None else sizes, device)  # pyright: ignore[reportArgumentType]
     return shapes, starts if is_table(starts) else dense  # pyright: ignore[reportReturnType]
 

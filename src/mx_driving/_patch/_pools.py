@@ -79,13 +79,13 @@ def make_lifted() -> tuple[Any, ...]:
 def make_rows() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     coords = torch.stack([torch.randint(size, (30,), generator=generator) for size in (3, 4, 2, 2)], 1)
-    return torch.rand(30, 3, generator=generator) - 0.5, coords, 2, 2, 3, 4
+    return torch.rand(30, 3, generator=generator).double() - 0.5, coords, 2, 2, 3, 4
 
 
 def make_frustum() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     geometry = torch.randint(-1, 5, (2, 40, 3), generator=generator).int()
-    return geometry, torch.rand(2, 40, 3, generator=generator) - 0.5, torch.tensor([4, 3, 2])
+    return geometry, torch.rand(2, 40, 3, generator=generator).double() - 0.5, torch.tensor([4, 3, 2])
 
 
 def make_image() -> tuple[Any, ...]:
