@@ -1,7 +1,7 @@
 /* The deformable sampling operators of mx_driving on the host, as plain C.
  *
  * An mxd_tensor describes a view of any buffer: `data` points to element [0, 0, ...], and strides count elements. Every
- * function checks all tensors first. If a check fails, the function writes nothing and returns an error, and
+ * function checks all tensors first. It returns MXD_OK, or it writes nothing and returns an error, and then
  * mxd_last_error() returns the sentence. Functions may be called from several threads at once.
  *
  * Outputs and gradients must not share memory with another tensor of the call. Their own elements must not share memory

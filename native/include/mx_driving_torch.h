@@ -22,7 +22,7 @@ enum mxd_torch {
     MXD_TORCH_NOTHING = 2  /* nothing: for the Python package when it also has kernels */
 };
 
-/* Registers missing operators, and withdraws those of the Python package. Returns NULL, or an error sentence if libtorch is
+/* Registers missing operators, and withdraws those that Python now provides. Returns NULL, or an error sentence if libtorch is
  * not loaded or is older than 2.10. The sentence is valid until this thread's next call. May be called several times, from
  * any thread, before or after the Python package is imported. */
 MXD_API const char *mxd_register_with_torch(int what);

@@ -321,7 +321,7 @@ void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
     if (!plan.sample_gradients) plan.packed_value = NONE;
 }
 
-// The least work of a thread, in elements of rows. Waking a thread takes about as long as reading 65536 elements.
+// The least work of a thread, in elements of rows. Waking a thread takes about as long as reading this many elements.
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 

@@ -52,7 +52,7 @@ void wait_for(const int64_t *number, int64_t least) {
     }
 }
 
-// A forked child asks the runtime, too, because it keeps the number of torch.set_num_threads.
+// A forked child asks the runtime, too, because the number of torch.set_num_threads still holds.
 int usable_threads() {
     const OpenMp *runtime = openmp();
     return runtime ? runtime->get_max_threads() : processors();

@@ -10,8 +10,8 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // The softmax over the rows of contiguous logits [row, groups], for each group. The rows are processed as one array of numbers.
-// The groups of these numbers repeat after `cycle` numbers. So `cycle` lanes have a maximum and a sum each, and at the end the
-// lanes of each group are folded.
+// The pattern of groups in its vectors repeats after `cycle` numbers. So `cycle` lanes have a maximum and a sum each, and at
+// the end the lanes of each group are folded.
 template <class T> class GroupedSoftmax {
     static constexpr int N = WIDTH<T>;
     static constexpr int64_t STEP = 4 * N; // four vectors at once, which hides the latency of exp

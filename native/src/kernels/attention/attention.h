@@ -1,9 +1,9 @@
 // The forward of the attention operators, and the choice of workers for the backward. A Rule<T> defines an operator's samples:
 //
 //   CORNERS                                         the number of rows of value that a sample reads
-//   rows(query, i)                                  the rows that samples i..i+LANES-1 read
+//   rows(query, i)                                  SampledRows: the rows that samples i..i+LANES-1 read
 //   reach(query, i, band)                           the samples that may read a row of a band; cheaper than rows()
-//   gradients(query, dot, i, grad_xy, grad_weight)  computes the gradients of weights and locations from dot products;
+//   gradients(query, dot, i, grad_xy, grad_weight)  computes gradients of weights and locations from the rows' `dot`;
 //                                                   gradients<true>: of weights and of offsets in pixels
 #pragma once
 
