@@ -1,8 +1,8 @@
 /* The deformable sampling operators of mx_driving on the host, as plain C.
  *
  * An mxd_tensor describes a view of any buffer: `data` points to element [0, 0, ...], and strides count elements. Every
- * function checks its tensors before it reads or writes any. It returns MXD_OK, or it returns an error and writes
- * nothing; mxd_last_error() has the sentence. Functions may be called from several threads at once.
+ * function checks all tensors first. It returns MXD_OK, or it writes nothing and returns an error, and then
+ * mxd_last_error() returns the sentence. Functions may be called from several threads at once.
  *
  * Outputs and gradients must not share memory with another tensor of the call. Their own elements must not share memory
  * either: any slice or permutation of a contiguous tensor is allowed, an expanded tensor is not. Inputs may be expanded,
@@ -40,7 +40,7 @@ enum mxd_dtype {
 enum mxd_status {
     MXD_OK = 0,
     MXD_BAD_SHAPE = 1, /* shapes disagree, a size is negative, num_keys >= 2^31 - 1, or a tensor has 2^48 elements */
-    MXD_BAD_DTYPE = 2, /* an argument cannot have its dtype */
+    MXD_BAD_DTYPE = 2, /* an argument has a dtype that its function does not accept */
     MXD_BAD_LEVEL = 3, /* a level has H <= 0, W <= 0 or a negative start, or does not fit in num_keys */
     MXD_OUT_OF_MEMORY = 4,
     MXD_BAD_NAME = 5,  /* mxd_run, mxd_describe_plan: no function has this name */
@@ -59,8 +59,8 @@ typedef struct mxd_tensor {
 /* value [bs, num_keys, num_heads, embed_dims]; spatial_shapes [num_levels, 2] (H, W); level_start_index [num_levels];
  * sampling_locations [bs, num_queries, num_heads, num_levels, num_points, 2] (x, y);
  * attention_weights [bs, num_queries, num_heads, num_levels, num_points]; output [bs, num_queries, num_heads,
- * embed_dims]. Gradients have the shape of their inputs and are overwritten. A gradient is not wanted if the pointer
- * to its tensor, or the tensor's `data`, is NULL. */
+ * embed_dims]. Gradients have the shape of their inputs and are overwritten. To skip a gradient, pass NULL for its
+ * tensor or for the tensor's `data`. */
 MXD_API int mxd_multi_scale_deformable_attn(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
                                             const mxd_tensor *level_start_index, const mxd_tensor *sampling_locations,
                                             const mxd_tensor *attention_weights, const mxd_tensor *output, int num_threads);
@@ -70,7 +70,7 @@ MXD_API int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_outp
                                                      const mxd_tensor *grad_value, const mxd_tensor *grad_sampling_locations,
                                                      const mxd_tensor *grad_attention_weights, int num_threads);
 
-/* As mxd_multi_scale_deformable_attn, from the outputs of a model's linear layers. sampling_offsets and attention_logits
+/* mxd_multi_scale_deformable_attn of the outputs of a model's linear layers. sampling_offsets and attention_logits
  * have the shapes of sampling_locations and attention_weights. reference_points are points [bs, num_queries, R, 2] (x, y)
  * or boxes [bs, num_queries, R, 4] (x, y, w, h). Points: location = reference + offset / (W, H). Boxes: location =
  * (x, y) + offset * (w, h) / (2 * num_points). Weights are the softmax of a head's logits. With reference_axis 0, sample
@@ -99,7 +99,7 @@ MXD_API int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, c
                                                 const mxd_tensor *grad_feature_maps, const mxd_tensor *grad_sample_locations,
                                                 const mxd_tensor *grad_weight, int num_threads);
 
-/* As mxd_deformable_aggregation, from the outputs of a model's linear layers: key_points [bs, anchor, pts, 3]; projection
+/* mxd_deformable_aggregation of the outputs of a model's linear layers: key_points [bs, anchor, pts, 3]; projection
  * [bs, cam, 4, 4], whose last row is not read; logits [bs, anchor, cam, scale, pts, group]; image_size [bs, cam, 2]
  * (width, height), or NULL if the projection gives 0..1; pair_scale [bs, anchor, cam, pts], or NULL. (u, v, d) =
  * projection (point, 1); location = (u, v) / max(d, 1e-5) / image_size. Weights are the softmax of a group's logits over
@@ -125,7 +125,7 @@ MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_outpu
                                                     const mxd_tensor *grad_value, const mxd_tensor *grad_attention_weights,
                                                     int num_threads);
 
-/* As mxd_geometric_kernel_attention, from the outputs of a model's linear layers: reference_points [bs, num_queries,
+/* mxd_geometric_kernel_attention of the outputs of a model's linear layers: reference_points [bs, num_queries,
  * num_heads, 2] normalised; window [num_points, 2] integer pixels (x, y); attention_logits have the shape of
  * attention_weights. Weights are the softmax of a head's logits. Pixel = reference * (W, H) + window, rounded half to
  * even. */
@@ -148,10 +148,10 @@ MXD_API int mxd_bev_pool_v3_backward(const mxd_tensor *grad_output, const mxd_te
                                      const mxd_tensor *ranks_feat, const mxd_tensor *ranks_depth, const mxd_tensor *ranks_bev,
                                      const mxd_tensor *grad_feat, const mxd_tensor *grad_depth, int num_threads);
 
-/* Runs the function with this name, which has no "mxd_": "multi_scale_deformable_attn_backward". tensors: the function's
+/* Runs the function of this name, written without "mxd_": "multi_scale_deformable_attn_backward". tensors: the function's
  * `count` tensors, in order. A tensor that is not given or not wanted has the dtype MXD_NOT_GIVEN. options: the
- * function's numbers between its tensors and num_threads, such as reference_axis; NULL means that all are 0. Unlike the
- * function itself, mxd_run uses only as many threads as pay, at most num_threads. */
+ * function's numbers between its tensors and num_threads, such as reference_axis; NULL means that all are 0. The
+ * function itself uses num_threads threads; mxd_run uses fewer if more would not make the call faster. */
 MXD_API int mxd_run(const char *name, const mxd_tensor *tensors, int count, const int64_t *options, int num_threads);
 
 /* Returns the error sentence of the last call on this thread that failed: "value must have shape (bs=2, num_keys,
@@ -161,7 +161,7 @@ MXD_API const char *mxd_last_error(void);
 
 /* Writes the plan of a call to `text`: a line "name: decision" for each decision, at most size - 1 characters. Computes
  * nothing, and reads only the index tables. name: as in mxd_run. arguments: pointers to the function's tensors, in order.
- * num_threads: the number of threads; -n means as many threads as pay, at most n, as in mxd_run. Returns the status of
+ * num_threads: the number of threads; -n means at most n threads, chosen as in mxd_run. Returns the status of
  * the function's checks, or MXD_BAD_NAME. */
 MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size);
 
@@ -172,7 +172,7 @@ MXD_API const char *mxd_version(void);
 MXD_API const char *mxd_isa(void);
 /* Sets the instruction set of the process, for tests. Returns 0, or -1 if this library or machine does not have it. */
 MXD_API int mxd_use_isa(const char *name);
-/* Returns whose threads a call with num_threads > 1 uses now. "threads of libgomp.so.1" names the file of the process's
+/* Returns who owns the threads of a call with num_threads > 1. "threads of libgomp.so.1" names the file of the process's
  * OpenMP runtime, which torch's operators use, too. "threads of its own" is the library's pool, used without a runtime
  * and in a forked child. Starts no thread. The text is always valid. */
 MXD_API const char *mxd_threads(void);
@@ -180,7 +180,7 @@ MXD_API const char *mxd_threads(void);
  * child that was forked before it loaded the library, and for tests. */
 MXD_API void mxd_use_own_threads(int own);
 
-/* Sets the work, in elements of rows, for which mxd_run wakes another thread, in the whole process. 0 restores the
+/* Sets, for the whole process, the least work of a thread of mxd_run, in elements of rows. 0 restores the
  * default. For tests. */
 MXD_API void mxd_set_work_of_a_thread(int64_t elements);
 

@@ -22,13 +22,13 @@ enum mxd_torch {
     MXD_TORCH_NOTHING = 2  /* nothing: for the Python package when it also has kernels */
 };
 
-/* Registers what is missing, and withdraws what the Python package provides. Returns NULL, or an error sentence, which is
- * valid until this thread's next call: libtorch is not loaded, or older than 2.10. May be called several times, from any
- * thread, before or after the Python package is imported. */
+/* Registers missing operators, and withdraws those that Python now provides. Returns NULL, or an error sentence if libtorch is
+ * not loaded or is older than 2.10. The sentence is valid until this thread's next call. May be called several times, from
+ * any thread, before or after the Python package is imported. */
 MXD_API const char *mxd_register_with_torch(int what);
 
-/* For the Python package alone, which compiles the kernels of NVIDIA's GPUs: the driver's functions that launch them, and a
- * compiled kernel. */
+/* For the Python package alone, which compiles the kernels of NVIDIA's GPUs. The first function takes the driver's functions
+ * that launch kernels. The second takes a compiled kernel. */
 MXD_API const char *mxd_launch_on_gpu(const void *const *functions);
 MXD_API void mxd_keep_gpu_kernel(void *function, unsigned threads, unsigned shared, int64_t rows, int64_t lane);
 

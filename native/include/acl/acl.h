@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-/* A program may pass any int as an enumeration; an int without a name is refused. In C an enumeration holds every int; in
+/* A program may pass any int as an enumeration; functions refuse an int without a name. In C an enumeration holds every int; in
  * C++ this needs an underlying type. */
 #if defined(__cplusplus) && __cplusplus >= 201103L
 #define ACL_ANY_INT : int
@@ -53,7 +53,7 @@ static const int ACL_ERROR_RT_AICORE_EXCEPTION = 507015; /* a kernel met invalid
 
 static const aclnnStatus ACLNN_SUCCESS = 0;
 static const aclnnStatus ACLNN_ERR_PARAM_NULLPTR = 161001; /* a tensor, workspaceSize, executor or memory is null */
-static const aclnnStatus ACLNN_ERR_PARAM_INVALID = 161002; /* a dtype, a shape, a limit, or a handle that is not one */
+static const aclnnStatus ACLNN_ERR_PARAM_INVALID = 161002; /* a dtype, a shape, a limit, or an invalid handle */
 
 typedef enum ACL_ANY_INT {
     ACL_DT_UNDEFINED = -1,

@@ -59,10 +59,10 @@ struct Sizes {
 struct Call {
     Operator op;
     bool backward;
-    // If true, `weights` has logits, and `locations` has offsets from reference points, or key points.
+    // If true, `weights` holds logits, and `locations` holds offsets from reference points, or key points of an anchor.
     bool with_logits;
     bool has_window;         // GEOMETRIC with logits
-    bool reference_by_point; // sample (level, point) has reference point `point % R`; if false, `level` or the only one
+    bool reference_by_point; // sample (level, point) reads reference point `point % R`; if false, `level` or the only point
     int num_threads;
     Sizes sizes;
     Tensor value, shapes, starts, locations, weights; // value: feature_maps of deformable_aggregation, feat of bev_pool_v3

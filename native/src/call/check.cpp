@@ -1,4 +1,4 @@
-// Checks shapes, dtypes and sizes. A valid call only runs `fits`, a loop of comparisons; Judge builds sentences.
+// Checks shapes, dtypes and sizes. `fits` is a loop of comparisons. Only if it fails, Judge builds a sentence.
 #include "call/check.h"
 
 namespace mxd {
@@ -27,7 +27,7 @@ bool too_many_elements(const int64_t *begin, const int64_t *end, int64_t empty =
 
 bool too_many_elements(const TensorInfo &t) { return too_many_elements(t.shape, t.shape + t.axes, 0); }
 
-// Returns whether a shape fits the known sizes. Stores the sizes that were not known.
+// Returns whether a shape agrees with the known sizes. Stores the sizes that were unknown.
 bool shape_fits(const Argument &argument, const TensorInfo &t, AxisSizes &sizes) {
     const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(t.axes);
     for (int a = 0; a < t.axes; ++a) {
@@ -45,8 +45,8 @@ bool groups_fit(const AxisSizes &sizes) {
     return groups < 0 || groups == 1 || (groups > 0 && sizes.of[sizes::c] % groups == 0);
 }
 
-// Returns whether the number of reference points fits. Sample (level, point) has reference point `level` or the only one; with
-// option 1 it has reference point `point % R`.
+// Returns whether the number R of reference points fits. Sample (level, point) reads reference point `level`, or the only
+// reference point; with option 1 the sample reads reference point `point % R`.
 bool references_fit(int64_t option, const AxisSizes &sizes) {
     const int64_t count = sizes.of[sizes::R], coordinates = sizes.of[sizes::TWO_OR_FOUR];
     if (count < 0) return true;

@@ -8,28 +8,28 @@
 
 namespace mxd {
 
-// The exclusive bound of a tensor's elements: more than any memory has, yet sums of offsets in bytes do not overflow.
+// The exclusive bound of a tensor's size. No memory holds as many elements, and sums of smaller sizes in bytes fit in 64 bits.
 constexpr int64_t TOO_MANY = int64_t(1) << 48;
 
 inline int64_t floating_size(int64_t dtype) { return dtype == MXD_FLOAT64 ? 8 : dtype == MXD_FLOAT32 ? 4 : 2; }
 inline int64_t element_size(int64_t dtype) { return dtype == MXD_INT64 ? 8 : dtype == MXD_INT32 ? 4 : floating_size(dtype); }
 inline bool is_empty(const Tensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }
 
-// A tensor as a binding describes it. An axis of one element may have any stride.
+// A binding's description of a tensor.
 struct TensorInfo {
     const int64_t *shape; // null if the tensor is not given
     int axes;
     int64_t dtype;
     const void *data = nullptr;
     const int64_t *strides = nullptr; // in elements; check_memory and make_call read them, and the data
-    int64_t side_by_side = -1;        // the number of elements if the tensor is contiguous, else -1; `fits` sets it
+    int64_t side_by_side = -1;        // set by `fits`: the number of elements of a contiguous tensor, else -1
     const char *dtype_name = nullptr; // the name of a dtype that mxd_dtype does not have
 };
 
-// Checks shapes and dtypes of a function's first `count` arguments. Every call runs this.
+// Checks shapes and dtypes of a function's first `count` arguments. Every call runs this check.
 bool fits(const Function &function, TensorInfo *tensors, int count, int64_t option, AxisSizes &sizes);
 
-// An error: *name* must *rule*; got *fact*. The name is that of an argument.
+// An error: *name* must *rule*; got *fact*. *name* is an argument's name.
 struct Refusal {
     int status = MXD_OK; // MXD_OK if there is no error
     int argument = 0;

@@ -1,4 +1,4 @@
-// Decides what is packed, how heads are cut, and how many threads pay.
+// Decides which levels are packed, how heads are cut, and how many threads make a call fastest.
 #include "call/make_plan.h"
 
 #include <atomic>
@@ -44,10 +44,10 @@ constexpr PackedLevels NONE{nullptr, 0, 0, 0, 0, 0};
 
 bool all_near(const PackedLevels &packed) { return packed.bytes > 0 && packed.far_begin >= packed.far_end; }
 
-// The packed rows that stay in a core's second-level cache beside all other data. Prefetches of these rows save little, and a
-// core has few reads to spare: a prefetch takes three, the row itself six. Without these prefetches the forward on one thread
-// takes 27.3 instead of 29.0 ms for the encoder, 72.3 instead of 74.6 for BEVFormer spatial (2026-11-23, Zen 3), and 21.1
-// instead of 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
+// The bytes of packed rows that stay in a core's second-level cache beside all other data. Rows of these levels are not
+// prefetched: a prefetch takes three reads of a core, the row itself six, and the row is near already. Without these prefetches
+// the forward on one thread takes 27.3 instead of 29.0 ms for the encoder, 72.3 instead of 74.6 for BEVFormer spatial
+// (2026-11-23, Zen 3), and 21.1 instead of 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
 constexpr int64_t NEAR_BYTES = 256 * 1024;
 
 // A level is packed if its rows are read at least PACK_READS times on average. The smallest levels are packed first, as long as
@@ -56,7 +56,7 @@ constexpr double PACK_BYTES = 15.5 * (1 << 20); // with all other scratch memory
 constexpr double PACK_SHARE = 0.049;            // 5 %
 constexpr int64_t PACK_READS = 8;
 
-// Returns the most bytes for each of `copies` copies of packed levels.
+// Returns the most bytes that one copy of the packed levels may take if there are `copies` copies.
 double most_packed_bytes(const Call &call, int64_t copies) {
     const Sizes &n = call.sizes;
     const double value_bytes = double(n.batch * n.keys) * double(n.heads * n.channels * floating_size(call.value.dtype));
@@ -98,7 +98,7 @@ PackedLevels choose_levels(const Call &call, RowBytes row_bytes, double most_byt
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 bool value_can_be_packed(const Call &call) {
-    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // else rows are contiguous already
+    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // if false, rows are contiguous already
            call.sizes.queries >= QUERIES_OF_A_THREAD * num_threads(call);
 }
 
@@ -111,7 +111,7 @@ PackedLevels choose_packed_value(const Call &call, RowBytes row_bytes, std::vect
 }
 
 // Plans packing in the forward. Rows of near levels are widened when they are packed, because a row of float16 would otherwise
-// be widened for each of its samples. This needs levels that begin at a multiple of ROWS samples. bfloat16 gains nothing: two
+// be widened for each of its samples. Widened levels must begin at a multiple of ROWS samples. bfloat16 gains nothing: two
 // bfloat16 are widened as one word, which costs no more than reading twice the memory. In geometric_kernel_attention any dtype
 // gains, but all levels must be near.
 void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
@@ -124,8 +124,8 @@ void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &off
     plan.packed_value = choose_packed_value(call, {own, own}, offset);
 }
 
-// Plans packing in the backward. The gradients of samples would widen a 16-bit row for each of its samples, in the order of
-// channels. So rows are widened when they are packed, if all levels can be packed so. The encoder in bfloat16 takes 26.1
+// Plans packing in the backward. Rows of 16 bits are widened when they are packed, if all levels can be packed so. Otherwise
+// the gradients of samples widen a row, in the order of channels, for each of its samples. The encoder in bfloat16 takes 26.1
 // instead of 31.3 ms, in float32 24.6 (2026-11-27, Intel Xeon 6/207).
 void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const int64_t own = own_row_bytes(call), wide = wide_row_bytes(call);
@@ -138,8 +138,8 @@ void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &of
 // head would be cut into more bands, and each band reads all queries.
 constexpr int64_t BUFFERED_BYTES = 6 << 20;
 
-// Chooses the levels of the gradient that are packed: none if levels overlap, because a row of two levels would be summed in
-// two places, and its bits would depend on which levels are packed.
+// Chooses the levels of the gradient that are packed. If levels overlap, packs none: a row of two levels would be summed in two
+// places, and its bits would depend on the choice of packed levels.
 PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
     const int64_t size = computed_size(call), row_bytes = call.sizes.channels * size;
     const bool buffered = !can_be_added_to(call);
@@ -167,8 +167,8 @@ int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / 
 
 bool heads_keep_threads_busy(int64_t heads, int64_t threads) { return 4 * heads >= 3 * threads * rounds(heads, threads); }
 
-// Returns the time until all threads are done, as a multiple of the time of a whole head. A band costs a measured 0.15 of a
-// head whatever its size, because it reads all queries.
+// Returns the time until all threads are done, as a multiple of the time of a whole head. A band of any size costs a measured
+// 0.15 of a head, because each band reads all queries.
 double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_levels) {
     if (cut.bands > 1) return double(rounds(heads * cut.bands, threads)) * (0.15 + 1.0 / double(cut.bands));
     return double(rounds(heads * cut.parts, threads)) * double(rounds(num_levels, cut.parts)) / double(num_levels);
@@ -289,7 +289,7 @@ void plan_bands(const Call &call, int64_t bands, bool buffered, Plan &plan, Plan
     plan.band_is_buffered = buffered;
 }
 
-// Tries the best way first. Whole heads repeat no work, each part reads grad_output again, and each band reads all queries.
+// Takes the first possible way. Whole heads repeat no work, each part rereads grad_output, and each band reads all queries.
 void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &plan, PlanLists &lists) {
     const bool buffered = !can_be_added_to(call);
     const Cut cut = choose_cut(call, !buffered);
@@ -321,7 +321,7 @@ void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
     if (!plan.sample_gradients) plan.packed_value = NONE;
 }
 
-// The least work of a thread, in elements of rows. Waking a thread takes about as long as reading these.
+// The least work of a thread, in elements of rows. Waking a thread takes about as long as reading this many elements.
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 

@@ -16,10 +16,10 @@ struct PlanLists {
 // Makes the plan of a checked and prepared call. Reads no data of value.
 Plan make_plan(const Call &call, PlanLists &lists);
 
-// Returns the number of threads that pay for a call, at most `most`.
+// Returns the number of threads, at most `most`, with which a call is fastest.
 int threads_that_pay(const Call &call, int most);
 
-// Sets the work, in elements of rows, for which another thread is woken. 0 restores the default.
+// Sets the least work of a thread, in elements of rows. 0 restores the default.
 void set_work_of_a_thread(int64_t elements);
 
 // Returns a line "name: decision" for each decision of a plan.

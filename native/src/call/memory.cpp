@@ -93,8 +93,8 @@ bool has_distinct_elements(const TensorInfo &t) {
 // of a contiguous tensor that share no element.
 bool lie_apart(const Footprint &a, const Footprint &b);
 
-// lie_apart for addresses modulo a period, which both footprints must fit into. The second is compared twice: at its place
-// after the first, and one period earlier.
+// lie_apart for addresses modulo a period. Each footprint must fit into one period. Compares the second footprint twice: at its
+// place after the first, and one period earlier.
 bool lie_apart_modulo(const Footprint &a, const Footprint &b, int64_t period) {
     int64_t ahead;
     if (period == 0 || __builtin_sub_overflow(b.first, a.first, &ahead)) return false;

@@ -5,11 +5,11 @@
 
 namespace mxd {
 
-// The number of samples that lists of rows group together. A part of a head begins at a multiple of it.
+// Lists of rows have groups of ROWS samples. A part of a head begins at a multiple of ROWS samples.
 constexpr int ROWS = 4;
 
-// How the gradient of value is shared among workers. Each worker owns a head, a part or a band. Only the owner adds to these
-// rows, so no addition is atomic, and additions have the order of the queries for any number of threads.
+// How the gradient of value is shared among workers. A worker owns a head, a part or a band, and nobody else adds to its rows.
+// So no addition is atomic, and additions have the order of the queries for any number of threads.
 enum class ValueGradient {
     NOT_WANTED,
     WITH_SAMPLES, // a head, in one pass with the gradients of locations and weights
@@ -29,7 +29,7 @@ struct PackedLevels {
 
 // Fields that the chosen way does not use are zero.
 struct Plan {
-    PackedLevels packed_value; // used by the forward, and by gradients of samples with sample_gradients
+    PackedLevels packed_value; // read by the forward, and by the gradients of samples if sample_gradients is set
     bool near_as_computed;     // packed rows have the computed type: near levels in the forward, all in the backward
     bool sample_gradients;     // the gradients of samples have a separate pass
     ValueGradient value_gradient;

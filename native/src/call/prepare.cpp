@@ -45,7 +45,7 @@ Sizes sizes_of(const AxisSizes &sizes) {
     return n;
 }
 
-// Returns the number of cells, or INT64_MAX if it does not fit. Without channels an output may have any number of cells.
+// Returns the number of cells, at most INT64_MAX. Without channels an output may have any number of cells.
 int64_t cells_of(const Tensor &t) {
     int64_t cells = 1;
     for (Axis axis : {BATCH, CELL_D, CELL_H, CELL_W})

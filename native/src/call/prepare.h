@@ -8,8 +8,8 @@
 
 namespace mxd {
 
-// Makes a call from tensors for which `fits` returned true and found `sizes`. Puts their axes in the order of Axis. A
-// TensorInfo without a shape is a tensor that is not given or not wanted.
+// Makes a call from tensors, and puts their axes in the order of Axis. `fits` has returned true for these tensors and found
+// `sizes`. A TensorInfo without a shape is a tensor that is not given or not wanted.
 Call make_call(const Function &function, const TensorInfo *tensors, const AxisSizes &sizes, int64_t option, int num_threads);
 
 // Owns the memory to which a prepared call points.
@@ -21,13 +21,13 @@ struct Prepared {
 // Copies a tensor's elements to contiguous memory, as doubles or unchanged.
 typedef void CopyElements(const Tensor &t, bool as_doubles, char *to);
 
-// Reads the levels, and copies value if its channels are not contiguous, or to double if any input is double. So kernels that
+// Reads the levels. Copies value if its channels are not contiguous, or to double if any input is double, because kernels that
 // compute in double read only double. Requests huge pages for the results. Returns MXD_BAD_LEVEL, MXD_BAD_RANK,
-// MXD_OUT_OF_MEMORY or MXD_OK. copy_elements is null if only a plan is made; then value describes the copy but has no data.
+// MXD_OUT_OF_MEMORY or MXD_OK. If only a plan is made, copy_elements is null; then value describes the copy but has no data.
 int prepare(Call &call, Prepared &prepared, CopyElements *copy_elements);
 
-// Returns whether no result is wanted or all are empty. Then no kernel may run: expanded inputs take no memory and may have
-// more queries than anyone can wait for.
+// Returns whether no result is wanted or all are empty. Then no kernel may run: expanded inputs take no memory, so the number
+// of queries may be too large to ever finish.
 bool nothing_to_do(const Call &call);
 
 } // namespace mxd

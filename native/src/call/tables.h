@@ -11,7 +11,7 @@ namespace mxd {
 Level read_level(const Call &call, int64_t camera, int64_t scale);
 bool level_fits(const Level &level, int64_t keys);
 
-// Returns whether every rank has a row. True for operators without ranks.
+// Returns whether all ranks are in range. True for operators without ranks.
 bool ranks_fit(const Call &call);
 
 // Return an error sentence about the first level or rank that does not fit, or "". `shapes` and `starts` name the tables.

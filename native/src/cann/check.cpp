@@ -33,7 +33,7 @@ constexpr Limit LIMITS_OF_310P[] = {
     {VALUE, mxd::sizes::num_heads, [](int64_t n) { return n == 2 || n == 4 || n == 8; }, "have num_heads 2, 4 or 8 on 310P"},
     {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n == 4 || n == 8; }, "have num_points 4 or 8 on 310P"}};
 
-// The forward's least number of queries, on every product. Without the name of a product, programs may try fewer.
+// CANN's forward needs at least this many queries on every product. If no product is named, fewer are allowed.
 constexpr int64_t LEAST_QUERIES = 32;
 
 // Returns the product whose documents a call must follow, or "".

@@ -35,7 +35,7 @@ void check_parameter(aclSysParamOpt opt, int64_t value) {
 
 typedef std::shared_ptr<Stream> Shared;
 
-// Returns the default stream. A forked child makes its own, because the lock of the parent's may be held.
+// Returns the default stream. A forked child makes its own stream: the lock of the parent's stream may be held.
 Shared default_stream() {
     static std::mutex mutex;
     static Shared stream;
@@ -54,7 +54,7 @@ void read_axes(const char *name, const int64_t *numbers, uint64_t count, int64_t
     std::copy_n(numbers, count, to);
 }
 
-// Sets the strides of a contiguous tensor. Returns its elements, at most MOST_ELEMENTS, or 0 if a size is 0 or negative.
+// Sets the strides of a contiguous tensor. Returns its size, at most MOST_ELEMENTS, or 0 if an axis is 0 or negative.
 int64_t set_strides(const int64_t *shape, int axes, int64_t *strides) {
     int64_t count = 1;
     for (int a = axes; a-- > 0;) {

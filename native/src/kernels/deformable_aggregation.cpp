@@ -45,10 +45,10 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
 
 // ---- the gradients of locations and weights; with logits: of key points, projections and logits
 
-// With logits: computes the gradients of an anchor's key points and logits and of the projection from those of its samples.
+// With logits: computes the gradients of an anchor's key points, projections and logits from the gradients of its samples.
 //
-//   of a location    goes to its key point and its camera
-//   of a logit       = softmax * (of its weight * pair_scale - mean), mean = sum of softmax * of weights * pair_scale
+//   grad_location    is added to the gradients of its key point and of its camera's projection
+//   grad_logit       = softmax * (grad_weight * pair_scale - mean), mean = sum of softmax * grad_weight * pair_scale
 template <class T> class AnchorGradients {
   public:
     AnchorGradients(const Job &job, Arena &arena)
@@ -64,7 +64,7 @@ template <class T> class AnchorGradients {
         grad_matrices = sums.of(item, 0);
         if (grad_matrices) memset(grad_matrices, 0, size_t(sums.bytes(1)));
     }
-    // Begins an anchor. add() must then be called for its pairs in the order of SeenPoints.
+    // Begins an anchor. Then call add() for the anchor's pairs in the order of SeenPoints.
     void begin() {
         num_pairs = 0;
         memset(mean, 0, size_t(n.groups) * sizeof(T));

@@ -39,7 +39,7 @@ template <class T> struct Bilinear {
         return rows;
     }
 
-    // Computes the gradients of weights, and of locations, or with OF_OFFSETS of offsets in pixels.
+    // Computes the gradients of weights and locations; with OF_OFFSETS, of weights and offsets in pixels.
     template <bool OF_OFFSETS = false>
     static MXD_INLINE void gradients(const Query<T> &query, const T *dot, int64_t i, T *grad_xy, T *grad_weight) {
         const Corners<T> c = corners(query, i);

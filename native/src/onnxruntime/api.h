@@ -1,5 +1,5 @@
-// The part of onnxruntime's C interface that we use, version 16 and later: its layout in memory, to which new versions only
-// append. No file of onnxruntime is included or linked. tests/onnx/test_onnxruntime.py runs every function.
+// The part of onnxruntime's C interface that we use, version 16 and later, as it lies in memory. New versions only append. No
+// file of onnxruntime is included or linked. tests/onnx/test_onnxruntime.py runs every function.
 #pragma once
 
 #include <cstddef>

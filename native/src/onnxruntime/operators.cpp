@@ -204,7 +204,7 @@ Call call_of_node(const Instance &instance, OrtKernelContext *context) {
     return make_call(function, infos, sizes, instance.option, 1);
 }
 
-// ---- threads of the session, whose number onnxruntime does not tell
+// ---- threads of the session; onnxruntime does not tell their number
 
 struct Lender {
     const OrtApi *api;

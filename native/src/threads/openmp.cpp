@@ -84,9 +84,9 @@ void *entry(Library library) {
     return gcc ? gcc : function(library, "__kmpc_fork_call");
 }
 
-// Returns the entry function of the runtime that torch's loops call: the one that the loader finds for libtorch_cpu. On Linux
-// this is a global symbol, such as that of a preloaded libiomp5, or else that of a dependency of libtorch_cpu, whatever its
-// file name (libgomp-a34b3233.so.1). Without torch, any runtime with a usual file name will do.
+// Returns the entry function of the runtime that torch's loops call, as the loader finds it for libtorch_cpu. On Linux the
+// loader takes a global symbol, such as a preloaded libiomp5's, or else the symbol of a dependency of libtorch_cpu, which may
+// have any file name (libgomp-a34b3233.so.1). Without torch, returns the entry of any runtime with a usual file name.
 void *torchs_entry() {
 #ifndef __APPLE__ // on macOS a library calls the runtime that it was linked to, whatever symbols are global
     if (void *const address = entry(RTLD_DEFAULT)) return address;

@@ -27,8 +27,8 @@ const int64_t loaded_in = this_process();
 std::atomic<bool> own_threads{false};
 thread_local LentThreads *lent = nullptr;
 
-// Returns null if our own pool must be used. A forked child never uses the runtime: libgomp waits forever for threads that the
-// parent had, and does not tell whether there were any, for example threads that torch's operators started.
+// Returns null if our own pool must be used. A forked child never uses the runtime: libgomp waits forever for threads of the
+// parent, such as those of torch's operators, and does not tell whether the parent had threads.
 const OpenMp *runtime() {
     const bool own = own_threads.load(std::memory_order_relaxed) || this_process() != loaded_in;
     return own ? nullptr : openmp();

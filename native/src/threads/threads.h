@@ -15,7 +15,7 @@ void run_on_threads(int threads, Body *body, void *context);
 // Waits until a number that other threads increase is at least `least`.
 void wait_for(const int64_t *number, int64_t least);
 
-// Returns the default number of threads: that of the OpenMP runtime, or without a runtime processors().
+// Returns the default number of threads: the OpenMP runtime's number, or processors() if there is no runtime.
 int usable_threads();
 
 // Returns "threads of libgomp.so.1", with the file name of the runtime, or "threads of its own". Starts no thread.

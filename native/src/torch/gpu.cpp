@@ -31,7 +31,7 @@ typedef std::array<int64_t, 15> Key;
 std::mutex &mutex = *new std::mutex;
 std::map<Key, GpuKernel> &kernels = *new std::map<Key, GpuKernel>;
 thread_local Key wanted;
-thread_local bool waiting = false; // Python compiles the kernel of `wanted`.
+thread_local bool waiting = false; // true while Python compiles the kernel of `wanted`
 
 void check_driver(int error, const char *name) {
     if (error) throw Refused{std::string(name) + " failed with error " + std::to_string(error)};
@@ -56,7 +56,7 @@ std::array<int64_t, 3> GpuCall::strides_of_value() const {
     return {size(sizes::bs) > 1 ? keys * row : 0, keys > 1 ? row : 0, size(sizes::num_heads) > 1 ? head : 0};
 }
 
-// Returns false for tensors that Python copies, for calls that need another kernel of Triton's, and for deterministic sums.
+// Returns false for tensors that Python copies, for calls that need a kernel of another kind, and for deterministic sums.
 bool GpuCall::is_usual() const {
     int current;
     if (!in_use || driver.cuCtxGetDevice(&current) || current != device) return false;
@@ -126,7 +126,7 @@ void stop_waiting() { waiting = false; }
 
 } // namespace mxd::torch
 
-// Takes the functions of Driver; with null, Python serves every call. Returns null, or an error sentence.
+// Takes the functions of Driver. If `functions` is null, Python serves every call. Returns null, or an error sentence.
 const char *mxd_launch_on_gpu(const void *const *functions) {
     using namespace mxd::torch;
     return why_not([&] {

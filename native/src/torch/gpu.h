@@ -14,10 +14,10 @@ struct GpuKernel {
     int64_t rows = 1, lane = 1;
 };
 
-// A call of an attention operator, of its backward, or of its forward with logits. Shapes and dtypes are checked before.
+// A call of an attention operator, of its backward, or of its forward with logits. Its shapes and dtypes are already checked.
 class GpuCall {
   public:
-    // `device` is torch's number; `variant` says the option, which dtype the output has, and which gradients are needed.
+    // `device` is torch's number; `variant` encodes the option, the dtype of the output, and the gradients that are needed.
     GpuCall(const Function &, TensorInfo *, const AxisSizes &, int device, int64_t variant);
 
     // Returns false if Python must serve the call. Until stop_waiting, a kernel that this thread hands over belongs to the
@@ -42,7 +42,7 @@ class GpuCall {
 
 void stop_waiting();
 
-// Registers the kernels of CUDA with torch. operators.cpp has it.
+// Registers the CUDA kernels with torch. Defined in operators.cpp.
 void register_gpu_kernels();
 
 } // namespace mxd::torch

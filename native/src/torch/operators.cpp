@@ -1,6 +1,6 @@
 // Registers the operators with PyTorch, with or without Python: schemas, CPU kernels, and meta kernels for tracing.
 //
-// torch passes arguments on a stack, where the kernel leaves its results. The kernel owns the arguments; torch owns the
+// torch passes arguments on a stack, and the kernel writes its results there. The kernel owns the arguments; torch owns the
 // results.
 #include <algorithm>
 #include <array>
@@ -38,7 +38,7 @@ constexpr int64_t NOTHING = 0; // the shape of a gradient that is not wanted
 
 class BoxedCall {
   public:
-    // Takes ownership of all arguments, also of invalid ones.
+    // Takes ownership of all arguments, also of invalid arguments.
     BoxedCall(const Function &of, OutputDtype output, Value *arguments) : function(of), kind(output) {
         for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
         for (int i = 0; i < function.numbers.count; ++i) numbers.push_back(int64_t(*arguments++));
@@ -82,7 +82,7 @@ class BoxedCall {
     int count() const { return function.arguments.count; }
     const Argument &argument(int i) const { return function.arguments[i]; }
 
-    // Takes the sizes that no input has. In the backward grad_output has them, so they must agree.
+    // Takes the sizes that no input has. In the backward these must agree with the axes of grad_output.
     void take_sizes() {
         for (size_t i = 0; i < numbers.size(); ++i) {
             int64_t &size = sizes.of[function.numbers[int(i)]];
@@ -203,7 +203,7 @@ class BoxedCall {
         }
     }
 
-    // Serves on a GPU what is_for_gpu names.
+    // Runs on the GPU a call for which is_for_gpu is true.
     void run_on_gpu(Value *stack) {
         int64_t variant = 2 * option + int64_t(kind);
         for (size_t i = 0; i < mask_size; ++i) variant = 2 * variant + mask[i];
@@ -222,8 +222,8 @@ class BoxedCall {
         leave(stack);
     }
 
-    // Calls the operator of this name in torch.ops.mx_driving_triton. Python serves it, and hands over the kernel that it
-    // compiles.
+    // Calls the operator of the same name in torch.ops.mx_driving_triton. Python runs this operator, and hands over the kernel
+    // that it compiles.
     void call_python(Value *stack) {
         for (int i = 0; i < function.first_written; ++i) stack[i] = value_of(tensors[i].release());
         if (text) stack[function.first_written] = value_of(std::exchange(text, nullptr));

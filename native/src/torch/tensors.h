@@ -27,7 +27,7 @@ inline void need(Status status, const char *what) {
     if (status) throw Refused{std::string("torch could not ") + what};
 }
 
-// ---- dtypes, by c10::ScalarType, on whose order torch's files rely
+// ---- dtypes in the order of c10::ScalarType; torch's files rely on this order
 
 // clang-format off
 constexpr const char *DTYPE_NAMES[] = {

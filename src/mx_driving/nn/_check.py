@@ -13,7 +13,7 @@ from .. import _torch_private
 from .._dispatch.functions import autocasts
 from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, tensors
 
-# Torch's own, read at import: libraries may replace them later.
+# torch's functions, read at import, because libraries may replace these functions later.
 _FORWARDS: dict[type, Any] = {nn.Linear: nn.Linear.forward, nn.Dropout: nn.Dropout.forward}
 _CALL = nn.Module.__call__
 
@@ -55,7 +55,7 @@ def kernel_size(sizes: object) -> None:
 
 
 def fix_scale(rows: Sequence[Sequence[float]], num_learnable_pts: int) -> Tensor:
-    """Return the fixed key points of an anchor. There may be no fixed points if num_learnable_pts is positive."""
+    """Return the fixed key points of an anchor. If num_learnable_pts is positive, rows may be empty."""
     at_least(0, "num_learnable_pts", num_learnable_pts)
     try:
         points = torch.as_tensor(rows, dtype=torch.float32)
@@ -87,9 +87,9 @@ def maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
 def shapes(sizes: dict[str, int], **inputs: tuple[Any, str]) -> dict[str, int]:
     """Check that inputs are tensors with axes: `shapes({"embed_dims": 256}, query=(query, "bs, num_queries, embed_dims"))`.
 
-    An axis is a number, numbers ("2 or 4"), a least number ("8 or more"), or a name. If `sizes` does not have a name, the first
-    input with this axis sets its size. An input whose axes end with " or None" may be None. Return `sizes` and the sizes of
-    all other names.
+    An axis is a number, numbers ("2 or 4"), a least number ("8 or more"), or a name. If a name is not in `sizes`, the first
+    input with this axis sets the size. An input whose axes end with " or None" may be None. Return `sizes`, extended by the
+    sizes of all other names.
     """
     inputs = {name: (t, text) for name, (t, text) in inputs.items() if t is not None or not text.endswith(" or None")}
     tensors(*((name, t) for name, (t, _) in inputs.items()))
@@ -117,8 +117,8 @@ def mask(name: str, t: Tensor) -> None:
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return whether the layer is unmodified, so that other code may replace its call: it has no forward of its own
-    (accelerate), no hooks, and no weight of a subclass (quantisers)."""
+    """Return whether the layer is unmodified, so that other code may replace its call: no own forward (accelerate), no
+    hooks, and no weight of a subclass (quantisers)."""
     if type(layer) is not kind or getattr(layer.forward, "__func__", None) is not _FORWARDS.get(kind, kind.forward):
         return False
     if _torch_private.is_compiled_in_place(layer) or kind.__call__ is not _CALL:  # libraries may set __call__

@@ -1,4 +1,4 @@
-"""First values of the modules' linear layers, as their publications have them."""
+"""Initial values of the modules' linear layers, as published."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .._dispatch import distributed
 
 
 def fill(t: Tensor, numbers: Tensor) -> None:
-    """Copy the numbers into t. A DTensor takes its process's part of them."""
+    """Copy the numbers into t. A DTensor receives its process's shard of the numbers."""
     with torch.no_grad():
         t.copy_(distributed.prepare((t, numbers.to(t.device)), shared=(1,))[1])
 
 
 def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
-    """Set Deformable-DETR's first offsets: for every query head h looks in direction h, 1 to num_points pixels far."""
+    """Initialise offsets as Deformable-DETR does: point p of head h is p + 1 pixels away in direction h."""
     angle = torch.arange(num_heads, dtype=torch.float32) * (2 * math.pi / num_heads)
     direction = torch.stack([angle.cos(), angle.sin()], -1)
     direction = direction / direction.abs().amax(-1, keepdim=True)
@@ -29,7 +29,7 @@ def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
 
 
 def _zero_bias(layer: nn.Linear) -> None:
-    if layer.bias is not None:  # a program may have replaced the layer by one without bias
+    if layer.bias is not None:  # a program may have replaced the layer by a layer without bias
         nn.init.zeros_(layer.bias)
 
 

@@ -1,4 +1,4 @@
-"""The layers that all modules of deformable attention have, and the conditions of fast paths that replace calls of layers."""
+"""The layers of all deformable attention modules, and fast paths that replace calls of unmodified layers."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def is_exported() -> bool:
 
 
 def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:
-    """Return x in autocast's dtype, contiguous, if all layers that read x are unmodified: each would convert x by itself.
+    """Convert x to autocast's dtype, contiguous, once for all layers that read x. If a layer is modified, return x.
 
-    Compiled graphs convert once anyway.
+    Compiled graphs convert x once anyway.
     """
     if is_exported() or torch.compiler.is_compiling() or x.dtype != torch.float32:
         return x

@@ -20,7 +20,7 @@ def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         value [bs, num_keys, c], spatial_shapes [num_levels, 2] and level_start_index [num_levels], both int64.
 
     Raises:
-        TypeError, ValueError: maps is no list of such tensors, or a level has no pixels.
+        TypeError, ValueError: maps is not a list of such tensors, or a level has no pixels.
 
     >>> value, shapes, starts = flatten_levels([torch.zeros(1, 8, 4, 6), torch.zeros(1, 8, 2, 3)])
     >>> tuple(value.shape), shapes.tolist(), starts.tolist()
@@ -74,7 +74,7 @@ def check_pyramid(
 def split_heads(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:
     """Return projected rows [bs, num_keys, c] as [bs, num_keys, num_heads, c / num_heads], with zeros for padding."""
     if padding_mask is not None:
-        rows = torch.where(padding_mask[..., None], 0, rows)  # masked_fill takes longer, most of all backward
+        rows = torch.where(padding_mask[..., None], 0, rows)  # masked_fill is slower, most of all in the backward
     return rows.unflatten(2, (num_heads, -1))
 
 

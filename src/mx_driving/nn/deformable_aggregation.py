@@ -21,11 +21,11 @@ FIX_SCALE = ((0, 0, 0), (0.45, 0, 0), (-0.45, 0, 0), (0, 0.45, 0), (0, -0.45, 0)
 
 
 class KeyPoints(nn.Module):
-    """Points inside an anchor: some at fixed fractions of its size, some placed by the instance's feature.
+    """Key points of an anchor: some at fixed fractions of its size, some placed by the instance's feature.
 
         point = centre + R(yaw) * (scale * size)        scale: fix_scale, and sigmoid(learnable_fc(feature)) - 1/2
 
-    An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); numbers after these are not read.
+    An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); later numbers are not read.
     """
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
@@ -74,7 +74,7 @@ class DeformableFeatureAggregation(nn.Module):
             from call to call.
         num_learnable_pts: key points placed by the instance's feature.
         fix_scale: the other key points, [n, 3] fractions of the anchor's width, length and height.
-        use_camera_embed: weights from the camera's projection matrix instead of one output per camera.
+        use_camera_embed: compute weights from each camera's projection matrix, not by an output per camera.
         attn_drop: in training, the fraction of (point, camera) pairs left out; proj_drop: dropout of the projected output.
         residual_mode: "cat" appends instance_feature (2 * embed_dims channels), "add" adds it.
 
@@ -137,13 +137,13 @@ class DeformableFeatureAggregation(nn.Module):
             feature_maps, spatial_shape, scale_start_index: as `flatten_cameras` makes them.
             projection_mat: [bs, cam, 4, 4], from metres to homogeneous pixels: (u * depth, v * depth, depth, 1). The last row
                 is not read and may be missing.
-            image_wh: [bs, cam, 2], width and height of the pictures in pixels; None when projection_mat gives 0..1.
+            image_wh: [bs, cam, 2], width and height of the pictures in pixels; None if projection_mat gives 0..1.
 
         Returns:
             [bs, anchor, embed_dims], or twice as many channels with residual_mode "cat".
 
         Raises:
-            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
+            TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
         sizes = {"embed_dims": self.embed_dims, "scale": self.num_levels}
         if self.camera_encoder is None:
@@ -195,8 +195,8 @@ class DeformableFeatureAggregation(nn.Module):
         cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2).to(feature.dtype))
         if not _check.is_plain(self.weights_fc):  # a modified layer need not be affine
             return self.weights_fc(feature[:, :, None] + cameras[:, None]).unflatten(3, sizes)
-        # W (feature + camera) + b = (W feature + b) + (W camera + b) - b. This has one product for each anchor and one for each
-        # camera, instead of one for each pair.
+        # W (feature + camera) + b = (W feature + b) + (W camera + b) - b. So W multiplies each anchor and each camera, but
+        # not each pair (anchor, camera).
         by_anchor = self.weights_fc(feature)
         of_cameras_and_zero = self.weights_fc(F.pad(cameras, (0, 0, 0, 1)))
         by_camera = of_cameras_and_zero[:, :-1] - of_cameras_and_zero[:, -1:]

@@ -22,9 +22,9 @@ class GeometricKernelAttention(nn.Module):
         pixel = round(reference * (W_l, H_l) + offset_k)        offset_k: a kernel_size window, `dilation` pixels apart
         out   = geometric_kernel_attention(value_proj(value), pixel, softmax over levels and window of weight(query))
 
-    Head h reads around reference point h: MapTR gives each cell as many points above the ground as there are heads.
+    Head h reads around reference point h: MapTR gives each cell num_heads points above the ground.
     MapTR's checkpoints (`GeometryKernelAttention`) load as they are: `attention_weights` and `value_proj`, each with weight
-    and bias. There is no output projection: MapTR has it in the spatial cross-attention around this module.
+    and bias. There is no output projection: in MapTR the spatial cross-attention around this module has one.
 
     Args:
         embed_dims: channels of queries, values and output; a multiple of num_heads.
@@ -89,13 +89,13 @@ class GeometricKernelAttention(nn.Module):
             value: [bs, num_keys, embed_dims], as `flatten_levels` makes it.
             spatial_shapes: [num_levels, 2], (H, W). int32 or int64.
             level_start_index: [num_levels]. int32 or int64.
-            padding_mask: [bs, num_keys], bool; True is padding, which reads as zero.
+            padding_mask: [bs, num_keys], bool; True means padding, read as zero.
 
         Returns:
             [bs, num_queries, embed_dims].
 
         Raises:
-            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
+            TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
         heads, levels = self.num_heads, self.num_levels
         sizes = _check.shapes(
@@ -116,7 +116,7 @@ class GeometricKernelAttention(nn.Module):
     def pixels(self, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
         """Return the pixels that each query reads, [bs, num_queries, num_heads, num_levels, num_points, 2], as floats.
 
-        `forward` does not need them: its operator computes pixels itself.
+        `forward` does not call this method: its operator computes the pixels.
         """
         return composition.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
 

@@ -14,7 +14,7 @@ __all__ = ["MultiScaleDeformableAttention"]
 
 
 class MultiScaleDeformableAttention(DeformableLayers):
-    """Each query reads a few points that it chooses itself, near its reference point, on every level of a feature pyramid.
+    """Each query reads a few points of its choice, near its reference point, on every level of a feature pyramid.
 
         location = reference + offset(query) / (W_l, H_l)                        reference points (x, y)
         location = centre + offset(query) / num_points * (w, h) / 2              reference boxes (x, y, w, h)
@@ -22,13 +22,13 @@ class MultiScaleDeformableAttention(DeformableLayers):
 
     Checkpoints of Deformable-DETR (`MSDeformAttn`), mmcv (`MultiScaleDeformableAttention`) and transformers load as they
     are: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each with weight and bias. mmcv's module also
-    adds the query and applies dropout to the result; this one, like Deformable-DETR's, leaves both to the layer around it.
+    adds the query and applies dropout to the result; this module, like Deformable-DETR's, leaves both to its caller.
 
     Args:
         embed_dims: channels of queries, values and output; a multiple of num_heads.
         num_heads, num_levels, num_points: heads, levels of the pyramid, points per head and level.
 
-    At the start every query looks in num_heads directions, num_points pixels far, with equal weights (Deformable-DETR's
+    Initially every query reads up to num_points pixels far in num_heads directions, with equal weights (Deformable-DETR's
     initialisation).
 
     Source: Zhu et al., "Deformable DETR", ICLR 2021.
@@ -60,13 +60,13 @@ class MultiScaleDeformableAttention(DeformableLayers):
             value: [bs, num_keys, embed_dims], as `flatten_levels` makes it.
             spatial_shapes: [num_levels, 2], (H, W). int32 or int64.
             level_start_index: [num_levels]. int32 or int64.
-            padding_mask: [bs, num_keys], bool; True is padding, which reads as zero.
+            padding_mask: [bs, num_keys], bool; True means padding, read as zero.
 
         Returns:
             [bs, num_queries, embed_dims].
 
         Raises:
-            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
+            TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
         sizes = self._check_queries(query, reference_points, spatial_shapes)
         check_pyramid(sizes, value, level_start_index, padding_mask, self.value_proj)
@@ -80,7 +80,7 @@ class MultiScaleDeformableAttention(DeformableLayers):
     def sampling(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sampling locations and weights of each query, for inspection.
 
-        `forward` does not need them: its operator computes both itself.
+        `forward` does not call this method: its operator computes locations and weights.
 
         Returns:
             locations [bs, num_queries, num_heads, num_levels, num_points, 2] and

@@ -1,4 +1,4 @@
-"""BEVFormer's spatial cross-attention as a module: a bird's-eye map looks into the cameras that see it."""
+"""BEVFormer's spatial cross-attention as a module: the cells of a bird's-eye map read the cameras that see them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
-_TOGETHER = 2**22  # offsets and logits of cameras that go through the layers together: 16 MB in float32
+_TOGETHER = 2**22  # most offsets and logits that are computed together for several cameras: 16 MB in float32
 
 
 def _attend(*inputs: Tensor) -> Tensor:
@@ -27,12 +27,12 @@ class MSDeformableAttention3D(DeformableLayers):
         location = reference of height (p mod num_Z_anchors) + offset_p(query) / (W_l, H_l)      for each of num_points points
         out      = multi_scale_deformable_attn_with_logits(value_proj(value), location, logit(query))
 
-    It is the sampling of `SpatialCrossAttention`, which has the output projection.
+    `SpatialCrossAttention` samples with this module and adds the output projection.
 
     Args:
         embed_dims: channels of queries, values and output; a multiple of num_heads.
-        num_heads, num_levels, num_points: heads, levels of a camera's pyramid, points per head and level, shared out evenly
-            over the heights.
+        num_heads, num_levels, num_points: heads, levels of a camera's pyramid, points per head and level. Each height has the
+            same number of points.
 
     Source: Li et al., "BEVFormer", ECCV 2022; its module's parameter names.
     """
@@ -58,14 +58,14 @@ class MSDeformableAttention3D(DeformableLayers):
             value: [bs, num_keys, embed_dims], as `flatten_levels` makes it.
             spatial_shapes: [num_levels, 2], (H, W). int32 or int64.
             level_start_index: [num_levels]. int32 or int64.
-            counts: how many queries each picture has, where they differ. Then query and reference_points are those of the
-                first picture, followed by those of the next: [1, sum(counts), ...].
+            counts: number of queries of each picture, if these numbers differ. Then query and reference_points are
+                [1, sum(counts), ...]: the queries of the first picture, then those of the second, and so on.
 
         Returns:
-            [bs, num_queries, embed_dims]; with counts, [1, count, embed_dims] of each picture.
+            [bs, num_queries, embed_dims]; with counts, a tuple with [1, count, embed_dims] for each picture.
 
         Raises:
-            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
+            TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
         sizes, axes = {"embed_dims": self.embed_dims, "num_levels": self.num_levels}, "bs, num_queries"
         if counts is not None:
@@ -100,13 +100,13 @@ class SpatialCrossAttention(nn.Module):
         feature_cam = deformable_attention(query + query_pos, pillar in cam, value of cam)       for cameras that see the pillar
         out         = query + dropout(output_proj(sum of feature_cam / number of these cameras))
 
-    A camera sees a pillar if it sees one of its points; a cell that no camera sees gets the projection of zero. Each camera is
-    sampled by the cells that it sees and by no others: nothing is padded, and each scene of a batch has cameras of its own.
-    BEVFormer's code takes the cells of the first scene for all of them; for one scene it agrees.
+    A camera sees a pillar if it sees a point of the pillar. A cell that no camera sees gets the projection of zero. Only the
+    cells that a camera sees sample this camera, without padding. Each scene of a batch has its own cameras. BEVFormer's code
+    uses the cells of the first scene for all scenes; for a single scene both agree.
 
     BEVFormer's checkpoints (`SpatialCrossAttention` around `MSDeformableAttention3D`) load as they are:
     `deformable_attention.sampling_offsets`, `deformable_attention.attention_weights`, `deformable_attention.value_proj`,
-    `output_proj`, each with weight and bias. Query and dropout are added here, as there.
+    `output_proj`, each with weight and bias. As in BEVFormer, this module applies dropout and adds the query.
 
     Args:
         embed_dims: channels of queries, values and output; a multiple of num_heads.
@@ -115,10 +115,10 @@ class SpatialCrossAttention(nn.Module):
 
     Gradients: of query, query_pos, value, reference_points and all parameters.
 
-    How many cells a camera sees is known only when they are counted. `torch.compile` therefore runs the loop over cameras as
-    it is, between two graphs, and refuses the module with `fullgraph=True`. A graph that is exported or traced, the device
-    meta, fake tensors and other subclasses, and a mask that torch.vmap maps over sample every camera by all cells and leave
-    out what is not seen: the same result, and more work.
+    The number of cells that a camera sees depends on the data. `torch.compile` therefore runs the loop over cameras without
+    compiling it, between two graphs, and refuses the module with `fullgraph=True`. With export, tracing, the device meta, fake
+    tensors, other subclasses, or a mask that torch.vmap maps over, all cells sample every camera, and features of
+    unseen cells are dropped: the same result with more work.
 
     Source: Li et al., "BEVFormer", ECCV 2022; defaults of its configurations.
 
@@ -162,18 +162,18 @@ class SpatialCrossAttention(nn.Module):
         Args:
             query: [bs, num_queries, embed_dims], the cells of the map. It is added to the result.
             reference_points: [bs, cam, num_queries, num_Z_anchors, 2], (x, y) of each pillar's points in each camera; 0..1 is
-                the picture. num_Z_anchors divides num_points. BEVFormer's has the axes of cameras and scenes exchanged.
+                the picture. num_Z_anchors divides num_points. BEVFormer's tensor has the cameras first.
             value: [bs, cam, num_keys, embed_dims], the cameras' pyramids, each as `flatten_levels` makes it.
             spatial_shapes: [num_levels, 2], (H, W). int32 or int64.
             level_start_index: [num_levels]. int32 or int64.
-            bev_mask: [bs, cam, num_queries, num_Z_anchors], bool; True is a point that the camera sees.
+            bev_mask: [bs, cam, num_queries, num_Z_anchors], bool; True means that the camera sees the point.
             query_pos: [bs, num_queries, embed_dims], the positional embedding, or None.
 
         Returns:
             [bs, num_queries, embed_dims].
 
         Raises:
-            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
+            TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
         inner = self.deformable_attention
         sizes = _check.shapes(
@@ -201,9 +201,9 @@ class SpatialCrossAttention(nn.Module):
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return [bs, num_queries, embed_dims]. The queries that a camera sees sample it, in each scene."""
+        """Return the mean, [bs, num_queries, embed_dims]. In each scene a camera is sampled only by queries that it sees."""
         bs, cams, queries = seen.shape
-        if bs * cams == 0:  # this path gives the layers gradients of zero
+        if bs * cams == 0:  # _mean_of_all gives the layers gradients of zero
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
         inner = self.deformable_attention
         pairs = seen.flatten().nonzero()[:, 0]  # over [bs, cam, num_queries]
@@ -213,7 +213,7 @@ class SpatialCrossAttention(nn.Module):
         together = max(1, _TOGETHER // max(1, samples * max(counts)))
         groups = [counts[i : i + together] for i in range(0, len(counts), together)]
         sizes = [sum(group) for group in groups]
-        # Select once for all cameras, because in the backward every selection fills a gradient of all queries.
+        # Select once for all cameras, because the backward of each selection fills a gradient of all queries.
         query = cast_once(query, inner.sampling_offsets, inner.attention_weights)
         positioned = query.flatten(0, 1).index_select(0, rows).split(sizes)
         pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(sizes)
@@ -234,7 +234,7 @@ class SpatialCrossAttention(nn.Module):
         rows, pillars = value.flatten(0, 1), reference_points.flatten(0, 1)
         is_plain = _check.is_plain(
             inner, MSDeformableAttention3D
-        )  # a modified module is called, and repeats its layers for each camera
+        )  # call a modified module, which repeats its layers for each camera
         by_query = inner._offsets_and_logits(query) if is_plain else [query]
         in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in by_query]
         if is_plain:

@@ -1,4 +1,4 @@
-"""BEVFormer's temporal self-attention as a module: a bird's-eye map looks at itself and at the map of a moment before."""
+"""BEVFormer's temporal self-attention as a module: a bird's-eye map reads itself and the previous map."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
 
 __all__ = ["TemporalSelfAttention"]
 
-_QUEUE = 2  # maps: the previous one and the current one
+_QUEUE = 2  # maps: the previous and the current map
 
 
 def _project_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Tensor) -> tuple[Tensor, ...]:
     """Return the outputs of the layers for the concatenation of previous and query, without concatenating them.
 
-    There are two matrix products. The second adds to the result of the first.
+    Compute two matrix products; the second adds to the result of the first.
     """
     weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
     channels = query.shape[-1]
@@ -38,23 +38,23 @@ def _mean_of_maps(samples: Tensor) -> Tensor:
 
 
 class TemporalSelfAttention(DeformableLayers):
-    """Each cell of a bird's-eye map (BEV) reads a few points of the previous map and of the current one.
+    """Each cell of a bird's-eye map (BEV) reads a few points of the previous and of the current map.
 
         offset_t, logit_t = linear([previous map, query + query_pos])                  for both maps t, previous and current
         sample_t          = multi_scale_deformable_attn_with_logits(value_proj(map_t), reference_t, offset_t, logit_t)
         out               = query + dropout(output_proj(mean of sample_t over t))
 
     BEVFormer's checkpoints (`TemporalSelfAttention`, num_bev_queue=2) load as they are: `sampling_offsets`,
-    `attention_weights`, `value_proj`, `output_proj`, each with weight and bias. Query and dropout are added here, as there.
-    Every scene of a batch has maps of its own. BEVFormer's code agrees for one scene; for more it takes the maps of all
-    scenes in one order and their offsets in another.
+    `attention_weights`, `value_proj`, `output_proj`, each with weight and bias. As in BEVFormer, this module
+    applies dropout and adds the query. Each scene of a batch has its own maps. BEVFormer's code agrees for one scene; for
+    several scenes it orders the maps and the offsets differently.
 
     Args:
         embed_dims: channels of queries, maps and output; a multiple of num_heads.
         num_heads, num_levels, num_points: heads, levels of a map, points per head and level of each map.
         dropout: of the projected output, in training.
 
-    At the start every query looks in num_heads directions, num_points pixels far, with equal weights.
+    Initially every query reads up to num_points pixels far in num_heads directions, with equal weights.
 
     Gradients: of query, query_pos, value, reference_points and all parameters.
 
@@ -88,10 +88,10 @@ class TemporalSelfAttention(DeformableLayers):
 
         Args:
             query: [bs, num_queries, embed_dims], the cells of the map. It is added to the result.
-            reference_points: [bs, 2, num_queries, num_levels, 2] (x, y), or [..., 4] (x, y, w, h), of the previous map, where
-                the cell was before the vehicle moved, and of the current one; 0..1 is the map.
-            value: [bs, 2, num_queries, embed_dims], the previous map and the current one; or None where there is no previous
-                map: then both are the query.
+            reference_points: [bs, 2, num_queries, num_levels, 2] (x, y), or [..., 4] (x, y, w, h): the cell's place in the
+                previous map, before the vehicle moved, and in the current map; 0..1 is the map.
+            value: [bs, 2, num_queries, embed_dims], the previous and the current map. None if there is no previous map; then
+                the query serves as both maps.
             spatial_shapes: [num_levels, 2], (H, W) of a map. int32 or int64.
             level_start_index: [num_levels]. int32 or int64.
             query_pos: [bs, num_queries, embed_dims], the positional embedding, or None.
@@ -100,7 +100,7 @@ class TemporalSelfAttention(DeformableLayers):
             [bs, num_queries, embed_dims].
 
         Raises:
-            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
+            TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
         _check.shapes(
             {"embed_dims": self.embed_dims, "num_levels": self.num_levels},

@@ -9,9 +9,9 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The softmax over the rows of contiguous logits [row, groups], for each group. Logits are processed as one array of numbers,
-// whatever rows they belong to. The pattern of groups in vectors repeats after `cycle` numbers. So `cycle` lanes each have a
-// maximum and a sum, and at the end the lanes of each group are folded.
+// The softmax over the rows of contiguous logits [row, groups], for each group. The rows are processed as one array of numbers.
+// The pattern of groups in its vectors repeats after `cycle` numbers. So `cycle` lanes have a maximum and a sum each, and at
+// the end the lanes of each group are folded.
 template <class T> class GroupedSoftmax {
     static constexpr int N = WIDTH<T>;
     static constexpr int64_t STEP = 4 * N; // four vectors at once, which hides the latency of exp
@@ -123,8 +123,8 @@ template <class T> class GroupedSoftmax {
     }
 };
 
-// The number of anchors whose softmax is kept: while the rows of one anchor are summed, the rows of the next are found, and the
-// softmax of the one after it is computed.
+// The number of anchors whose softmax is kept. The rows of anchor i are summed while the rows of anchor i + 1 are found and the
+// softmax of anchor i + 2 is computed.
 constexpr int64_t KNOWN_ANCHORS = 3;
 
 // Cuts anchors into blocks. A range is a batch.
@@ -182,7 +182,7 @@ template <class T> class AnchorWeights {
           by_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job), softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
-    // Computes the softmax of an anchor; with logits it must precede read(). The results of the two anchors before stay valid.
+    // Computes the softmax of an anchor; with logits, call it before read(). The two previous softmaxes stay valid.
     void compute(int64_t b, int64_t anchor) {
         AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
         const int64_t offset = offset_of(call.weights, b, anchor);
@@ -207,13 +207,13 @@ template <class T> class AnchorWeights {
         const T *exps = from.exps + first_row(pair) * n.groups, scale = scale_of_pair<T>(call, b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s) multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
     }
-    // Prefetches the weights of a pair. With logits this does nothing, because the softmax is still in the cache.
+    // Prefetches the weights of a pair. With logits does nothing, because the softmax is still in the cache.
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair) const {
         if (!call.with_logits) prefetch(call.weights, offset_of_pair(call, call.weights, b, anchor, pair), n.scales * n.groups);
     }
 
-    // Computes the gradient of all logits of an anchor from that of its pairs' weights, [pair, scales, groups]. mean[group] is
-    // the sum of weights times gradients. Overwrites grad_weights, mean and the anchor's exps.
+    // Computes the gradients of all logits of an anchor from those of its pairs' weights, [pair, scales, groups]. mean[group]
+    // is the sum of weights times gradients. Overwrites grad_weights, mean and the anchor's exps.
     void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *grad_weights, T *mean) {
         AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const Tensor &grad = call.grad_weights;
@@ -265,7 +265,7 @@ template <class T> class AnchorWeights {
     }
 };
 
-// Reads the weights of single samples. With logits computes them from SoftmaxTotals.
+// Reads the weights of single samples. With logits computes the weights from SoftmaxTotals.
 template <class T> class SampleWeights {
   public:
     explicit SampleWeights(const Job &job) : call(job.call), n(call.sizes), totals(job) {}
@@ -298,7 +298,7 @@ template <class T> class SampleWeights {
     }
 };
 
-// Computes SoftmaxTotals if SampleGradients, which also computes them, does not run. An item is a block of anchor_blocks.
+// Computes SoftmaxTotals in calls without SampleGradients, which computes them otherwise. An item is a block of anchor_blocks.
 template <class T> class Totals {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }

@@ -12,7 +12,7 @@ namespace {
 // Returns the number of pairs (point, camera). The index of a pair is point * cameras + camera.
 inline int64_t pairs_of(const Sizes &n) { return n.points * n.cameras; }
 
-template <class T> constexpr T NEAREST = T(1e-5); // the least depth: smaller depths, also behind the camera, are set to it
+template <class T> constexpr T NEAREST = T(1e-5); // the least depth: replaces smaller depths, also those behind the camera
 
 constexpr int64_t OF_MATRIX = 16; // elements of a 4x4 matrix; its last row is not read and has gradient 0
 
@@ -20,7 +20,7 @@ constexpr int64_t OF_MATRIX = 16; // elements of a 4x4 matrix; its last row is n
 template <class T> struct SeenPoints {
     int64_t room = 0;                            // elements of each coordinate, padded
     T *points = nullptr;                         // [3, room]: all x, then all y, then all z
-    int64_t *pairs = nullptr, *begins = nullptr; // the seen pairs, sorted by camera; the index of each camera's first
+    int64_t *pairs = nullptr, *begins = nullptr; // the seen pairs, sorted by camera; the index of each camera's first pair
     int64_t count = 0;
     T *xy = nullptr, *depth = nullptr; // the location and d of each seen pair, by the pair's index
 
@@ -68,8 +68,8 @@ template <class T> class Cameras {
         to.begins[last] = to.count;
     }
 
-    // Adds the gradient of a location to the gradient of its key point, and to that of its camera's matrix unless grad_matrices
-    // is null. A clamped depth has gradient 0. Its row is skipped, because 0 times an infinite element of the row would be NaN.
+    // Adds the gradient of a location to those of its key point and, unless grad_matrices is null, of its camera's matrix. A
+    // clamped depth has gradient 0; its matrix row is skipped, because 0 times an infinite element would be NaN.
     void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *grad_location, T *grad_point, T *grad_matrices) const {
         const int64_t cam = pair % n.cameras, p = pair / n.cameras;
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam, *location = seen.xy + 2 * pair;

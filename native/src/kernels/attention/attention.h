@@ -1,10 +1,10 @@
 // The forward of the attention operators, and the choice of workers for the backward. A Rule<T> defines an operator's samples:
 //
-//   CORNERS                                         rows of value a sample reads
-//   rows(query, i)                                  what samples i..i+LANES-1 read, a SampledRows
-//   reach(query, i, band)                           which of them may read a row of a band; cheaper than rows()
-//   gradients(query, dot, i, grad_xy, grad_weight)  from the products with those rows to the gradients of weights and
-//                                                   locations; gradients<true>: of weights and offsets in pixels
+//   CORNERS                                         the number of rows of value that a sample reads
+//   rows(query, i)                                  SampledRows: the rows that samples i..i+LANES-1 read
+//   reach(query, i, band)                           the samples that may read a row of a band; cheaper than rows()
+//   gradients(query, dot, i, grad_xy, grad_weight)  computes gradients of weights and locations from the rows' `dot`;
+//                                                   gradients<true>: of weights and of offsets in pixels
 #pragma once
 
 #include "kernels/attention/value_gradient.h"

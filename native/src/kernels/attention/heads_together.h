@@ -11,8 +11,8 @@ namespace {
 // The number of samples whose pixels are found at once.
 template <class T> constexpr int PIXELS = VECTOR_BYTES / int(sizeof(T)) >= 8 ? 8 : 4;
 
-// The constants of PIXELS samples, which hold for all reference points: pixels of the window, and maps. Bytes count from a
-// head's first row.
+// The constants of PIXELS samples: pixels of the window, and maps. All reference points share these constants. Byte offsets
+// count from a head's first row.
 template <class T> struct WindowLanes {
     T width[PIXELS<T>], height[PIXELS<T>], x[PIXELS<T>], y[PIXELS<T>];
     Int<T> last_x[PIXELS<T>], last_y[PIXELS<T>], bytes_of_row[PIXELS<T>], bytes_of_pixel[PIXELS<T>], start[PIXELS<T>];
@@ -36,8 +36,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     int64_t address_step; // addresses between heads of a prepared query
     int64_t weight_step;
 
-    // num_heads are processed together. first_row(level): bytes from a head's first row to the level's. step: bytes between
-    // rows.
+    // num_heads heads are processed together. first_row(level): bytes from a head's first row to the level's first row. step:
+    // bytes between rows.
     template <class FirstRow>
     WindowQueries(const Call &c, const Sizes &sizes, int64_t num_heads, FirstRow &&first_row, int64_t step,
                   const void *row_of_zeros, Arena &arena)
@@ -73,7 +73,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         reference_rows = QueryRows(call.reference, b, h, 2 * heads);
         logit_rows = QueryRows(call.weights, b, h, heads * samples);
     }
-    // Calls finish(query, prepared query) for queries begin..end-1. Queries are prepared before the previous one is finished.
+    // Calls finish(query, prepared query) for queries begin..end-1. Prepares a query before it finishes the previous query.
     template <class Finish> MXD_INLINE void go_through(int64_t begin, int64_t end, Finish &&finish) {
         int64_t ready = begin;
         for (int64_t q = begin; q < end; ++q) {
@@ -153,7 +153,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         to.bytes_of_pixel[lane] = Int<T>(step);
         to.start[lane] = Int<T>(first);
     }
-    // Returns the last query whose logits can be read in whole vectors. These may also have logits of the next query.
+    // Returns the last query whose logits can be read in whole vectors. The vectors may also hold logits of the next query.
     int64_t last_in_vectors() const {
         if (samples % SOFTMAX_LANES<T> == 0) return n.queries - 1;
         const int64_t per_query = n.heads * samples;
@@ -288,7 +288,7 @@ inline bool all_heads_together(const Call &call, const Plan &plan) {
 }
 
 // Computes all gradients. An item is (batch, heads that are processed together). The worker packs value and its gradient, head
-// by head. Both end with one zero row, to which padding points.
+// by head. The packed value and the packed gradient end with a zero row, to which padding points.
 template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together); }

@@ -1,4 +1,4 @@
-// Computes locations and weights of queries from offsets and logits, and their gradients back:
+// Computes locations and weights of queries from offsets and logits, and the gradients of offsets and logits:
 //
 //   location = reference + offset / (W, H)                      reference is a point
 //   location = reference + offset * (w, h) / (2 * num_points)   reference is a box
@@ -17,7 +17,7 @@ namespace {
 // The number of samples whose locations are computed at once, as pairs (x, y) in one vector. The last vector may have four.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
 
-// Reads the pair at from + begin[i] for each of four samples. With SHARED all four samples have the pair of the first.
+// Reads the pair at from + begin[i] for each of four samples. With SHARED all four samples read the first sample's pair.
 template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, const int64_t *begin) {
     const T *a = from + begin[0];
     if constexpr (SHARED && sizeof(T) == 4) {
@@ -188,7 +188,7 @@ template <class T> class Logits {
         const int64_t references = n.references;
         return call.reference_by_point ? point % references : references == 1 ? 0 : level;
     }
-    // Returns the elements between two reference points of a query. It is 0 if all levels share an expanded point.
+    // Returns the elements between two reference points of a query: 0 if all levels share an expanded point.
     int64_t reference_apart() const {
         const Tensor &t = call.reference;
         return in_place || t.strides[REFERENCE] == 0 ? t.strides[REFERENCE] : n.coordinates;

@@ -14,8 +14,8 @@ constexpr int PIPELINE_DEPTH = 3;
 constexpr int IN_FLIGHT = 4; // slots for prepared queries, a power of two above PIPELINE_DEPTH
 
 // Calls prepare(query, slot) for each query, and PIPELINE_DEPTH queries later finish(query, slot, slot of the query whose rows
-// are to be prefetched). That query is the second last that was prepared, because the addresses of the last are still being
-// computed. Slots are 0..IN_FLIGHT-1.
+// are to be prefetched). Rows of the second last prepared query are prefetched, because the addresses of the last are still
+// being computed. Slots are 0..IN_FLIGHT-1.
 template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
     const auto slot = [&](int64_t q) __attribute__((always_inline)) { return (q - begin) & (IN_FLIGHT - 1); };
     for (int64_t q = begin; q < end + PIPELINE_DEPTH; ++q) {
@@ -33,8 +33,8 @@ inline Blocks query_blocks(const Call &call, bool head_by_head) {
     return {n.queries, round_up(between(32, size, 1024), COMPUTED_TOGETHER)};
 }
 
-// The locations and weights of one query and head as T, padded to a multiple of LANES samples. They are read in place if dtype
-// and strides allow it. Then the padding is whatever follows in memory, which is harmless: padding samples have empty maps.
+// The locations and weights of one query and head as T, padded to a multiple of LANES samples. If dtype and strides allow, they
+// are read in place. Then the padding is the memory after them; it is harmless, because padding samples have empty maps.
 template <class T> class Query {
   public:
     template <class Reader>
@@ -146,7 +146,7 @@ template <class T> class QueryReader {
         query.whole = whole;
         query.xy = location;
         query.stored = stored_in_place;
-        if (q <= in_place_until) { // the usual case: one test for locations and weights
+        if (q <= in_place_until) { // the usual case; one test covers locations and weights
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }

@@ -6,14 +6,14 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The distance of prefetches in queries. One head's inputs are a few lines per kilobyte, which the hardware does not prefetch.
+// The distance of prefetches in queries. The hardware does not prefetch one head's inputs, which are a few lines per kilobyte.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
 // The elements of a tensor for one (batch, head), query by query. Addresses are integers, because prefetches pass the end.
 class QueryRows {
   public:
     QueryRows() {}
-    // A query has `count` contiguous elements, from element `skipped` on. It is always inlined: a call would take the object's
+    // A query has `count` contiguous elements, from element `skipped` on. Always inlined: a call would take the object's
     // address, so loops would reload its members (BEVFormer temporal's gradient of value: 1.06 of the time on Zen 4).
     MXD_INLINE QueryRows(const Tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
@@ -26,7 +26,7 @@ class QueryRows {
     }
     int64_t bytes_of_query() const { return step; }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
-    // As at(), for queries in ascending order; also prefetches the elements of a later query. This helps with writes, too,
+    // As at(), for queries in ascending order; also prefetches the elements of a later query. Prefetching helps writes, too,
     // because a write fetches its cache line.
     template <bool TO_WRITE = false> MXD_INLINE char *at_in_turn(int64_t query) const {
         const int64_t address = first + query * step, from = address + ahead;

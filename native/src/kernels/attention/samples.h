@@ -23,7 +23,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
         char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
         return direct ? reinterpret_cast<T *>(to) : scratch;
     }
-    // Returns the array to which samples i..i+LANES-1 are written. begun: the address from begin().
+    // Returns where to write samples i..i+LANES-1. `begun` is the address that begin() returned.
     MXD_INLINE T *address(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
     T *memory() const { return scratch; }
     int64_t whole_vectors() const { return in_vectors; }

@@ -35,7 +35,7 @@ struct SixteenCorners {
 
   private:
     // Finds which samples have their first pixel `whole` on the map, and which have the next pixel on the map. `whole` is x
-    // rounded down; NaN and numbers that do not fit in 32 bits are the least integer there. A sample is valid if -1 < x < size.
+    // rounded down, or the least integer if x is NaN or does not fit in 32 bits. A sample is valid if -1 < x < size.
     static MXD_INLINE void on_axis(Vec<float, 16> x, __m512i whole, const float *size, const int32_t *last, __mmask16 &first_in,
                                    __mmask16 &next_in) {
         const __mmask16 below_size = _mm512_cmp_ps_mask((__m512)x, _mm512_loadu_ps(size), _CMP_LT_OQ);

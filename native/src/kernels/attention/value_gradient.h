@@ -140,7 +140,7 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
     SampleOutputs<T, Rule> samples;
     char *packed_value, *packed_gradient;
 
-    // Selects the rows of a head. Returns the distance from a row of value to that of its gradient.
+    // Selects the rows of a head. Returns the distance from a row of value to the same row of its gradient.
     int64_t open_rows(int64_t b, int64_t h) {
         const Call &call = this->call;
         const HeadRows value(call.value, b, h), gradient(call.grad_value, b, h);

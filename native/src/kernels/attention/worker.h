@@ -47,14 +47,14 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
         find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value, rows);
     }
 
-    // Selects a (batch, head) after find_value or find_levels. Of its queries, use only rows and coefficients.
+    // Selects a (batch, head); call find_value or find_levels first. Read only rows and coefficients of its queries.
     void open_queries(int64_t b, int64_t h) {
         reader.reads_16_bits = CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !rows.far;
         reader.open(b, h);
     }
 
-    // Processes queries begin..end-1 of the open (batch, head). Finds the rows of a query, with or without COEFFICIENTS, and
-    // PIPELINE_DEPTH queries later calls finish(query, prepared query, prepared query whose rows are to be prefetched).
+    // Processes queries begin..end-1 of the open (batch, head). Finds rows, with or without COEFFICIENTS. PIPELINE_DEPTH
+    // queries later calls finish(query, prepared, next): `prepared` belongs to `query`; prefetch the rows of `next`.
     template <bool COEFFICIENTS, class Finish> MXD_INLINE void queries(int64_t begin, int64_t end, Finish &&finish) {
         ahead(
             begin, end,

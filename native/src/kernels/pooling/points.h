@@ -1,7 +1,7 @@
 // Points sorted by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any number
-// of threads. Points that are sorted already, as most models have them by cell, are not sorted again.
+// of threads. If points are sorted already, as by cell in most models, the sort is skipped.
 //
-// Sums of coefficient * row over any number of points, MOST points at a time.
+// Sums coefficient * row over any number of points, MOST points at a time.
 #pragma once
 
 #include "call/call.h"
@@ -207,7 +207,7 @@ inline void add_rows(const int64_t *address, const T *coefficient, int64_t n, in
 }
 
 // Computes the sums of `rows` consecutive ranks. The points of the first rank are begin..ends[0]-1, those of the second
-// ends[0]..ends[1]-1, and so on. Points are sorted and their ranks are contiguous, as in most models, so no Window is filled.
+// ends[0]..ends[1]-1, and so on. Needs no Window, because points are sorted and their ranks are contiguous, as in most models.
 template <class Row, class T>
 inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, const Row *depth, const int32_t *ranks_depth,
                        int64_t begin, const int64_t *ends, int64_t rows, int64_t channels, T *sums) {

@@ -100,7 +100,7 @@ MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> coeffi
 #endif
 }
 
-// four_of returns four lanes of a vector of four or eight; eight_of joins two vectors of four. They avoid memory, because a
+// four_of returns four lanes of a vector of four or eight; eight_of joins two vectors of four. Both avoid memory, because a
 // load of a vector that was stored as two halves is slow.
 template <int FIRST, class V> MXD_INLINE auto four_of(V v) {
     typedef __typeof__(v[0] + v[0]) E;
@@ -195,7 +195,7 @@ struct Larger { // returns b if a or b is NaN
 
 template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) { return folded_lanes<T, N>(x, Total()); }
 
-// Converts integers to int32. An integer that does not fit becomes the nearest int32.
+// Converts integers to int32. Clamps an integer that does not fit to the nearest int32.
 template <int N> MXD_INLINE Vec<int32_t, N> saturated(Vec<int64_t, N> x) {
 #if defined(__AVX512F__)
     if constexpr (N == 8) return (Vec<int32_t, 8>)_mm512_maskz_cvtsepi64_epi32(0xff, (__m512i)x);

@@ -54,7 +54,7 @@ struct Nothing {};
 
 // The state that the threads of a loop share. A unit is a chunk or an item. Threads take units one by one, stage by stage, the
 // chunks of a stage before its items. A thread waits with a chunk until all earlier stages are done, and with an item until
-// also the chunks of its stage are done. Threads that already run took those units, so the loop ends for any number of threads,
+// also the chunks of its stage are done. Running threads took those units before, so the loop ends for any number of threads,
 // even if bodies run one after the other. If Begin is Nothing, there are no chunks, and no thread waits.
 template <class Worker, class Args, class Begin> struct Loop {
     int64_t stages, per_stage;
@@ -104,7 +104,7 @@ template <class Worker, class Args> int64_t scratch_of(const Args &args) {
     return arena.taken();
 }
 
-// Constructs Worker(args, arena) per thread, and calls worker(i) for all items in any order. Returns false without memory.
+// Constructs Worker(args, arena) per thread, and calls worker(i) for all items in any order. Returns false if memory runs out.
 //
 // The items are cut into equal stages. Before the items of a stage, threads call begin(stage, chunk) for chunks
 // 0..STAGE_CHUNKS-1 and wait for each other.

@@ -4,7 +4,7 @@
 //   weighted_sum           out     = sum over i of  coefficient[i] * row[i]
 //   dots                   dot[i]  = sum over channels of  g * row[i]
 //   scatter_add            row[i] += coefficient[i] * g
-//   dots_and_scatter_add   both, with rows of one tensor and the same rows of another
+//   dots_and_scatter_add   dots with rows of value, scatter_add to the same rows of its gradient
 //
 // A list of rows has an address and a coefficient for each row. The length is a multiple of ROWS. A padding entry has
 // coefficient 0 or points to the zero row. `next` is the list whose rows are prefetched meanwhile. It has the same length, and
@@ -78,8 +78,8 @@ template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
 }
 
 // True if sums read two vectors of bfloat16 as one vector of 32-bit words. The upper half of a word is already a float; the
-// lower half becomes a float by a shift. This is cheaper than widening two vectors. It separates even from odd channels, so
-// sums are put in order when they are stored. Dot products read channels in order, to add them in the same order as in float32.
+// lower half becomes a float by a shift. Reading words is cheaper than widening two vectors. Words separate even from odd
+// channels, so stores sort the sums. Dot products read channels in order, to add them in the same order as in float32.
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
 

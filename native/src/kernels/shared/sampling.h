@@ -97,8 +97,8 @@ template <class T> class BandReach {
     T *first_y, *last_y;
 };
 
-// pixel_of converts a normalised coordinate to pixels. is_inside returns whether a location is strictly inside an image; a NaN
-// is not. Both accept numbers and vectors.
+// pixel_of converts a normalised coordinate to pixels. is_inside returns whether a location is strictly inside an image, and
+// false for NaN. Both accept numbers and vectors.
 template <class T, class Real> MXD_INLINE Real pixel_of(Real location, Real size) { return location * size - T(0.5); }
 template <class Real> MXD_INLINE auto is_inside(Real x, Real y) { return (x > 0) & (x < 1) & (y > 0) & (y < 1); }
 
@@ -243,7 +243,7 @@ template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *li
         return eight_of<E>(raw_load<E, 4>(from), raw_load<E, 4>(from + CORNERS * ROWS));
 }
 
-// The dot products of g with a sample and with its derivatives in x and y. d has those of the corners, 0 off the map.
+// Dot products of g with a sample and its slopes. `d`: dot products of g with the four corner rows; 0 for corners off the map.
 template <class Real> struct CornerSlopes {
     Real sample, dx, dy;
 
