@@ -14,6 +14,9 @@ from programs import python
 
 import mx_driving
 from mx_driving import _foreign_functions, compat
+from mx_driving._patch._code import Reader
+from mx_driving._patch._search import is_core
+from mx_driving._patch.known import TABLE, Known
 
 
 def test_stand_ins_are_those_that_record_and_replay_know():
@@ -84,9 +87,20 @@ for kind, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):  # BEVFor
 
 
 @pytest.fixture
-def repository(unbuilt):
+def repository(unbuilt, monkeypatch):
+    """Its functions that convert their inputs are known by their code, as those of Sparse4D and mmcv are."""
     unbuilt("someones_ops", PACKAGE)
-    return importlib.import_module("someones_ops")
+    module = importlib.import_module("someones_ops")
+    for name, (form, casts) in CASTS.items():
+        monkeypatch.setitem(TABLE, Reader(is_core).read(getattr(module, name)).key, Known(form, "here 1 it", casts=casts))
+    return module
+
+
+CASTS = {
+    "DeformableAggregationFunction": ("aggregation", "float32"),
+    "DoubleDeformableAggregationFunction": ("aggregation", "float64"),
+    "MultiScaleDeformableAttnFunction": ("attention", "value"),
+}
 
 
 FUNCTIONS = {

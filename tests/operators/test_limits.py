@@ -209,7 +209,7 @@ def test_environment_variable(word, dims, release):
 def test_word_that_is_no_release_stops_the_import():
     done = with_flag("ture", 8)
     rule = "be 1, true, yes or on; 0, false, no, off or empty; or a release: 7.1, 7.2, 7.3, 26.0 or 26.2; got 'ture'"
-    assert done.stderr.splitlines()[-1] == f"ValueError: MX_DRIVING_ATLAS_LIMITS must {rule}"
+    assert done.stderr.splitlines()[-1] == f"mx_driving._operator.rules.SettingError: MX_DRIVING_ATLAS_LIMITS must {rule}"
 
 
 ON, OFF = ("1", "true", "Yes", "ON"), ("0", "False", "no", "OFF", "")

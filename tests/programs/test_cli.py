@@ -50,6 +50,7 @@ COMMANDS = {
     "info": {"--json"},
     "record": set(),  # record.py's own
     "replay": {"calls", "--call", "--threads", "--csv", "--json"},
+    "forms": {"target", "--rows", "--seen", "--json"},
     "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads", "--json"},
     "verify": {"path_in", "--runtime", "--inputs", "--original", "--precision", "--threads", "--json"},
 }

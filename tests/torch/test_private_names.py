@@ -92,7 +92,7 @@ NAMES = {
     "are_transforms_active": ("torch.func", lambda: tells(in_vmap, p.are_transforms_active)),
     "is_traced_by_make_fx": ("modules in graphs of make_fx", lambda: tells(in_make_fx, p.is_traced_by_make_fx)),
     "is_transformed": ("sentences about tables under vmap", lambda: under(torch.vmap, p.is_transformed) == [1]),
-    "has_no_memory": ("zero tensors as tables", lambda: p.has_no_memory(torch._efficientzerotensor(2)) and not p.has_no_memory(ONE)),
+    "has_no_memory": ("zero tensors as tables", lambda: p.has_no_memory(torch._efficientzerotensor(2))),
     "without_gradients": ("sentences about tables under jvp", lambda: under(torch.func.grad, p.without_gradients)[0] is ONE),
     "is_batched": ("pools of vmapped points", lambda: under(torch.vmap, p.is_batched) == [1]),
     "DispatchKey": ("kernels of GPUs called directly", lambda: p.DispatchKey.CUDA != p.DispatchKey.XPU),

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ._parameters import find_source, list_code, read_names, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
@@ -78,8 +80,9 @@ class Reader:
             parts = [self._read_function(thing, None, code, seen)]
         elif not isinstance(inspect.getattr_static(thing, "forward", None), (types.FunctionType, staticmethod)):
             raise NoKey("its forward is not a function")
-        elif "backward" in vars(thing):
-            parts = [self._read_function(vars(thing)[name], None, code, seen, True) for name in ("forward", "backward")]
+        elif issubclass(thing, torch.autograd.Function):
+            methods = [inspect.getattr_static(thing, name) for name in ("forward", "backward")]
+            parts = [self._read_function(method, None, code, seen, True) for method in methods]
         else:
             parts = [self._read_function(vars(thing)["forward"], thing, code, seen)]
         code.key = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

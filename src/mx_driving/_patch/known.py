@@ -125,7 +125,7 @@ TABLE: dict[str, Known] = {
     "832d47a305c1": Known("attention_without_starts", "PeizeSun/TransTrack 91cfaa7217 MSDeformAttnFunction"),
     "bd020464d062": Known("sorted_xyzb", "Yzichen/FlashOCC 4084861d8d QuickBevPoolingCuda"),
     "fe16acd2a364": Known("attention", "eliird/bev-former-fork b3fa7eb900 MultiScaleDeformableAttnFunction_fp32"),
-    "1f7bbbcdbd02": Known("lift_splat_function", "mit-han-lab/bevfusion 326653dc06 QuickCumsum", 1e-7),
+    "1f7bbbcdbd02": Known("lift_splat_function", "mit-han-lab/bevfusion 326653dc06 QuickCumsum"),
     # pools
     "d658c0851761": Known("bev_pool", "open-mmlab/mmdetection3d fe25f7a51d bev_pool", 0e00),
     "e778101b50af": Known("bevdet", "hustvl/MapTR a6872d8d96 bev_pool_v2", 3e-08),
