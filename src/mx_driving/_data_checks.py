@@ -1,8 +1,8 @@
 """Warnings about inputs that are legal but look like a mistake. They are off by default.
 
 Legal inputs cannot be refused, so a finding is a warning with a fact. The checks run below the dispatcher, where tensors hold
-data: after torch.compile, vmap, autocast and DTensor, and never during tracing. A TorchDispatchMode would not do: it sees one
-thread alone, and torch.compile compiles nothing under one ("non-infra torch dispatch mode present", torch 2.13).
+data: after torch.compile, vmap, autocast and DTensor, and never during tracing. We cannot use a TorchDispatchMode: a mode sees
+only its thread, and disables torch.compile ("non-infra torch dispatch mode present", torch 2.13).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ._operator import composition, geometry
 from ._operator.description import OPERATORS, Operator, SamplingInputs
 from ._operator.rules import flag
 
-# The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
+# The number of open data_checks(), plus 1 if the environment turns the checks on. Process-wide, as in limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
-_when_enabled: list[Callable[[], None]] = []  # actions at the first time that the checks are enabled
-_warned: set[tuple[str, str]] = set()  # (operator, kind) of warnings: each is given once
+_when_enabled: list[Callable[[], None]] = []  # called once, when the checks are first enabled
+_warned: set[tuple[str, str]] = set()  # (operator, kind) of past warnings, which are not repeated
 
-_SOME = 0.1  # "some"
-_MOST = 0.5  # "most" of something is more than this fraction of it
-_PIXELS = (2, 16384)  # a pixel's larger coordinate lies between these; that of a location in 0..1 seldom does
-_OBLONG = math.log(1.25)  # a map is clearly wide or clearly high if its sides have this ratio or more
-_FEW_ROWS, _FEW_NUMBERS = 8, 256  # with fewer rows, or fewer numbers at their ends, a map is too small to judge
-# Times the mean difference of neighbours: more than usual from _STEP on, usual up to _NO_STEP. At the ends of rows we measured
-# 1.2 to 8, for photographs through a convolution and for smooth random maps (2026-11-22).
+_SOME = 0.1  # "some": more than this fraction
+_MOST = 0.5  # "most": more than this fraction
+_PIXELS = (2, 16384)  # bounds of a pixel's larger coordinate; few normalised locations have a coordinate above 2
+_OBLONG = math.log(1.25)  # a map is clearly wide or clearly high if the ratio of its sides is larger
+_FEW_ROWS, _FEW_NUMBERS = 8, 256  # a map with fewer rows, or fewer numbers at row ends, is too small to judge
+# Differences of neighbours, divided by their mean: above _STEP is large, below _NO_STEP is usual. At the ends of rows we
+# measured 1.2 to 8, for photographs through a convolution and for smooth random maps (2026-11-22).
 _STEP, _NO_STEP = 1.5, 1.1
 _NOT_THE_CALLER = (*(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__)), "<eval_with_key>")
-_SUMS = (0.75, 1.33)  # the median sum of a query's weights after a softmax; dropout moves sums by less
+_SUMS = (0.75, 1.33)  # bounds of the median sum of a query's weights after a softmax, with room for dropout
 
 
 class DataWarning(UserWarning):
@@ -45,24 +45,24 @@ class DataWarning(UserWarning):
 
 @contextlib.contextmanager
 def data_checks() -> Iterator[None]:
-    """Look at the data of every call inside, and warn `DataWarning` once for each operator and kind of finding.
+    """Check the data of every call inside the block. Warn `DataWarning` once for each operator and kind of finding.
 
-    It warns of:
+    The checks warn of:
 
     - NaN;
     - samples that mostly lie off their map, locations in pixels where 0..1 is the map, and the reverse in
       geometric_kernel_attention;
-    - shapes that look like (W, H): wide levels beside high ones, pixels that fit the maps only when swapped, and rows of value
-      that end where (W, H) would have them end;
-    - maps that overlap while rows of value are in none, and maps of several cameras that lie scale by scale;
-    - weights that are negative or do not sum to about 1, and negative depth in bev_pool_v3, as logits are before their softmax;
+    - shapes that look like (W, H): wide levels beside high levels, pixels that fit the maps only when swapped, and rows of
+      value that seem to end at multiples of H instead of W;
+    - maps that overlap while rows of value are in no map, and maps of several cameras that lie scale by scale;
+    - weights that are negative or do not sum to about 1, and negative depth in bev_pool_v3: logits before their softmax;
     - D and H exchanged in bev_pool_v3.
 
-    It cannot judge square maps, or inputs without any of these signs. On a GPU it also refuses wrong index tables, as every
-    call does on a CPU.
+    The checks cannot judge square maps, or inputs without any of these signs. On a GPU, calls also refuse wrong index tables,
+    as they always do on a CPU.
 
-    Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
-    (true, yes, on) in the environment does the same for a whole program.
+    Every call reads all of its inputs and, on a GPU, waits for the device. The checks are process-wide while the block is open.
+    `MX_DRIVING_CHECK=1` (true, yes, on) in the environment turns the checks on for a whole program.
 
     >>> import torch, mx_driving
     >>> value, shapes, start = torch.ones(1, 16, 1, 1), torch.tensor([[4, 4]]), torch.tensor([0])
@@ -97,7 +97,7 @@ def when_enabled(action: Callable[[], None]) -> None:
 
 
 def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel that also looks at its inputs once they have passed the checks."""
+    """Return a kernel that runs `kernel`, and then the data checks if they are on."""
 
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
@@ -108,7 +108,7 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
     return run
 
 
-Finding = tuple[str, str, str, str]  # its kind, an input's name, the rule, the fact
+Finding = tuple[str, str, str, str]  # kind, name of the input, rule, fact
 
 
 def _look(operator: Operator, args: tuple[Any, ...]) -> None:
@@ -118,7 +118,7 @@ def _look(operator: Operator, args: tuple[Any, ...]) -> None:
     if not all(t.numel() for t in floating.values()):
         return
     if inputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # a graph's capture cannot wait for data
+        return  # the capture of a CUDA graph cannot wait for data
     for name, t in floating.items():
         if fraction := _fraction(t.isnan()):
             _warn(operator.name, f"NaN in {name}", name, "have no NaN", _percent(fraction))
@@ -130,14 +130,14 @@ def _look(operator: Operator, args: tuple[Any, ...]) -> None:
 
 
 def _warn(operator: str, kind: str, name: str, rule: str, fact: str) -> None:
-    """Warn once, at the caller's line."""
+    """Warn once for each operator and kind. The warning shows the caller's line."""
     if (operator, kind) not in _warned:
         _warned.add((operator, kind))
         warnings.warn(f"{operator}: {name} should {rule}; got {fact}", DataWarning, stacklevel=_caller())
 
 
 def _caller() -> int:
-    """Return the stack level of the nearest code that is neither ours, nor torch's, nor written by torch.compile."""
+    """Return the stack level of the nearest frame outside this file, torch, and code generated by torch.compile."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
         frame, level = frame.f_back, level + 1
@@ -157,20 +157,20 @@ def _sizes(call: SamplingInputs) -> Tensor:
 
 
 def _has_cameras(call: SamplingInputs) -> bool:
-    """Return whether cameras come behind points in the locations, as in deformable_aggregation."""
+    """Return whether the locations have an axis of cameras, as in deformable_aggregation."""
     return call.shapes.dim() == 3
 
 
 def _on_map(call: SamplingInputs, sizes: Tensor) -> Tensor:
-    """Return whether samples are on maps of these sizes. float64 holds every pixel."""
+    """Return whether samples are on maps of these sizes. Computed in float64, which holds every pixel exactly."""
     locations = call.locations.double()
     return geometry.on_map(geometry.pixels(locations, sizes) if call.locations.is_floating_point() else locations, sizes)
 
 
 def _as_fractions(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """multi_scale_deformable_attn and deformable_aggregation: samples off their maps, or points that no camera sees.
+    """Find samples off their maps, or points that no camera sees, in multi_scale_deformable_attn and deformable_aggregation.
 
-    Samples without a negative coordinate, of which the larger one is as large as those of pixels, look like pixels.
+    A sample looks like a pixel if both coordinates are at least 0 and the larger coordinate lies in the range of pixels.
     """
     locations, cameras = call.locations, _has_cameras(call)
     off = ~geometry.inside(locations).any(-1) if cameras else ~_on_map(call, _sizes(call))
@@ -192,7 +192,7 @@ def _as_fractions(call: SamplingInputs, names: SamplingInputs) -> Iterator[Findi
 
 
 def _in_pixels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """geometric_kernel_attention."""
+    """Find normalised locations, swapped shapes, and samples off their maps in geometric_kernel_attention."""
     locations, sizes = call.locations, _sizes(call)
     if locations.numel() > 2 and call.shapes.max() > 2 and bool(((locations >= 0) & (locations <= 1)).all()):
         height, width = call.shapes[call.shapes.prod(-1).argmax()].tolist()
@@ -200,7 +200,7 @@ def _in_pixels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]
         yield "normalised", names.locations, "be pixels of each level", fact
         return
     off, swapped = (_fraction(~_on_map(call, sides)) for sides in (sizes, sizes.flip(-1)))
-    reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()  # right and down, the smaller of the two
+    reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()  # the smaller reach of x and y, if swapped
     if off > 0.05 and swapped < 0.1 * off and reach > 0.75:
         fact = f"{_percent(off)} of samples off their maps, and {_percent(swapped)} if the shapes were (W, H)"
         yield "swapped", names.shapes, "be (H, W)", fact
@@ -209,7 +209,7 @@ def _in_pixels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]
 
 
 def _swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """The levels of one pyramid show one picture: one cannot be wide and another one high."""
+    """Find pyramids with a wide level and a high level. All levels of a pyramid show the same picture."""
     for levels in call.shapes.view(-1, *call.shapes.shape[-2:]).tolist():
         aspects = [math.log(width / height) for height, width in levels]
         if min(aspects) < -_OBLONG and max(aspects) > _OBLONG:
@@ -219,14 +219,14 @@ def _swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Fin
 
 
 def _row_ends(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Neighbours in value differ more than usual where a row of the picture ends: at the ends that (W, H) would give."""
+    """Find shapes that look swapped. At row ends, neighbours in value differ more than usual: compare (H, W) with (W, H)."""
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
     oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and _is_large(call, h, w)]
     if not oblong:
         return
     _, height, width, start = max(oblong)
     steps, swapped = (_steps_at_ends(call.value, start, *size) for size in ((height, width), (width, height)))
-    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # with the ends of (W, H)
+    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # drops ends that (W, H) has, too
     if steps[not_shared].mean() < _NO_STEP and swapped.mean() > _STEP:
         fact = f"({height}, {width}), while rows of {names.value} seem to end every {height}"
         yield "swapped", names.shapes, "be (H, W)", fact
@@ -237,13 +237,13 @@ def _is_large(call: SamplingInputs, height: int, width: int) -> bool:
 
 
 def _steps_at_ends(value: Tensor, start: int, height: int, width: int) -> Tensor:
-    """Return how much neighbours differ at each end of a row, divided by their mean difference on the map."""
+    """Return the differences of neighbours at the ends of rows, divided by the mean difference on the map."""
     steps = value[:, start : start + height * width].float().diff(dim=1).abs().flatten(2).mean((0, 2))
     return steps[width - 1 :: width] / steps.mean()
 
 
 def _scale_major(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """deformable_aggregation. Read scale by scale, a small map shows rows of a larger one, of which half end elsewhere."""
+    """Find maps stored scale by scale in deformable_aggregation: only scale by scale do neighbours differ at row ends."""
     camera_major = geometry.starts_of(call.shapes)
     if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
         return
@@ -253,7 +253,7 @@ def _scale_major(call: SamplingInputs, names: SamplingInputs) -> Iterator[Findin
         return
 
     def steps_of_cameras(starts: Tensor) -> list[float]:
-        """Return the step at the ends of each camera's second map: the smaller of those of even and odd rows."""
+        """Return the step at row ends of each second map: the smaller mean of even and odd rows. A larger map's match half."""
         steps = [_steps_at_ends(call.value, start, *size) for size, start in zip(sizes, starts[:, 1].tolist(), strict=True)]
         return [min(step[::2].mean().item(), step[1::2].mean().item()) for step in steps]
 
@@ -264,7 +264,7 @@ def _scale_major(call: SamplingInputs, names: SamplingInputs) -> Iterator[Findin
 
 
 def _rows_of_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Maps that share rows while other rows are in none: starts are of maps of other sizes. Each alone may be meant."""
+    """Find maps that overlap while other rows are in no map: a sign of wrong starts. Overlaps or gaps alone may be intended."""
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
     begins, ends = maps.unique(dim=0).unbind(1)  # cameras may share a whole map
     rows = call.value.shape[1]
@@ -276,13 +276,13 @@ def _rows_of_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Findi
 
 
 def _softmaxed(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Logits before their softmax are negative, and other numbers do not sum to 1."""
+    """Find weights without a softmax: negative weights look like logits, and other weights do not sum to 1."""
     name, weights = names.weights, call.weights.double()
     if (fraction := _fraction(weights < 0)) > _SOME:
         yield "no softmax", name, "come from a softmax, 0..1", f"{_percent(fraction)} below 0, as if they were logits"
         return
     if _has_cameras(call) and weights.shape[2] == 1:
-        return  # of a point alone: where points are summed later, they share the 1
+        return  # anchors of a single point: if a model sums points later, their weights sum to 1 together
     sums = weights.sum((2, 3, 4) if _has_cameras(call) else (3, 4))
     median = sums[sums != 0].nanmedian().item() if sums.any() else 1.0
     if not _SUMS[0] <= median <= _SUMS[1]:
@@ -290,7 +290,7 @@ def _softmaxed(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]
 
 
 def _pooled(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
-    """bev_pool_v3. Its ranks are legal."""
+    """Find logits as depth, and D and H exchanged, in bev_pool_v3."""
     if (fraction := _fraction(depth < 0)) > _SOME:
         fact = f"{_percent(fraction)} below 0, as if they were logits"
         yield "logits", "depth", "say how much of a pixel lies at each depth, 0..1", fact
@@ -301,7 +301,7 @@ def _pooled(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
 
 
 def _looks_of(operator: Operator) -> Iterator[Callable[..., Iterator[Finding]]]:
-    """Yield what looks at a bare operator's inputs. Operators that read one row for a sample have locations in pixels."""
+    """Yield the data checks of a bare operator. Operators that read a single row per sample have locations in pixels."""
     if operator.kind == "pooling":
         yield _pooled
         return

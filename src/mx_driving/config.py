@@ -1,11 +1,11 @@
-"""The flags that a C or C++ build needs: `python -m mx_driving.config --cflags --libs`, or `--cmakedir` for CMake.
+"""Print the flags that a C or C++ build needs: `python -m mx_driving.config --cflags --libs`, or `--cmakedir` for CMake.
 
     cc program.c $(python -m mx_driving.config --cflags --libs)
     cmake -Dmx_driving_DIR=$(python -m mx_driving.config --cmakedir) ...
 
 Exit status: 0; 1 when the package has no native library; 2 for a wrong command line.
 
-Nothing here needs torch, and the command does not import it: see the package's `__init__`.
+The command does not import torch: see the package's `__init__`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def torch_library() -> str:
 
 
 def _folder() -> pathlib.Path:
-    """The folder of the library, the headers and the CMake package."""
+    """Return the folder of the library, the headers and the CMake package."""
     library = library_path()
     if not library.exists():
         raise RuntimeError(f"{library.name} is not in the package: it was not built or not installed")
@@ -35,12 +35,12 @@ def _folder() -> pathlib.Path:
 
 
 def includedir() -> str:
-    """The folder of `acl/acl.h`, `aclnnop/*.h` and `mx_driving.h`."""
+    """Return the folder of `acl/acl.h`, `aclnnop/*.h` and `mx_driving.h`."""
     return str(_folder() / "include")
 
 
 def libdir() -> str:
-    """The folder of the shared library, libmx_driving."""
+    """Return the folder of the shared library, libmx_driving."""
     return str(_folder())
 
 
@@ -60,7 +60,7 @@ def libs() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the answers on one line, in the order cflags, libs, cmakedir, torch_library."""
+    """Print the requested values on a single line, in the order cflags, libs, cmakedir, torch_library."""
     parser = argparse.ArgumentParser("python -m mx_driving.config", description="What a C or C++ build needs.")
     answers = {"--" + answer.__name__.replace("_", "-"): answer for answer in (cflags, libs, cmakedir, torch_library)}
     for option, answer in answers.items():

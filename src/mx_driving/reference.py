@@ -1,7 +1,7 @@
 """The specification in plain torch: any device, any floating dtype, differentiable twice. Nobody optimises it.
 
-Arithmetic is in float64 as soon as one floating input is, else in float32. Index tables are never trusted: a row outside
-`num_keys` reads as zero and receives nothing.
+Arithmetic is in float64 as soon as a floating input is float64, else in float32. Index tables are never trusted: a row outside
+`num_keys` reads as zero and receives no gradient.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = [
     "multi_scale_deformable_attn_with_logits_backward",
 ]
 
-_LARGE = 2.0**62  # no map is that large, and int64 holds it
+_LARGE = 2.0**62  # larger than any map, and exact in int64 and in floats
 
 
 class Corners(NamedTuple):
-    """Samples of one map: corner k is right when k & 1, below when k & 2."""
+    """The corners of samples on a map. Corner k is on the right if k & 1, and below if k & 2."""
 
     valid: Tensor
     inside: list[Tensor]  # corner k lies on the map
-    row: list[Tensor]  # its row of value, 0 where not inside
-    right: Tensor  # the fractions lw and lh
-    below: Tensor
+    row: list[Tensor]  # row of value at corner k, 0 where not inside
+    right: Tensor  # fraction of a pixel between corner 0 and the sample in x
+    below: Tensor  # the same in y
 
     def coefficient(self, k: int) -> Tensor:
         return (self.right if k & 1 else 1 - self.right) * (self.below if k & 2 else 1 - self.below)
@@ -64,14 +64,14 @@ def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) 
 
 
 def _rows(value: Tensor, row: Tensor, inside: Tensor) -> Tensor:
-    """value [n, num_keys, c], row and inside [n, ...] -> [n, ..., c], zero where not inside."""
+    """Gather rows of value [n, num_keys, c]. row and inside are [n, ...]. Return [n, ..., c], zero where not inside."""
     flat = row.flatten(1)
     rows = value.gather(1, flat[..., None].expand(-1, -1, value.shape[-1]))
     return torch.where(inside[..., None], rows.unflatten(1, row.shape[1:]), 0)
 
 
 def _add_rows(value: Tensor, row: Tensor, inside: Tensor, terms: Tensor) -> Tensor:
-    """value plus terms [n, ..., c] at the given rows; terms that are not inside are left out."""
+    """Return value [n, num_keys, c] with terms [n, ..., c] added at the given rows. Ignore terms that are not inside."""
     n, num_keys, c = value.shape
     offset = torch.arange(n, device=row.device).view(-1, *[1] * (row.dim() - 1)) * num_keys
     terms = torch.where(inside[..., None], terms, 0)
@@ -79,7 +79,7 @@ def _add_rows(value: Tensor, row: Tensor, inside: Tensor, terms: Tensor) -> Tens
 
 
 def _by_head(t: Tensor) -> Tensor:
-    """[bs, rows, heads, ...] -> [bs * heads, rows, ...]"""
+    """Convert [bs, rows, heads, ...] to [bs * heads, rows, ...]."""
     return t.transpose(1, 2).flatten(0, 1)
 
 
@@ -92,12 +92,12 @@ def _sampled(corners: Corners, value: Tensor) -> Tensor:
 
 
 def _products(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
-    """The product of g with each corner's row, [..., c]."""
+    """Return the products of g with the rows of the four corners, [..., c]."""
     return [torch.where(corners.inside[k][..., None], _rows(value, corners.row[k], corners.inside[k]) * g, 0) for k in range(4)]
 
 
 def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Each corner's sum of products with g -> the product with the sample, and those with its slopes in x and in y."""
+    """Return the dot products of g with the sample, and with its slopes in x and y. `dots` are those of g with the corners."""
     sample = sum(corners.coefficient(k) * dots[k] for k in range(4))
     dx = (1 - corners.below) * (dots[1] - dots[0]) + corners.below * (dots[3] - dots[2])
     dy = (1 - corners.right) * (dots[2] - dots[0]) + corners.right * (dots[3] - dots[1])
@@ -105,7 +105,7 @@ def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tenso
 
 
 def _pixels(location: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalised (x, y) in pixels; the centre of the first pixel is 0."""
+    """Convert normalised (x, y) to pixels. The centre of the first pixel is 0."""
     return location[..., 0] * shape[1] - 0.5, location[..., 1] * shape[0] - 0.5
 
 
@@ -156,7 +156,7 @@ def _unhead(t: Tensor, bs: int) -> Tensor:
 
 
 def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> tuple[Tensor, ...]:
-    """Each gradient in its input's shape and dtype, contiguous; an empty tensor if it is not needed."""
+    """Return contiguous gradients in the shapes and dtypes of their inputs; an empty tensor where `output_mask` is False."""
     return tuple(
         g.reshape(t.shape).to(t.dtype).contiguous() if needed else t.new_empty(0)
         for g, t, needed in zip(gradients, inputs, output_mask, strict=True)
@@ -164,16 +164,16 @@ def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> t
 
 
 def _truncated(location: Tensor) -> Tensor:
-    """Locations as int64, those below 0 as 0. Sizes are compared in int64: no floating dtype holds every size."""
+    """Truncate locations to int64; negative locations become 0. int64, because no floating dtype holds every map size."""
     if location.dtype.is_floating_point:
         location = location.to(composition.compute_dtype(location))
-        location = torch.where(location > 0, location, 0)  # a NaN goes to 0
+        location = torch.where(location > 0, location, 0)  # NaN becomes 0
         location = torch.where(location < _LARGE, location, _LARGE)
     return location.long()
 
 
 def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Truncated locations as rows of value, and which rows exist."""
+    """Truncate locations, and return their rows of value and a mask of rows that exist."""
     height, width = shape[0].long(), shape[1].long()
     x, y = _truncated(location).unbind(-1)
     x, y = torch.minimum(x, width - 1).clamp(min=0), torch.minimum(y, height - 1).clamp(min=0)
@@ -295,7 +295,7 @@ deformable_aggregation_with_logits, deformable_aggregation_with_logits_backward 
 def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
-    """output[b, :, d, h, w] = sum of depth * feat over the points of a cell."""
+    """Compute output[b, :, d, h, w] = sum of depth * feat over the points of a cell."""
     dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     sums = torch.zeros(cells, feat.shape[1], dtype=dtype, device=feat.device)
     if feat.shape[0] and depth.shape[0] and cells:
@@ -319,7 +319,7 @@ def bev_pool_v3_backward(
     w: int,
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of feat and depth."""
+    """Return the gradients of feat and depth."""
     dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     grad_feat, grad_depth = (
         t.new_zeros(t.shape if needed else 0, dtype=dtype) for t, needed in zip((feat, depth), output_mask, strict=True)
@@ -338,7 +338,7 @@ def bev_pool_v3_backward(
 
 
 def _ranks(ranks: tuple[Tensor, ...], rows: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
-    """Each point's ranks, and whether all of them have their rows; else they are 0."""
+    """Return the ranks of all points, and a mask of points whose three ranks exist. Ranks of other points are 0."""
     wide = [t.long() for t in ranks]
     there = torch.stack([(t >= 0) & (t < count) for t, count in zip(wide, rows, strict=True)]).all(0)
     return [torch.where(there, t, 0) for t in wide], there

@@ -1,6 +1,6 @@
-"""What computes: the native library on a CPU, Triton on a GPU.
+"""The backends: the native library on a CPU, Triton on a GPU.
 
-Import loads the native library where torch calls it from C++. Nothing else is loaded or compiled before the first call.
+If torch calls the native library from C++, importing this package loads it. Everything else waits for the first call.
 """
 
 from . import native, triton

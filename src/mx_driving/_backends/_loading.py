@@ -1,4 +1,4 @@
-"""The native library in this process: loaded once, or why it cannot be."""
+"""Load the native library once per process, or return why it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .._operator.rules import flag
 _IMPORTED_IN = os.getpid()
 _BY_CTYPES = flag("MX_DRIVING_CTYPES")  # for tests and measurements
 _OLDEST_STABLE = (2, 10)
-_KERNELS, _NOTHING = 1, 2  # enum mxd_torch: what is registered in C++
+_KERNELS, _NOTHING = 1, 2  # enum mxd_torch: the part to register in C++
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """Return the library, or why there is none."""
+    """Return the library, or why it cannot be loaded."""
     path = library_path()
     if not path.exists():
         return f"{path.name} is not in the package: it was not built or not installed"
@@ -37,7 +37,7 @@ def _load() -> ctypes.CDLL | str:
         return problem
     if _BY_CTYPES:
         library.mxd_register_with_torch(_NOTHING)
-    if os.getpid() != _IMPORTED_IN:  # a fork came first, and the library had no fork handler then
+    if os.getpid() != _IMPORTED_IN:  # forked before the library installed its fork handler
         library.mxd_use_own_threads(1)
     return library
 
@@ -47,10 +47,10 @@ _ELF_LOADED = 1
 
 
 def _is_cut_off(path: pathlib.Path) -> bool:
-    """Return whether a Linux library is shorter than its mapped segments: a process that touches the rest is killed. Loaders of
-    other systems check this themselves.
+    """Return whether a Linux library is shorter than its mapped segments. The system kills a process that touches the missing
+    part. Loaders of other systems check the size themselves.
 
-    Neither size nor hash would do: strip, patchelf and signatures change them after the build.
+    Do not compare size or hash with the build's: strip, patchelf and signatures change both.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -77,7 +77,7 @@ _FUNCTIONS = (
 
 
 def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
-    """Return why a loaded library is not that of this package, or None when it is."""
+    """Return why a loaded library does not belong to this package, or None if it does."""
     missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
     if missing:
         return f"{name} is not this package's, or older: it has no function {missing}"
@@ -89,7 +89,7 @@ def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
 
 
 def why_not() -> str | None:
-    """Return why the native kernels cannot be used, or None when they can."""
+    """Return why the native kernels cannot be used, or None if they can."""
     library = _load()
     return library if isinstance(library, str) else None
 

@@ -1,6 +1,6 @@
-"""The native library: the C interface (native/include/mx_driving.h) as Python sees it.
+"""The native library: Python bindings of the C interface (native/include/mx_driving.h).
 
-torch 2.10 and later call its kernels from C++, without Python. Older ones call them through this file, by ctypes.
+torch 2.10 and later call the kernels from C++, without Python. Older versions call the kernels through this file, by ctypes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _DTYPE = {torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, to
 _ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL, _BAD_RANK = 3, 7
 
-# struct mxd_tensor: data, dtype, shape[6], strides[6]; one packer for each number of axes, the unused axes zero
+# struct mxd_tensor: data, dtype, shape[6], strides[6]. A packer for each number of axes; unused axes are zero.
 _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n in range(1, 7)}
 _NOT_GIVEN = struct.pack("qq96x", 0, -1)
 
-# Rows are numbered in 32 bits, and a bound is one number more.
+# Row indices and the exclusive bound of rows have 32 bits.
 MOST_ROWS = 2**31 - 2
 
 
 def serves(value: Tensor) -> bool:
-    """Return whether the rows of value can be numbered. Value with too few axes is refused by the kernel."""
+    """Return whether indices of value's rows fit in 32 bits. True for value with too few axes, which the kernel refuses."""
     return value.dim() < 2 or value.shape[min(1, value.dim() - 2)] <= MOST_ROWS
 
 
@@ -43,7 +43,7 @@ def isa() -> str:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Return the instruction sets that this build and this machine both have, best last."""
+    """Return the instruction sets that both this build and this machine support, best last."""
     before = isa()
     names = tuple(name for name in _ISAS if loaded().mxd_use_isa(name.encode()) == 0)
     loaded().mxd_use_isa(before.encode())
@@ -63,7 +63,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 
 def threads() -> str:
-    """Return whose threads calls run on: "threads of libgomp.so.1", torch's OpenMP runtime, or "threads of its own"."""
+    """Return the threads in use: "threads of libgomp.so.1" (torch's OpenMP runtime), or "threads of its own"."""
     return loaded().mxd_threads().decode()
 
 
@@ -75,13 +75,13 @@ def _pack(t: Tensor | None) -> bytes:
 
 
 def _pack_apart(t: Tensor, sizes: tuple[int, ...]) -> bytes:
-    """Pack a tensor whose last axis is the product of two as if it had both. A view would cost more."""
+    """Pack a tensor, with its last axis split into two axes of `sizes`. A view would take longer."""
     *shape, _ = t.shape
     *strides, last = t.stride()
     return _PACK[len(shape) + 2](t.data_ptr(), _DTYPE[t.dtype], *shape, *sizes, *strides, sizes[1] * last, last)
 
 
-# Runs a C function: its name, tensors and other numbers -> a status
+# Calls a C function by (its name, packed tensors, options), and returns a status.
 Run = Callable[[bytes, list[bytes], Sequence[int]], int]
 
 
@@ -100,7 +100,7 @@ class _Function:
         axes = [*inputs, operator.output]
         if backward:
             axes = [operator.output, *inputs, *(inputs[i] for i in operator.differentiable)]
-        # index of a tensor whose last axis is a product -> the number of its axes, and the factors
+        # index of a tensor whose last axis is a product -> the number of its axes, and the factors of the product
         self.products = {i: (len(a), a[-1].split(" * ")) for i, a in enumerate(axes) if " * " in a[-1]}
         self.count, self.choices = len(inputs), tuple(operator.choices.values())
         self.first_choice = self.count + len(operator.sizes)
@@ -123,7 +123,7 @@ class _Function:
             _refuse(status, self.operator, inputs)
 
     def split(self, args: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[str]]:
-        """Return the inputs, integer locations in a dtype of the C interface, and the options."""
+        """Return the inputs and the options. Convert integer locations to int64 if the C interface lacks their dtype."""
         inputs = args[: self.count]
         for i in self.numbers:
             if inputs[i].dtype not in _DTYPE:
@@ -163,7 +163,7 @@ def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
 
 
 def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:
-    """Return the kernel of an operator, of its inputs; or its backward, of grad_output, the inputs and output_mask."""
+    """Return the kernel of an operator, which takes the inputs; or of its backward: grad_output, the inputs, output_mask."""
     return (_Backward if backward else _Forward)(OPERATORS[operator], backward, run)
 
 
@@ -173,11 +173,11 @@ def autocast_kernel(operator: str) -> Callable[..., Tensor]:
 
 
 def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None = None) -> dict[str, str]:
-    """Return the plan of a call: each decision by its name, as mxd_describe_plan writes it.
+    """Return the plan of a call from mxd_describe_plan: name of a decision -> the decision.
 
     Args:
-        inputs: the operator's inputs, and its options.
-        mask: the gradients that are needed; None for the forward direction.
+        inputs: the operator's inputs and options.
+        mask: output_mask of the backward; None for the forward.
     """
     text = ctypes.create_string_buffer(1024)
 

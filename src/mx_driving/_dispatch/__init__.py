@@ -1,4 +1,4 @@
-"""How torch reaches a kernel. Importing this room registers the operators."""
+"""The way of a call from torch to a kernel. Importing this package registers the operators."""
 
 from . import choose, decompositions, distributed, flops, functions, registered
 

@@ -1,4 +1,4 @@
-"""Which backend serves a call: one list, best first, that kernels and `backends()` ask."""
+"""Choose the backend of a call. Kernels and `backends()` use the same rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._operator.description import OPERATORS, Operator
 
 
 def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple[str, str]:
-    """Return the backend that serves a call, and why it is the reference. Without inputs: the backend of usual calls."""
+    """Return the backend of a call, and the reason if it is the reference. Without inputs, return those of usual calls."""
     if device == "cpu":
         if reason := _backends.native.why_not():
             return "reference", reason
@@ -30,10 +30,10 @@ def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple
 
 
 def backends() -> dict[str, dict[str, str]]:
-    """Which kernel serves which device, and why if it is the reference.
+    """Return the kernel of each operator on each device type, and the reason if the kernel is the reference.
 
-    Returns a dictionary per device type: operator name -> a sentence. "other" is every device not named. Where the vendor's
-    distribution is installed beside this one, every sentence ends with that, and with what to do.
+    The result has a dictionary for each device type: operator name -> a sentence. "other" stands for all other device types.
+    If the vendor's distribution is installed, too, every sentence ends with a warning about it and with advice.
 
     >>> sorted(backends())
     ['cpu', 'cuda', 'other']

@@ -1,8 +1,8 @@
 """The operators for exporters: gathers and sums of standard torch operations, without loops over levels.
 
 `index_select` reads the rows, because every runtime computes it right: no `grid_sample`, no data-dependent shapes. Batch,
-queries and map sizes stay free. The numbers are the reference's. Only floating numbers are compared, because some compilers
-compute comparisons of int64 wrongly; an index outside its table is clamped to a row of zeros instead.
+queries and map sizes stay dynamic. Results equal the reference's. Some compilers compute comparisons of int64 wrongly, so only
+floating numbers are compared; an index outside its table is clamped to a row of zeros instead.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from .._operator import composition, geometry
 from .._operator.description import OPERATORS
 from .._replacing import when_imported
 
-# For each corner: the row of a padded value, and the coefficient.
+# The row of padded value, and the coefficient, of every corner.
 Corners = list[tuple[Tensor, Tensor]]
 
 
 def _pad_rows(value: Tensor) -> Tensor:
-    """Put a row of zeros before and behind the rows of each batch entry, axis 1."""
+    """Add a row of zeros before the first row and behind the last row of every batch entry, along axis 1."""
     zeros = value.new_zeros(value.shape[0], 1, *value.shape[2:])
     return torch.cat([zeros, value, zeros], 1)
 
 
 def _padded_row(row: Tensor, num_keys: int) -> Tensor:
-    """Return the index of a row among `_pad_rows`; a row outside of value is a row of zeros."""
+    """Return the index of a row in `_pad_rows(value)`; for a row outside value, the index of a row of zeros."""
     return row.clamp(min=-1).clamp(max=num_keys) + 1
 
 
 def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Corners]:
-    """Return which samples are valid, and the four corners of each."""
+    """Return a mask of valid samples, and the four corners of every sample."""
     width, height = shape[1].to(x.dtype), shape[0].to(x.dtype)
     valid = (x > -1) & (y > -1) & (x < width) & (y < height)
     x, y = torch.where(valid, x, 0), torch.where(valid, y, 0)
@@ -49,7 +49,7 @@ def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) 
 
 
 def _weighted_rows(value: Tensor, corners: Corners) -> Tensor:
-    """Sum of coefficient * value[index] over the corners (index, coefficient) [..., samples] -> [..., c]."""
+    """Return the sum of coefficient * value[index] over corners (index, coefficient) [..., samples], as [..., c]."""
     parts = [
         (coefficient[..., None] * value.index_select(0, index.flatten()).unflatten(0, index.shape)).sum(-2)
         for index, coefficient in corners
@@ -58,7 +58,7 @@ def _weighted_rows(value: Tensor, corners: Corners) -> Tensor:
 
 
 def _sum_by_head(value: Tensor, corners: Corners, weights: Tensor) -> Tensor:
-    """Sum over corners [bs, num_queries, num_heads, num_levels, num_points] of value [bs, num_keys, num_heads, embed_dims]."""
+    """Sum value [bs, num_keys, num_heads, c] over corners [bs, num_queries, num_heads, num_levels, num_points]."""
     bs, heads = value.shape[0], value.shape[2]
     batch = torch.arange(bs, device=value.device).view(-1, 1, 1, 1, 1)
     head = torch.arange(heads, device=value.device).view(-1, 1, 1)
@@ -70,7 +70,7 @@ def _sum_by_head(value: Tensor, corners: Corners, weights: Tensor) -> Tensor:
 
 
 def _columns(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index tables with (H, W) as first axis and an axis of 1 for points at the end."""
+    """Return the index tables with (H, W) as first axis. Append an axis of size 1, which broadcasts over points."""
     return shapes.transpose(0, 1)[..., None], starts[:, None]
 
 
@@ -115,7 +115,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
 def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
-    """Points with a rank that has no row go to one more cell, which is cut off: 0 x NaN is NaN."""
+    """Sum points with an invalid rank in an extra cell, which is dropped. A factor of 0 would not do: 0 x NaN is NaN."""
     dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     feat_row, no_feat = geometry.clamp_index(ranks_feat, feat.shape[0])
     depth_row, no_depth = geometry.clamp_index(ranks_depth, depth.shape[0])
@@ -129,7 +129,7 @@ def bev_pool_v3(
 
 
 def find(name: str) -> Callable[..., Tensor]:
-    """Return the decomposition of an operator. An operator with logits calls its bare operator, which may have an ONNX node."""
+    """Return the decomposition of an operator. Operators with logits call a bare operator, which may have an ONNX node."""
     bare = OPERATORS[name].bare
     composed = composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
     return composed or globals()[name]

@@ -1,7 +1,7 @@
-"""DTensor: shardings of an operator's inputs with which every process computes from its own shards.
+"""DTensor: the shardings of an operator's inputs that let every process compute from its own shards.
 
-The rules are registered at the first call with a DTensor, because importing torch.distributed.tensor takes many times
-longer than importing this package.
+The first call with a DTensor registers the rules, because importing torch.distributed.tensor takes many times as long as
+importing this package.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ when_imported("torch.distributed.tensor", lambda: CLASSES.append(sys.modules["to
 
 
 def skips_autograd() -> bool:
-    """Return whether calls do not pass our Autograd kernel, which prepares them otherwise."""
+    """Return whether calls skip our Autograd kernel, which prepares arguments otherwise."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the arguments as DTensor's dispatch requires them: those with indices in `shared`, such as tables, replicated."""
+    """Return the arguments for DTensor's dispatch: replicate the arguments with indices in `shared`, such as index tables."""
     sharded = next((a for a in args if isinstance(a, CLASSES[0])), None) if CLASSES else None
     if sharded is None:
         return args
@@ -46,7 +46,7 @@ def _check_torch(mesh: Any, local: Tensor) -> None:
 
 
 def _replicate(table: Tensor, mesh: Any) -> Tensor:
-    """Return an index table, which every process has from its configuration, as a DTensor."""
+    """Return an index table as a replicated DTensor. Every process has the same table from its configuration."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if isinstance(table, DTensor):
@@ -69,12 +69,12 @@ def _register() -> None:
 
 
 def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
-    """Return the dimensions of each axis that can be sharded: `blocks` only evenly, else the output's shards differ."""
+    """Return the dimensions of all axes that can be sharded. `blocks` needs even shards, else shards of the output differ."""
     return [dims for axis, dims in operator.axes.items() if axis != operator.blocks or _even(operator, dims, inputs)]
 
 
 def _even(operator: Operator, dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
-    """Return whether an input is sharded along the block axis, with shards of one size."""
+    """Return whether an input is sharded along the block axis, with shards of equal size."""
     from torch.distributed.tensor import Shard
 
     mesh = inputs[0].mesh
@@ -99,7 +99,7 @@ def _sum(dim: int | None) -> Any:
 
 
 def _rules(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[tuple[int | None, ...], list[Any]]]:
-    """Return the dimensions of each axis that can be sharded, and the placements of the inputs that are not None."""
+    """Return the dimensions of every axis that can be sharded, and the placements of the inputs other than None."""
     return [
         (dims, [_placement(dim) for dim, spec in zip(dims, inputs, strict=False) if spec is not None])
         for dims in ((None,) * (len(inputs) + 1), *_axes(operator, inputs))
@@ -113,7 +113,7 @@ def _forward_rules(name: str, *args: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Return the rules of a backward. The gradient of an input that every process has whole is a partial sum."""
+    """Return the rules of a backward. The gradient of a replicated input is a partial sum."""
     operator = OPERATORS[name]
     inputs, mask = rest[: len(operator.inputs)], rest[-1]
     everywhere = _placement(None)

@@ -1,10 +1,10 @@
 """FLOPs for torch.utils.flop_counter: products and sums over channels, counted as for matrix products.
 
-Every sample counts, on the map or not. Work once per sample (coordinates, coefficients) does not count: it does not grow with
+Samples off the map count, too. Coordinates and coefficients do not count: their work does not grow with the number of
 channels.
 
-The formulas are registered when the counter is imported: it imports Triton if installed, which takes ten times as long as
-importing this package.
+Importing the counter registers the formulas. We do not import the counter: it imports Triton if installed, which takes ten
+times as long as importing this package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._replacing import when_imported
 
 
 def _row_flops(operator: Operator, value: torch.Size, weights: torch.Size) -> int:
-    """Multiply and add once per row and channel. `weights` may be logits."""
+    """Return two FLOPs, a product and a sum, per row and channel. `weights` may be the shape of logits."""
     samples = math.prod(weights[:-1] if operator.kind == "aggregation" else weights)
     return 2 * operator.rows * samples * value[-1]
 
@@ -29,13 +29,13 @@ def _register(operator: Operator) -> None:
 
     packet = getattr(torch.ops.mx_driving, operator.name)
     packet_backward = getattr(torch.ops.mx_driving, operator.name + "_backward")
-    weights = operator.weights if operator.kind != "pooling" else operator.inputs.index("ranks_bev")  # one for each row
+    weights = operator.weights if operator.kind != "pooling" else operator.inputs.index("ranks_bev")  # one rank for each row
 
     def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
         return _row_flops(operator, inputs[0], inputs[weights])
 
     def backward(grad: Any, *rest: Any, **_: Any) -> int:
-        """Once to add to the rows of value's gradient, once for the products that all other gradients are made of."""
+        """Count once for the sums in value's gradient, and once for the products that all other gradients share."""
         *inputs, mask = rest
         return _row_flops(operator, inputs[0], inputs[weights]) * (bool(mask[0]) + any(mask[1:]))
 
@@ -45,7 +45,7 @@ def _register(operator: Operator) -> None:
 
 
 def register() -> None:
-    """Register all operators when the counter is imported."""
+    """Register the formulas of all operators as soon as the counter is imported."""
     when_imported("torch.utils.flop_counter", _register_all)
 
 

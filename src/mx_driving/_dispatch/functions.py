@@ -1,4 +1,4 @@
-"""The operators as autograd functions, for code that calls forward and backward itself or derives a class from them."""
+"""The operators as autograd functions, for callers that call forward and backward directly or derive classes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .registered import REGISTERED
 class OperatorFunction(torch.autograd.Function):
     """An operator as an autograd function.
 
-    `apply` is the public function, unless a derived class has a forward or backward of its own. torch.func and forward mode do
-    not go through a Function whose forward takes a ctx; the public function serves them.
+    `apply` calls the public function, unless a derived class overrides forward or backward. torch.func and forward mode do not
+    support a Function whose forward takes a ctx, but they support the public function.
     """
 
     public: Callable[..., Tensor]
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Call the operator, with arguments by position or by name, and everything that the public function can do."""
+        """Call the public function, with arguments by position or by name, or a derived class's own forward and backward."""
         base = next(c for c in cls.__mro__ if "public" in vars(c))
         if cls.forward is base.forward and cls.backward is base.backward:
             return cls.public(*args, **kwargs)
@@ -32,8 +32,8 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Return a context without gradients, for a forward outside of `apply` whose caller calls backward itself. torch.export
-    keeps no_grad in its program, which would then have no gradient."""
+    """Return torch.no_grad(), for a caller that calls forward and backward directly. Under compilation, return a null context:
+    torch.export would keep no_grad in its program, and the program would have no gradient."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.no_grad()
 
 
@@ -45,8 +45,8 @@ def forward(ctx: Any, public: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def backward(ctx: Any, operator: str, grad_output: Tensor, needs: Any = None) -> tuple[Tensor | None, ...]:
-    """Return a gradient or None for each input of forward. `ctx` is torch's, or any object with saved_tensors. `needs` says
-    which inputs need one, where ctx is of a function that has other inputs."""
+    """Return a gradient or None for every input of forward. `ctx` is torch's, or any object with saved_tensors. `needs`
+    replaces ctx.needs_input_grad if ctx belongs to a function with other inputs."""
     registered = REGISTERED[operator]
     needs = needs or getattr(ctx, "needs_input_grad", None)
     if isinstance(needs, tuple):
@@ -57,13 +57,13 @@ def backward(ctx: Any, operator: str, grad_output: Tensor, needs: Any = None) ->
 
 
 def autocasts(device: str) -> bool:
-    # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
+    # Older torch.compile cannot trace is_autocast_available. All devices of torch.compile have autocast.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
     return available and torch.is_autocast_enabled(device)
 
 
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the operator of an extension: autocast does not reach compiled functions, so the output has value's dtype."""
+    """Return the operator as a compiled extension has it: without autocast, so that the output has value's dtype."""
 
     def function(*inputs: Any, **named: Any) -> Tensor:
         # Torch 2.6 cannot compile next with a default.
@@ -77,9 +77,9 @@ def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """Return the backward of an extension: the five inputs and grad_output -> a list or tuple of all gradients.
+    """Return the backward as a compiled extension has it: the five inputs and grad_output -> a list or tuple of all gradients.
 
-    Further arguments are not used: mmcv's im2col_step, the vendor's zeros for an aggregation.
+    The function ignores further arguments: mmcv's im2col_step, and the vendor's zeros for an aggregation.
     """
     backward_op = getattr(torch.ops.mx_driving, operator + "_backward").default
     mask = [True] * len(OPERATORS[operator].differentiable)

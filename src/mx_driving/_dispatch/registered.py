@@ -1,7 +1,7 @@
-"""The operators and their backwards in torch's dispatcher. The dispatcher and `choose` choose; nothing is tried and caught.
+"""The operators and their backwards in torch's dispatcher. The dispatcher and `choose` select kernels; no kernel is tried.
 
-`torch.library.register_autograd` would do for reverse mode alone: its kernels refuse torch.func.grad and, worse, drop a
-forward-mode tangent without a word.
+We cannot use `torch.library.register_autograd`: it has reverse mode only. Its kernels raise under torch.func.grad, and silently
+drop forward-mode tangents.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .._operator.description import OPERATORS, Operator, autocast_dtype, empty_g
 from . import decompositions, distributed, flops, vmap
 from .choose import choose
 
-# If another program defined our schemas in C++, this removes its definitions first.
-_CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # else C++ has registered the kernels of the CPU
+# If another program defined our schemas in C++, why_by_ctypes() removes its definitions first.
+_CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # False: C++ has registered the CPU kernels
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOTHING = contextlib.nullcontext()
 _DEVICES = {"CPU": "cpu", "CUDA": "cuda", "XPU": "xpu", "CompositeExplicitAutograd": "other"}  # by dispatch key
@@ -32,7 +32,7 @@ _library = torch.library.Library("mx_driving", "DEF")
 
 
 class Registered:
-    """An operator in torch's dispatcher. Read downwards: this is the order in which a call passes."""
+    """An operator in torch's dispatcher. The methods are in the order in which a call passes them."""
 
     suffix = ""  # of the name
     value = 0  # the index of value among the arguments
@@ -57,7 +57,7 @@ class Registered:
         _library.impl(name, self.autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"mx_driving::{name}", self.fake, lib=_library)
         kernels = {key: self.kernel_of(device) for key, device in _DEVICES.items() if key != "CPU" or _CPU_IN_PYTHON}
-        if name in from_cpp.OPERATORS and from_cpp.why_not() is None:  # C++ has registered the kernel of CUDA
+        if name in from_cpp.OPERATORS and from_cpp.why_not() is None:  # C++ has registered the CUDA kernel
             from_cpp.define(name, self.schema(), kernels.pop("CUDA"))
         for key, kernel in kernels.items():
             _library.impl(name, kernel, key)
@@ -71,30 +71,30 @@ class Registered:
         return f"{self.name}({self.arguments()}) -> Tensor"
 
     def arguments(self) -> str:
-        """Return the inputs and options as a schema declares them."""
+        """Return the inputs and options in the syntax of a schema."""
         operator = self.operator
         tensors = (f"Tensor{'?' * t.optional} {t.name}" for t in operator.tensors)
         return ", ".join((*tensors, *operator.options))
 
     def autocast(self, *args: Any) -> Tensor:
-        """Leave inputs in their dtypes, and go on with the operator whose output is not rounded to 16 bits."""
+        """Call `<name>_autocast` with the inputs in their own dtypes. Its output is not rounded to 16 bits."""
         return REGISTERED[f"{self.name}_autocast"].op(*args)
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
-        if info.batch_size == 0:  # The sizes of empty batches always agree, so check an entry.
+        if info.batch_size == 0:  # check an entry, because sizes of empty batches always agree
             self.check(*(a if d is None else a.new_empty(a.movedim(d, 0).shape[1:]) for a, d in zip(args, dims, strict=True)))
         return vmap.map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
 
     def autograd(self, keyset: Any, *args: Any) -> Any:
-        """The Autograd key: forward mode in plain torch, reverse mode as a function of a single level.
+        """Serve the Autograd key: forward mode by the reference, reverse mode by an autograd function of a single level.
 
-        Inside the dispatcher torch.func has already taken its levels apart. All operations of the reference have a rule for
-        tangents.
+        A single level suffices, because torch.func unwraps its levels before the dispatcher calls us. All operations of the
+        reference have formulas for tangents.
         """
         args = distributed.prepare(args, self.shared)
         transformed = _torch_private.are_transforms_active()
-        # a compiled torch.func.jvp enters its level, and forward_ad does not notice
+        # forward_ad does not see the level of a compiled torch.func.jvp
         if (transformed or _torch_private.is_forward_mode_active()) and _any_tangent(args):
             self.check(*args)
             checks.check_contents(self.operator, args[self.value : len(args) - self.value])
@@ -107,31 +107,31 @@ class Registered:
         return self.below_autograd(keyset, *args)
 
     def below_autograd(self, keyset: Any, *args: Any) -> Any:
-        """Go on to the kernel of the device. What a kernel in C++ cannot serve has to be told here.
+        """Call the device's kernel. Send calls that C++ kernels cannot serve to the reference.
 
-        Kernels in Python call operations of torch, which must not be recorded.
+        Exclude the Autograd keys, because Python kernels call torch operations, which must not be recorded.
         """
         value, below = args[self.value], keyset & _torch_private.BELOW_AUTOGRAD
         if type(value) in _PLAIN and value.is_cpu:
-            if value.numel() > _backends.native.MOST_ROWS:  # else its rows are fewer
+            if value.numel() > _backends.native.MOST_ROWS:  # a cheap bound of its rows
                 inputs = args[self.value : self.count]
                 if choose(self.operator, "cpu", inputs)[0] == "reference":
                     return self.run("cpu", *args)
             if not _CPU_IN_PYTHON:
                 return self.op.redispatch(below, *args)
-        # on a GPU the dispatcher would only come back to Python, which takes 5 us
+        # GPU: call the Python kernel directly, because the way through the dispatcher takes 5 us
         kernel = self.gpu_kernels.get(below.highestPriorityTypeId())
         with _torch_private.below_autograd():
             return kernel(*args) if kernel else self.op.redispatch(below, *args)
 
     def make_function(self) -> Any:
-        """Return the autograd function, named as the operator in the graph. Its first argument is the dispatcher's keyset."""
+        """Return the autograd function, whose graph node has the operator's name. Its first argument is a dispatch keyset."""
 
         def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
             self.save(ctx, args)
             if not _torch_private.are_transforms_active():
                 return self.below_autograd(keyset, *args)
-            # autograd turns both modes of differentiation off inside a function's forward, but outer levels still need them
+            # autograd disables both modes inside a function's forward, but outer levels still need both modes
             with torch.enable_grad(), _torch_private.enable_forward_mode(True):
                 return self.below_autograd(keyset, *args)
 
@@ -144,12 +144,12 @@ class Registered:
         return type(self.name, (_torch_private.FunctionOfOneLevel,), {name: staticmethod(part) for name, part in parts.items()})
 
     def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
-        """Save the inputs alone."""
+        """Save the inputs and the options in ctx."""
         ctx.save_for_backward(*args[: self.count])
         ctx.options = args[self.count :]
 
     def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each argument, by `<name>_backward`. Where nothing records it, its Autograd key is skipped."""
+        """Return the gradients of all arguments, by `<name>_backward`. Skip its Autograd key if nothing records the call."""
         mask = [needs[i] for i in self.differentiable]
         backward = getattr(torch.ops.mx_driving, self.operator.name + "_backward").default
         options = ctx.options if self.operator.options else ()  # a context of `OperatorFunction` has none
@@ -173,11 +173,11 @@ class Registered:
         return value.dtype
 
     def check(self, *args: Any) -> None:
-        """Check the arguments of a kernel in Python. C++ checks its own."""
+        """Check the arguments of a Python kernel. C++ kernels check their arguments themselves."""
         checks.check_inputs(self.operator, *args)
 
     def kernel_of(self, device: str) -> Any:
-        """The kernel of a device, and a look at the data where data checks are on."""
+        """Return the kernel of a device, followed by the data checks if they are on."""
         return _data_checks.followed(self.operator, functools.partial(self.run, device))
 
     def run(self, device: str, *args: Any) -> Any:
@@ -193,7 +193,7 @@ class Registered:
         return _backends.triton.kernel(self.operator.name, self.value > 0)(*args)
 
     def run_reference(self, *args: Any) -> Any:
-        """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
+        """Run the reference. First check the contents of index tables on a CPU, where this is free, or in data_checks()."""
         names = ("grad_output", *self.operator.inputs)[1 - self.value :]
         rules.tensors(*((n, a) for n, a in zip(names, args[: self.count], strict=True) if a is not None))
         if args[self.value].device.type == "cpu" or _data_checks.enabled():
@@ -205,9 +205,9 @@ class Registered:
 
 
 class RegisteredAutocast(Registered):
-    """`<name>_autocast`: reads inputs of 16 bits as they are; the output is float32, as if inputs had been converted first.
+    """`<name>_autocast`: reads 16-bit inputs without a conversion, and returns the float32 output of converted inputs.
 
-    Its backward is the operator's, with grad_output in float32.
+    Its backward is the operator's backward, with grad_output in float32.
     """
 
     suffix = "_autocast"
@@ -232,7 +232,7 @@ class RegisteredAutocast(Registered):
 
 
 class RegisteredBackward(Registered):
-    """An operator's backward: of grad_output, the inputs, and which gradients are needed."""
+    """An operator's backward. Its arguments are grad_output, the inputs and output_mask."""
 
     suffix = "_backward"
     value = 1
@@ -252,7 +252,7 @@ class RegisteredBackward(Registered):
         ctx.mask = args[-1]
 
     def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """The second derivative, through the reference's backward written in differentiable torch."""
+        """Return the second derivative: differentiate the reference's backward, which is differentiable torch."""
         tensors = list(ctx.saved_tensors)
         indices = [i for i in self.differentiable if needs[i]]
 
@@ -284,7 +284,7 @@ class RegisteredBackward(Registered):
 
 
 def is_recorded(value: Tensor) -> bool:
-    """Return whether our Autograd kernel has something to do: another tensor than a plain one, gradients, or many rows."""
+    """Return whether a call needs our Autograd kernel: for a tensor subclass, for gradients, or for very many rows."""
     if type(value) not in _PLAIN or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return True
     return _torch_private.are_transforms_active() or value.numel() > _backends.native.MOST_ROWS
@@ -295,7 +295,7 @@ def _any_tangent(args: tuple[Any, ...]) -> bool:
 
 
 def _detach(a: Any) -> Any:
-    """Return a tensor without its tangent: an input without a gradient has no derivative in forward mode, either."""
+    """Return a tensor without its tangent. Inputs that are not differentiable have no derivative in forward mode, either."""
     return a.detach() if isinstance(a, Tensor) else a
 
 
@@ -305,7 +305,7 @@ def _widen(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _follow_data() -> None:
-    """Kernels for the CPU in Python, which look at the data. They stay: a call may run while the checks end."""
+    """Register Python kernels for the CPU, which run the data checks. They stay registered: a call may outlast the checks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, registered in REGISTERED.items():

@@ -1,4 +1,4 @@
-"""torch.vmap of an operator or its backward: one call, with the vmapped axis among its batches or queries."""
+"""torch.vmap of an operator or its backward: a single call, with the vmapped axis folded into the batches or queries."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .._operator.description import Operator
 
 
 def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
-    """Return the results of a call for each entry of the vmapped axis, and where that axis lies in each result.
+    """Return the results for all entries of the vmapped axis, and the dimension of the vmapped axis in every result.
 
-    The axis joins the queries if the inputs that all queries read, such as value, are not vmapped, and else the batches. Maps
-    of different sizes cannot share a call.
+    Fold the axis into the queries if no input that all queries read, such as value, is vmapped; else into the batches. Call the
+    operator once per entry if an input that batches share is vmapped, such as the sizes of maps.
 
     Args:
-        value: the index of value among the arguments; grad_output comes before it in a backward.
-        size: how many entries the vmapped axis has.
+        value: the index of value among the arguments: 1 in a backward, because grad_output is first; else 0.
+        size: the size of the vmapped axis.
         dims: the vmapped dimension of each argument, or None.
     """
     shared = [value + i for i in operator.shared]
@@ -40,7 +40,7 @@ def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int 
 
 
 def _move_to(t: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
-    """Move the vmapped axis to `axis`, or add one of `size` without copying."""
+    """Move the vmapped axis to `axis`. Without a vmapped axis, expand a new axis of `size`, which copies nothing."""
     if dim is not None:
         return t.movedim(dim, axis)
     return t.unsqueeze(axis).expand(*t.shape[:axis], size, *t.shape[axis:])
@@ -65,7 +65,7 @@ def _call_for_each(operator: Operator, op: Any, value: int, size: int, dims: lis
 
 
 def _call(operator: Operator, op: Any, value: int, args: list[Any]) -> Any:
-    """Call the operator for an entry. No caller can read vmapped index tensors to explain a refusal."""
+    """Call the operator for an entry. Explain an error here, because callers cannot read vmapped index tensors."""
     try:
         return op(*args)
     except RuntimeError:

@@ -1,3 +1,3 @@
-"""What an operator is: its description, checks, limits, geometry, composition and decomposition. It computes nothing itself."""
+"""The definition of the operators: descriptions, checks, limits, geometry and composition. There are no kernels here."""
 
-from .. import _import_guard as _import_guard  # here, because nearly every module of the package imports this room first
+from .. import _import_guard as _import_guard  # here, because nearly every module imports `_operator` first

@@ -1,4 +1,4 @@
-"""Names that a module of the vendor's has and ours has not: the vendor's other operators can be imported, not called."""
+"""The vendor's other operators: programs can import their names, but a call raises NotImplementedError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from .description import OPERATORS
 
-# Ascend DrivingSDK's public names, April 2026, with their older forms. The vendor's are functions, or classes.
+# Ascend DrivingSDK's public names, April 2026, with their older forms: functions and classes.
 _NAMES = """
 assign_score_withk border_align box_iou_quadri box_iou_rotated boxes_iou_bev boxes_overlap_bev npu_boxes_overlap_bev
 cal_anchors_heading cartesian_to_frenet cylinder_query deform_conv2d diff_iou_rotated_2d dynamic_scatter npu_dynamic_scatter
@@ -29,7 +29,7 @@ _HERE = f"the operators here are {', '.join(OPERATORS)}, bev_pool, bev_pool_v2 a
 
 @functools.cache
 def _make_absent(module: str, name: str) -> Any:
-    """Return a function, or a class if the name is a class's, that raises NotImplementedError when it is called."""
+    """Return a function that raises NotImplementedError; a class with such an `__init__` if the name begins with a capital."""
 
     def call(*args: Any, **named: Any) -> None:
         raise NotImplementedError(f"{module}.{name} is an operator of the vendor's alone; {_HERE}")
@@ -41,7 +41,7 @@ def _make_absent(module: str, name: str) -> Any:
 
 
 def explain_missing(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module. A name that neither the module nor the vendor has may be a typo."""
+    """Return a module's `__getattr__`. A name that the vendor does not have either may be a typo: list our operators."""
 
     def __getattr__(name: str) -> Any:
         if name in OTHERS:

@@ -1,7 +1,7 @@
-"""Checks of the operators' inputs: a loop over their descriptions. nn/_check.py checks modules', rules.py has the sentences.
+"""Check operators' inputs against their descriptions. nn/_check.py checks inputs of modules; rules.py writes the sentences.
 
-Every call runs the loop. Only a call that breaks a rule is gone through again for the sentence, with the size that most inputs
-give an axis: the sentence is about the first input that has another size.
+Every call runs a quick check. After a violation, a second pass writes the sentence: it takes the majority size of every axis,
+and names the first input with another size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ELEMENTS = {
     "number": (_NUMBER, "have a floating or an integer dtype"),
 }
 _MOST_ELEMENTS = 2**48  # more than any memory has
-_HASHED = (int, str, type(None))  # what else a call may have: sizes, options and no tensor
+_HASHED = (int, str, type(None))  # sizes, options, and None for an optional tensor
 
 Sizes = dict[str, Any]
 Options = dict[str, str]
@@ -43,7 +43,7 @@ def reference_count_fits(R: int, num_levels: int, num_points: int, reference_axi
 
 
 def check_inputs(operator: Operator, *args: Any) -> None:
-    """Check an operator's inputs, sizes and options. Kernels call it, too: torch.ops has no public function before it."""
+    """Check inputs, sizes and options. Kernels check again, because callers of torch.ops bypass the public function."""
     if not _keeps_rules(_fit, operator, args):
         _refuse(operator, *args)
 
@@ -51,8 +51,8 @@ def check_inputs(operator: Operator, *args: Any) -> None:
 def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
     """Return whether a call keeps all rules.
 
-    Answers about plain tensors are cached by shapes, dtypes and devices, because models repeat them: a check takes 3 us, not 23
-    (Intel Xeon, family 6, model 207, 2026-11-26).
+    Results for plain tensors are cached by shapes, dtypes and devices, because models repeat calls. A cached check takes 3 us
+    instead of 23 (Intel Xeon, family 6, model 207, 2026-11-26).
     """
     call, plain = [], not _torch_private.is_tracing()
     for a in args:
@@ -62,7 +62,7 @@ def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
         elif kind in _HASHED:
             call.append(a)
         else:
-            # Sizes of other tensors and symbols are not hashed. No operator reads a MaskedTensor.
+            # Do not hash sizes of tensor subclasses, or symbols. No operator reads a MaskedTensor.
             plain, has_shape = False, isinstance(a, Tensor) and kind.__name__ != "MaskedTensor" and not a.is_nested
             call.append((a.shape, a.dtype, a.device) if has_shape else a)
     return fit(operator, *call) if plain else fit.__wrapped__(operator, *call)
@@ -70,7 +70,7 @@ def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _fit(operator: Operator, *call: Any) -> bool:
-    """Return whether a call keeps all rules. A tensor is (shape, dtype, device); an axis has the size of its first input."""
+    """Return whether a call keeps all rules. A tensor is a (shape, dtype, device). The first input of an axis sets its size."""
     present = [(t, a) for t, a in zip(operator.tensors, call, strict=False) if not (t.optional and a is None)]
     if not all(isinstance(a, tuple) for _, a in present):
         return False
@@ -91,19 +91,19 @@ def _fit(operator: Operator, *call: Any) -> bool:
 
 
 def _numbers(operator: Operator, args: Sequence[Any]) -> Sizes:
-    """Return the sizes that a call gives as numbers."""
+    """Return the sizes that a call passes as numbers."""
     return dict(zip(operator.sizes, args[len(operator.tensors) :], strict=False))
 
 
 def _options(operator: Operator, args: Sequence[Any]) -> Options:
-    """Return each option's word; the first choice where a caller leaves it out."""
+    """Return the value of every option; the first choice if the caller omits the option."""
     defaults = {option: choices[0] for option, choices in operator.choices.items()}
     words = args[len(operator.tensors) + len(operator.sizes) :]
     return defaults | dict(zip(operator.choices, words, strict=False))
 
 
 def _axes(t: Input, shape: Sequence[int]) -> Sequence[str]:
-    """Return the axes that an input has; the two of `a * b` may be apart."""
+    """Return the axes of an input. `a * b` may be a single axis or two."""
     return t.factors if len(shape) == len(t.factors) else t.axes
 
 
@@ -114,7 +114,7 @@ def _fits(axes: Sequence[str], shape: Sequence[int], sizes: Sizes, options: Opti
 
 
 def _size_fits(axis: str, size: int, sizes: Sizes, options: Options) -> bool:
-    """Return whether an axis may have a size: `2 or 4` is either, `a * b` the product, and an unknown axis any."""
+    """Return whether an axis may have this size. `2 or 4` allows both, `a * b` the product, and an unknown axis any size."""
     if axis == "R":
         counts = [sizes[name] for name in ("num_levels", "num_points") if name in sizes]
         return len(counts) < 2 or reference_count_fits(size, *counts, **options)
@@ -139,9 +139,9 @@ def _divides(operator: Operator, sizes: Sizes) -> bool:
 
 
 def _memory_holds(operator: Operator, sizes: Sizes) -> bool:
-    """Return whether an output whose sizes are given as numbers has fewer than 2**48 elements.
+    """Return whether the output has fewer than 2**48 elements. Only operators with sizes as numbers need this check.
 
-    Sizes of a graph are not compared: torch.export takes no limits of free sizes, and torch.compile shows these as ints.
+    Do not compare sizes of a graph: torch.export refuses limits of dynamic sizes, and torch.compile shows these as ints.
     """
     shape = [sizes[axis] for axis in operator.output] if operator.sizes else []
     in_graph = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in shape)
@@ -190,7 +190,7 @@ def _majority(shapes: Shapes) -> Sizes:
 
 
 def _need_shape(name: str, shape: tuple[int, ...], axes: Sequence[str], shapes: Shapes, sizes: Sizes, options: Options) -> None:
-    """Check a shape. The sentence has the sizes of the other inputs, and a remark where axes or arguments look swapped."""
+    """Check a shape. The sentence shows the sizes of the other inputs, and a remark if axes or arguments look swapped."""
     if _fits(axes, shape, sizes, options):
         return
     numbers = {axis: size for axis, size in sizes.items() if not any(axis in t.factors for t, _ in shapes)}
@@ -218,7 +218,7 @@ def _with_size(axis: str, sizes: Sizes, options: Options) -> str:
 
 
 def sizes_of(operator: Operator, args: Sequence[Any]) -> Sizes:
-    """Return the size of each axis of legal inputs, given as tensors or as their shapes."""
+    """Return the size of every axis. The inputs are valid, and come as tensors or as their shapes."""
     sizes = _numbers(operator, args)
     for t, a in zip(operator.tensors, args, strict=False):
         if a is not None:
@@ -261,7 +261,7 @@ def _refuse_backward(row: Operator, grad: Tensor, inputs: Sequence[Any], gradien
 
 
 def is_readable(t: Tensor) -> bool:
-    """Return whether the numbers of t are here now: on a CPU, side by side, outside of all tracing, transforms and modes."""
+    """Return whether t's numbers can be read now: t is a plain strided CPU tensor outside of tracing, transforms and modes."""
     if type(t) is not Tensor or not t.is_cpu or torch.compiler.is_compiling() or t.layout != torch.strided:
         return False
     if _torch_private.has_no_memory(t):
@@ -271,13 +271,13 @@ def is_readable(t: Tensor) -> bool:
 
 
 def check_call(operator: Operator, *inputs: Any) -> None:
-    """Check what a kernel checks: the inputs, and the numbers of index tensors where these are readable."""
+    """Repeat a kernel's checks: of the inputs, and of the numbers in index tensors if these are readable."""
     check_inputs(operator, *inputs)
     check_contents(operator, inputs)
 
 
 def check_contents(operator: Operator, inputs: Sequence[Any]) -> None:
-    """Check the numbers of index tensors if they are readable."""
+    """Check the numbers in index tensors if they are readable."""
     first, last = (2, 5) if operator.kind == "pooling" else (1, 3)
     tables = [_torch_private.without_gradients(t) for t in inputs[first:last]]
     if all(map(is_readable, tables)):
@@ -285,7 +285,7 @@ def check_contents(operator: Operator, inputs: Sequence[Any]) -> None:
 
 
 def contents(operator: Operator, inputs: Sequence[Any]) -> None:
-    """Check what index tensors hold: maps inside value, or ranks of rows. This reads them, which is free only on a CPU."""
+    """Check the numbers in index tensors: maps must lie inside value, ranks must exist. Reading them is free only on a CPU."""
     if operator.kind == "pooling":
         ranks(*inputs)
         return
@@ -294,22 +294,22 @@ def contents(operator: Operator, inputs: Sequence[Any]) -> None:
 
 
 def ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> None:
-    """Check that every rank of bev_pool_v3 has its row, element or cell."""
+    """Check that every rank of bev_pool_v3 is the index of a row, an element or a cell."""
     for name, t, rows, of in (
         ("ranks_feat", ranks_feat, feat.shape[0], "rows of feat"),
         ("ranks_depth", ranks_depth, depth.shape[0], "elements of depth"),
         ("ranks_bev", ranks_bev, math.prod(sizes), "cells"),
     ):
-        wrong = (t < 0) | (t.long() >= rows)  # there may be more rows than int32 counts
+        wrong = (t < 0) | (t.long() >= rows)  # int64, because `rows` may exceed int32
         if wrong.any():
             first = int(wrong.int().argmax())
             fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {of}", int(t[first]))
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:
-    """Check that every map lies inside num_keys rows. This reads the index tables, which is free only on a CPU.
+    """Check that every map lies inside num_keys rows. Reading the index tables is free only on a CPU.
 
-    Feature maps that have rows enough among their channels have their axes swapped.
+    If the map would fit into `channels` rows, the sentence adds that the axes of feature_maps look swapped.
     """
     sizes, begins = shapes.tolist(), starts.tolist()
     if starts.dim() > 1:
@@ -336,13 +336,13 @@ def host_memory(name: str, t: Any) -> None:
 
 
 def workspace(t: Tensor, size: int) -> None:
-    """Check that phase two has `size` contiguous bytes."""
+    """Check that the workspace of phase two has `size` contiguous bytes."""
     host_memory("workspace", t)
     if not t.is_contiguous() or t.nbytes < size:
         fail(ValueError, "workspace", f"have workspace_size={size} bytes in a row", f"{t.nbytes} of strides {t.stride()}")
 
 
 def rows_of_levels(rows: int, keys: int) -> None:
-    """Check that the levels of an attention module take all of its keys."""
+    """Check that the levels of an attention module have as many rows as value has keys."""
     if rows != keys:
         fail(ValueError, "spatial_shapes", f"hold the num_keys={keys} rows of value", f"{rows} in all levels")

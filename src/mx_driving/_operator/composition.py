@@ -1,8 +1,8 @@
 """The operators with logits, as compositions: locations and weights from the outputs of linear layers, then a bare operator.
 
-References, kernels and exporters share this program and differ in the bare operator. It computes in float64 as soon as one
-floating input is float64, else in float32. The backward carries the gradients of locations and weights back to the inputs. A
-sample that is not valid has gradients of exactly 0; their factors are made finite first, because 0 x infinity is NaN.
+References, kernels and exporters share this program and differ in the bare operator. The dtype is float64 as soon as a floating
+input is float64, else float32. The backward propagates the gradients of locations and weights to the inputs. The gradients of
+an invalid sample are exactly 0; their factors are made finite before the product, because 0 x infinity is NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def compute_dtype(*inputs: Any) -> torch.dtype:
-    """Return float64 as soon as an input has it, else float32."""
+    """Return float64 if an input is float64, else float32."""
     return torch.float64 if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in inputs) else torch.float32
 
 
@@ -33,7 +33,7 @@ def _softmax_gradient(weights: Tensor, grad_weights: Tensor, axis: int) -> Tenso
 
 
 def _sum_to(t: Tensor, shape: torch.Size) -> Tensor:
-    """Return the gradient of a tensor of `shape` that was broadcast to t's shape."""
+    """Return the gradient `t` of a broadcast tensor, summed to the tensor's `shape` before broadcasting."""
     axes = [i for i, (size, whole) in enumerate(zip(shape, t.shape, strict=True)) if size == 1 and whole != 1]
     return t.sum(axes, keepdim=True) if axes else t
 
@@ -78,11 +78,11 @@ class MultiScale:
         return gradient.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
 
 
-NEAREST = 1e-5  # the least depth of a point; points behind a camera have it, too
+NEAREST = 1e-5  # the least depth; smaller depths, and points behind a camera, are clamped to it
 
 
 class Aggregation:
-    """location = (u, v) / max(d, 1e-5) / image_size, where (u, v, d) is a key point as a camera projects it."""
+    """location = (u, v) / max(d, 1e-5) / image_size, where (u, v, d) is the projection of a key point into a camera."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Aggregation:
 
 
 def _over_weights(pair_scale: Tensor | None) -> Tensor | None:
-    """Return pair_scale over [bs, anchor, pts, cam, scale, group]."""
+    """Return pair_scale in a shape that broadcasts over [bs, anchor, pts, cam, scale, group]."""
     return None if pair_scale is None else pair_scale.transpose(2, 3)[..., None, None]
 
 
@@ -167,7 +167,7 @@ _RULES: dict[str, Any] = {
 
 
 def like_inputs(gradients: Gradients, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return gradients in their inputs' shapes and dtypes, as the dispatcher requires them; an empty tensor instead of None."""
+    """Return gradients in the shapes and dtypes of their inputs, and empty tensors for None, as the dispatcher requires."""
     return tuple(
         t.new_empty(0) if g is None else g.reshape(t.shape).to(t.dtype).contiguous()
         for g, t in zip(gradients, inputs, strict=True)
@@ -175,13 +175,13 @@ def like_inputs(gradients: Gradients, inputs: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], *value: Tensor) -> Any:
-    """Return the samples that inputs describe, in the dtype that inputs and value call for."""
+    """Return the samples of an operator's inputs, in the compute dtype of inputs and value."""
     dtype = compute_dtype(*value, *inputs)
     return _RULES[operator](shapes, *(t.to(dtype) if isinstance(t, Tensor) else t for t in inputs))
 
 
 def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the locations and weights that an operator's inputs, without its value, describe."""
+    """Return the locations and weights. `inputs` are the operator's inputs after value and the index tables."""
     samples = _samples(operator, shapes, inputs)
     return samples.locations, samples.weights
 
@@ -192,18 +192,18 @@ def bare_inputs(operator: str, *inputs: Any) -> tuple[Tensor, ...]:
 
 
 def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the operator as a function, over a bare operator whose inputs are those of the dispatcher."""
+    """Return the operator with logits as a function that computes locations and weights and then calls `bare`."""
     return lambda *args: bare(*bare_inputs(operator, *args))
 
 
 def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the operator's backward, over the bare operator's, as a function of grad_output, the inputs and output_mask."""
+    """Return the backward as a function of grad_output, the inputs and output_mask. It calls the bare operator's backward."""
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, mask = args
         samples = _samples(operator, inputs[1], inputs[3:], inputs[0])
         tensors = (*inputs[:3], samples.locations, samples.weights)
-        bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)  # two inputs make the locations
+        bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)  # locations depend on two inputs
         grad_value, *grad_samples = bare(grad, *tensors, bare_mask)
         gradients = samples.gradients(mask, *grad_samples)
         return grad_value, *like_inputs(gradients, [inputs[i] for i in OPERATORS[operator].differentiable[1:]])

@@ -1,8 +1,8 @@
 """Describe the inputs and outputs of each operator: the table `OPERATORS`.
 
-native/src/call/description.cpp has the same table; a test compares them. A bare operator reads its first input, value, at
-samples, which two index tables, locations and weights describe. An operator with logits takes the outputs of linear layers, and
-is built on a bare operator.
+native/src/call/description.cpp has the same table; a test compares the two tables. A bare operator samples its first input,
+value; two index tables, locations and weights describe the samples. An operator with logits takes the outputs of linear layers,
+and calls a bare operator.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SamplingInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """A tensor that an operator takes.
+    """An input tensor of an operator.
 
-    Axes of one name have one size; `a * b` is one axis, or two. `2 or 4` is an axis of either size. `R` is the number of
-    reference points, which depends on an option.
+    Axes of the same name have the same size. `a * b` is a single axis or two. `2 or 4` is an axis of size 2 or 4. `R` is the
+    number of reference points; an option decides its legal sizes.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Input:
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
-        """Return the axes, where `a * b` is two."""
+        """Return the axes, with `a * b` as two axes."""
         return tuple(self.shape.replace(" * ", ", ").split(", "))
 
 
@@ -59,13 +59,13 @@ class Operator:
     name: str
     kind: Kind
     tensors: tuple[Input, ...]
-    output: tuple[str, ...]  # axes of the output, which has the dtype of the first input
+    output: tuple[str, ...]  # axes of the output; its dtype is that of the first input
     rows: int  # rows of value that a sample reads
     sharded: tuple[str, ...]  # axes along which processes may share the work
-    sizes: tuple[str, ...] = ()  # axes of the output that no input has; given as numbers
-    choices: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # option -> its words, the default first
-    divides: tuple[str, ...] = ()  # (axis, axis that it divides)
-    bare: str = ""  # the operator that this one is built on
+    sizes: tuple[str, ...] = ()  # axes of the output that callers pass as numbers
+    choices: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # option -> values, the default first
+    divides: tuple[str, ...] = ()  # (axis, a multiple of the axis)
+    bare: str = ""  # the bare operator of an operator with logits
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -82,12 +82,12 @@ class Operator:
 
     @cached_property
     def weights(self) -> int:
-        """Return the index of weights or logits, which have an element for each sample and group."""
+        """Return the index of weights or logits: an element for every sample and group."""
         return self.differentiable[-1]
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Return the arguments after the tensors, as a schema declares them."""
+        """Return the arguments after the tensors, in the syntax of a schema."""
         return (*(f"SymInt {size}" for size in self.sizes), *(f"str {option}" for option in self.choices))
 
     @property
@@ -97,18 +97,18 @@ class Operator:
 
     @property
     def blocks(self) -> str:
-        """Return the axis that cuts channels into blocks. The output's last dimension is this axis times channels."""
+        """Return the axis of blocks of channels: heads or groups. The output's last dimension is blocks times channels."""
         return self.divides[0] if self.divides else self.output[-1].split(" * ")[0]
 
     @cached_property
     def axes(self) -> dict[str, tuple[int | None, ...]]:
-        """Return axis -> its dimension in each input and in the output, for the axes `sharded`. None: the whole input is
-        needed, or the output is a sum over the axis."""
+        """Return the dimensions of every axis of `sharded` in the inputs and in the output. None: every process needs the whole
+        input, or the output is a sum over the axis."""
         tensors = (*(t.axes for t in self.tensors), self.output)
         return {axis: tuple(self._dimension(axis, axes) for axes in tensors) for axis in self.sharded}
 
     def _dimension(self, axis: str, axes: tuple[str, ...]) -> int | None:
-        """Return the dimension of `axis` in `axes`: the axis itself, or the axis of blocks that it counts; else None."""
+        """Return the dimension of `axis` in `axes`, or of an axis with `axis` blocks of channels; else None."""
         if axis in axes:
             return axes.index(axis)
         whole = self.divides[1] if self.divides[:1] == (axis,) else None
@@ -116,7 +116,7 @@ class Operator:
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
-        """Return the indices of the inputs that every process needs whole: index tables, and inputs without a batch."""
+        """Return the indices of the inputs that cannot be sharded: index tables, and inputs without a batch axis."""
         if self.kind == "pooling":
             return tuple(i for i, t in enumerate(self.tensors) if t.elements == "index")
         return tuple(i for i, dimension in enumerate(self.axes["bs"][:-1]) if dimension is None)
@@ -250,7 +250,7 @@ def autocast_dtype(value: Tensor) -> torch.dtype:
 
 
 def empty_gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
-    """Return memory for the gradient of each tensor, and a tensor without elements where `mask` is False."""
+    """Return uninitialised memory for the gradients of tensors; an empty tensor where `mask` is False."""
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) if needed else t.new_empty((0,))
         for t, needed in zip(tensors, mask, strict=True)

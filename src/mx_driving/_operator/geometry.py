@@ -11,32 +11,32 @@ from .. import _torch_private
 
 
 def pixels(locations: Tensor, sizes: Tensor) -> Tensor:
-    """Return normalised locations in pixels. The centre of the first pixel is 0."""
+    """Convert normalised locations to pixels. The centre of the first pixel is 0."""
     return locations * sizes - 0.5
 
 
 def on_map(pixels: Tensor, sizes: Tensor) -> Tensor:
-    """Return whether a bilinear sample has a corner on its map. NaN has none."""
+    """Return whether a bilinear sample has a corner on its map. False for NaN."""
     return ((pixels > -1) & (pixels < sizes)).all(-1)
 
 
 def inside(locations: Tensor) -> Tensor:
-    """Return whether locations are strictly inside the picture. NaN is not."""
+    """Return whether locations are strictly inside the picture. False for NaN."""
     return ((locations > 0) & (locations < 1)).all(-1)
 
 
 def as_int64(index: Tensor) -> Tensor:
-    """Return index in int64. Graphs of torch.jit.trace and make_fx check no dtype: a sum keeps floats, and the kernel refuses
-    them, where a conversion truncates them."""
+    """Return index in int64. Graphs of torch.jit.trace and make_fx do not check dtypes. There, add an int64 zero: the sum keeps
+    a float index, which the kernel refuses. A conversion would truncate a float index."""
     if torch.compiler.is_compiling() or not (_torch_private.is_tracing() or _torch_private.count_dispatch_modes()):
         return index.long()
     return index + index.new_zeros(1, dtype=torch.int64)
 
 
 def clamp_index(index: Tensor, size: Any) -> tuple[Tensor, Tensor]:
-    """Return index clamped to 0..size, and a flag that is 1 where it was not one of 0..size - 1, and 0 elsewhere.
+    """Return index clamped to 0..size, and a flag: 1 where index lay outside 0..size - 1, else 0.
 
-    size is a number or a tensor. There is no comparison, because some compilers compute comparisons of int64 wrongly.
+    size is a number or a tensor. The code compares nothing, because some compilers compute comparisons of int64 wrongly.
     """
     index = as_int64(index).clamp(min=-1).clamp(max=size)
     clamped = index.clamp(min=0)
@@ -44,6 +44,6 @@ def clamp_index(index: Tensor, size: Any) -> tuple[Tensor, Tensor]:
 
 
 def starts_of(shapes: Tensor) -> Tensor:
-    """Return the starts of maps that lie one after the other."""
+    """Return the start index of every map, for maps stored one after the other without gaps."""
     rows = shapes.prod(-1).flatten()
     return (rows.cumsum(0) - rows).view(shapes.shape[:-1])

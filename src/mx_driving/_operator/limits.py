@@ -32,8 +32,8 @@ _RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
 class Limit(NamedTuple):
     """One documented limit: `argument` must have `quantity` `relation` `bound`.
 
-    `bound` is a value, or the name of another quantity of the argument. `when` says in which case the limit holds; `_SIZES`
-    gives the quantity 0 in all other cases. `document` is a path in the vendor's repository, Ascend/DrivingSDK.
+    `bound` is a value, or the name of another quantity of the argument. `when` is the case in which the limit holds; in all
+    other cases `_SIZES` sets the quantity to 0. `document` is a path in the vendor's repository, Ascend/DrivingSDK.
     """
 
     operator: str
@@ -50,7 +50,7 @@ class Limit(NamedTuple):
         return RELEASES.index(self.first) <= RELEASES.index(release) <= RELEASES.index(self.last)
 
     def broken_by(self, sizes: Sizes, release: str) -> tuple[str, Any] | None:
-        """Return the rule and the fact if the sizes break the limit."""
+        """Return the rule and the fact if the sizes break the limit, else None."""
         quantities = sizes[self.argument]
         value = quantities.get(self.quantity + self.when)
         bound = quantities.get(self.bound, self.bound)
@@ -107,26 +107,26 @@ def _releases_of_environment() -> list[str]:
     return [NEWEST if word.lower() in rules.ON else word]
 
 
-# The releases of all open atlas_limits(), after the environment's. Process-wide, like torch.backends' flags.
+# The release of the environment, then the releases of all open atlas_limits(). Process-wide, like torch.backends' flags.
 open_releases: list[str] = _releases_of_environment()
 
 
 def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[None]:
-    """Hold every call inside to the limits that the vendor documents for Atlas A2. A call beyond a limit raises ValueError.
+    """Enforce the limits that the vendor documents for Atlas A2. Inside the block, a call beyond a limit raises ValueError.
 
-    The vendor has no operators with logits. There a model makes locations and weights itself and calls the bare operator, so
-    operators with logits are held to the bare operator's limits, and the sentence names its inputs. This computes all
-    locations.
+    The vendor has no operators with logits: there, models compute locations and weights and call the bare operator. So calls of
+    operators with logits must keep the bare operator's limits, and the sentence names the bare operator's inputs. This check
+    computes all locations.
 
     The limits hold in all threads of the process, and while a generator that has opened them is suspended.
-    `MX_DRIVING_ATLAS_LIMITS` in the environment holds a whole program to them: `1` (true, yes, on) to the newest release's, or
-    the name of a release. Any other word is a ValueError when the package is imported.
+    `MX_DRIVING_ATLAS_LIMITS` in the environment enforces limits in a whole program: `1` (true, yes, on) those of the newest
+    release, or the name of a release. Any other word raises ValueError when the package is imported.
 
     Args:
-        release: of the vendor's library: "7.1", "7.2", "7.3", "26.0" or "26.2", the newest.
+        release: a release of the vendor's library: "7.1", "7.2", "7.3", "26.0" or "26.2", the newest.
 
     Raises:
-        ValueError: a release that is not one of these.
+        ValueError: `release` is not in this list.
     """
     if release not in RELEASES:
         rules.fail(ValueError, "release", f"be {_RULE}", repr(release))
@@ -144,7 +144,7 @@ def _hold_to(release: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Hold no call inside to limits, not even to the environment's."""
+    """Suspend all limits inside the block, also those of the environment."""
     releases, open_releases[:] = open_releases[:], []
     try:
         yield
@@ -158,7 +158,7 @@ def current() -> str:
 
 
 def hold(name: str, *args: Any) -> None:
-    """Refuse a call that breaks a limit of an open release."""
+    """Raise ValueError if a call breaks a limit of an open release."""
     bare = OPERATORS[name].bare or name
     if bare not in _SIZES:  # the vendor documents no limits
         return
@@ -184,13 +184,13 @@ def _broken(name: str, sizes: Sizes, release: str) -> Iterator[tuple[Limit, tupl
 
 
 def first_broken(name: str, sizes: Sizes) -> str:
-    """Return the sentence of the first limit of the current release that the sizes break; empty if they break none."""
+    """Return a sentence about the first limit of the current release that the sizes break, or an empty string."""
     broken = _broken(name, sizes, current())
     return next((f"{limit.argument} must {rule}; got {fact}" for limit, (rule, fact) in broken), "")
 
 
 def attention_sizes(heads: int, channels: int, samples: int) -> Sizes:
-    """Return the quantities of multi_scale_deformable_attn: heads, channels of a head, points on all levels."""
+    """Return the limited quantities of multi_scale_deformable_attn. `samples` is num_levels * num_points."""
     full = samples == 64 and -(-channels // 8) == 8
     value = {"num_heads": heads, "embed_dims": channels, "num_heads" + _FULL: heads if full else 0}
     return {"value": value, "sampling_locations": {"num_points * num_levels": samples}}

@@ -1,4 +1,4 @@
-"""Errors that the user of a command or of a file can mend, each in one sentence."""
+"""Errors that the user of a command or a file can correct. The message is a single sentence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .rules import first_line
 
 
 class Problem(ValueError):
-    """An error that the user can mend. Its message is one sentence: *name* must *rule*; got *fact*."""
+    """An error that the user can correct. Its message is a single sentence: *name* must *rule*; got *fact*."""
 
 
 @contextmanager
 def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds (of any kind if none is given) into a Problem: the rule, and "got" with the error."""
+    """Convert errors of these kinds (without kinds, all errors) to a Problem with the message `rule; got <error>`."""
     try:
         yield
     except Problem:
@@ -28,7 +28,7 @@ def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def need(what: str, install: str, *modules: str) -> None:
-    """Raise a Problem that says what to install, packages with blanks between them, unless all modules can be imported."""
+    """Raise a Problem if a module cannot be imported. `install` names the packages to install, separated by blanks."""
     for module in modules:
         try:
             importlib.import_module(module)

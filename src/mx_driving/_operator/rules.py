@@ -1,7 +1,7 @@
 """The form of all errors, *name* must *rule*; got *fact*, and the rules of checks.
 
-A check is a plain `if ...: raise`, which torch.compile takes with static and dynamic shapes. A sentence is made only when a
-comparison fails.
+A check is a plain `if ...: raise`, which torch.compile accepts with static and dynamic shapes. The sentence is formatted only
+after a comparison fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
 
 
 def refuse(kind: type[Exception], name: str, sentence: str) -> NoReturn:
-    """Raise an error whose attribute `argument` is the name of the wrong argument, without an index."""
+    """Raise an error. Its attribute `argument` is the name of the wrong argument, without an index."""
     error = kind(sentence)
     if not torch.compiler.is_compiling():  # torch.compile cannot trace attributes of errors
         error.argument = name.partition("[")[0]  # pyright: ignore[reportAttributeAccessIssue]
@@ -44,7 +44,7 @@ def first_line(error: BaseException) -> str:
 
 
 def tensors(*named: Named) -> None:
-    """Check that every argument is a torch.Tensor, whose elements lie in memory one by one."""
+    """Check that every argument is a strided torch.Tensor, neither nested nor masked."""
     for name, t in named:
         if not isinstance(t, Tensor):
             fail(TypeError, name, "be a torch.Tensor" + _advice(name, t), type(t).__name__)
@@ -53,7 +53,7 @@ def tensors(*named: Named) -> None:
             fail(ValueError, name, rule, "a nested tensor")
         if type(t).__name__ == "MaskedTensor":
             fail(TypeError, name, "be a torch.Tensor without a mask, as get_data() gives it", "MaskedTensor")
-        # A compiled backward may not read the layouts of other tensors.
+        # A compiled backward cannot read the layout of a tensor that is not nested.
         if (t.is_nested or not torch.compiler.is_compiling()) and t.layout != torch.strided:
             fail(ValueError, name, "have the layout torch.strided", t.layout)
 
@@ -79,13 +79,13 @@ def need_dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str)
 
 
 def need_axes(name: str, t: Tensor, axes: str) -> None:
-    """Check that t has as many axes as `axes` has names."""
+    """Check that t has an axis for every name in `axes`."""
     if t.dim() != axes.count(",") + 1:
         fail(ValueError, name, f"have shape {shape_text(axes.split(', '))}", tuple(t.shape))
 
 
 def need_shape(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
-    """Check that t has axes of these sizes. None stands for any size."""
+    """Check that the shape of t is `sizes`. None stands for any size."""
     if t.dim() != len(sizes) or any(size is not None and t.shape[i] != size for i, size in enumerate(sizes)):
         fail_shape(name, t, axes, sizes)
 
@@ -97,14 +97,14 @@ def fail_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...]) -
 
 
 def shape_text(axes: Sequence[str]) -> str:
-    """Return a shape as Python writes a tuple: a single axis has a comma behind it."""
+    """Return a shape as Python prints a tuple, with a comma after a single axis."""
     return f"({', '.join(axes)}{',' * (len(axes) == 1)})"
 
 
 def flag(name: str, default: bool = False) -> bool:
     """Return whether the environment turns a switch on; `default` if the variable is empty.
 
-    The package reads its switches at import, so a misspelt word stops a program at its first line.
+    The package reads its switches at import, so a misspelt word raises at import.
     """
     word = os.environ.get(name, "")
     if not word:
@@ -115,14 +115,14 @@ def flag(name: str, default: bool = False) -> bool:
 
 
 class SettingError(ValueError):
-    """A word in the environment that the package refuses at its import."""
+    """The error for a wrong word in the environment, raised when the package is imported."""
 
     is_of_setting = True  # for callers that cannot import this class, because the import failed
 
 
 def fail_setting(name: str, rule: str, word: str) -> NoReturn:
-    """Raise SettingError for a word in the environment. `python -m mx_driving` imports the package before its main could catch
-    that, so it ends here. Python has sys.argv[0] "-m" then, and the module's name only in sys.orig_argv."""
+    """Raise SettingError for a word in the environment. Exit instead under `python -m mx_driving`, which imports the package
+    before its main can catch errors. At that time sys.argv[0] is "-m", and only sys.orig_argv has the module's name."""
     module = sys.orig_argv[-len(sys.argv)].removeprefix("-m") if sys.argv[:1] == ["-m"] else ""
     if module.partition(".")[0] == "mx_driving":
         print(f"mx-driving: {name} must {rule}; got {word!r}", file=sys.stderr)
@@ -141,7 +141,7 @@ def traced_target(name: str) -> NoReturn:
 
 
 def no_library(name: str, missing: str | None, libraries: Sequence[str]) -> NoReturn:
-    """Raise ModuleNotFoundError for a module that is not installed. A name like that of a known library may be a slip."""
+    """Raise ModuleNotFoundError for a module that is not installed. Suggest the known library with the most similar name."""
     import difflib
 
     meant = difflib.get_close_matches(name, libraries, n=1)
@@ -152,7 +152,7 @@ def no_library(name: str, missing: str | None, libraries: Sequence[str]) -> NoRe
 
 
 def broken_library(name: str, error: ImportError, reason: str) -> NoReturn:
-    """Raise an error of the import's own kind for a module that is installed and cannot be imported."""
+    """Raise an error for a module that is installed but fails to import, of the same class as the import's error."""
     raise type(error)(f"target must be imported without an error; got {name!r}: {reason}", name=error.name) from error
 
 
@@ -163,7 +163,7 @@ def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str
 
 
 def name_of_a_form(thing: str, name: object, names: Collection[object]) -> None:
-    """Check that a form has this name."""
+    """Check that `name` is the name of a form."""
     if name not in names:
         fail(ValueError, "forms", f"name a form of {', '.join(map(str, names))}", f"{name!r} for {thing}")
 
@@ -173,6 +173,6 @@ def not_of_its_form(thing: str, name: str, reason: str) -> NoReturn:
 
 
 def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
-    """Return why an import failed, with advice if compat stands in for the missing extension."""
+    """Return why an import failed. Advise compat.install() if compat replaces the missing extension."""
     missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
     return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)

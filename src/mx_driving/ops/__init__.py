@@ -1,8 +1,8 @@
-"""The operators under the vendor's paths. Each name here is a function that has its module's other names as attributes.
+"""The operators under the vendor's paths. Every public function carries the other names of its module as attributes.
 
 `from mx_driving.ops import multi_scale_deformable_attn` gives a function, as torchvision's and mmcv's ops are. The vendor has
 a module of that name, so `mx_driving.ops.multi_scale_deformable_attn.MultiScaleDeformableAttnFunction` works here, too. A
-module with a `__call__` would not do: torch.compile and type checkers do not take it for a function.
+module with a `__call__` would not do: torch.compile and type checkers do not accept a module as a function.
 """
 
 import sys

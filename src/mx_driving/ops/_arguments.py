@@ -1,4 +1,4 @@
-"""The arguments of public functions: what an operator needs before its call, and the sentence after a refusal."""
+"""The arguments of public functions: prepare them before a call, and explain a wrong argument after the kernel's error."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def prepare(operator: Operator, *inputs: Any) -> tuple[Any, ...]:
-    """Hold a call to limits, and return its inputs as DTensor needs them, which only inference mode has to do here: it skips
-    our Autograd kernel."""
+    """Check a call against the open atlas_limits(), and return its inputs. In inference mode, prepare DTensors here, because
+    inference mode skips our Autograd kernel, which prepares them otherwise."""
     if limits.open_releases:
         if not torch.compiler.is_compiling():
             checks.check_call(operator, *inputs)
@@ -31,14 +31,14 @@ def prepare(operator: Operator, *inputs: Any) -> tuple[Any, ...]:
 
 
 def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
-    """Decorate a public function, so that every wrong argument is a TypeError or a ValueError that names it.
+    """Decorate a public function: every wrong argument raises a TypeError or a ValueError with the argument's name.
 
-    Names and the number of arguments are checked here, because Python's sentences would name the wrong argument. Only the
-    kernel checks the arguments. After its error they are gone through again for the sentence.
+    Check the names and the number of arguments here, because Python's messages would name the wrong argument. Leave all other
+    checks to the kernel. After an error of the kernel, run `check` to raise the sentence about the wrong argument.
 
     Args:
-        check: Takes the same arguments, and raises the sentence. The default is the check of the operator with the name of
-            `public`, if there is one. The call of such a function is prepared, too.
+        check: Takes the arguments of `public`, and raises the sentence. If an operator has the name of `public`, the default
+            is the check of this operator, and the decorator prepares the call, too.
     """
     signature, operator = inspect.signature(public), SAMPLING.get(public.__name__)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
@@ -111,7 +111,7 @@ def _refuse_name(function: str, names: Sequence[str], name: str) -> NoReturn:
 
 
 def _gap(tensors: Sequence[Input], args: Sequence[Any]) -> int:
-    """Return the place of the first argument that an operator would not take there: the one that belongs there is missing."""
+    """Return the index of the first argument that does not fit its parameter: the argument of this parameter is missing."""
     return next((i for i, (t, a) in enumerate(zip(tensors, args, strict=False)) if not _fits(t, a)), len(args))
 
 

@@ -1,7 +1,7 @@
-"""bev_pool as compiled extensions have it: channels last, without graph and autocast, gradients by functions of their own.
+"""bev_pool with the interface of compiled extensions: channels last, no graph, no autocast, separate backward functions.
 
-Extensions are given the points' intervals, too. The sum of `bev_pool_v2` follows them. All others go by each point's own cell,
-which gives the same where an interval is a run of one cell, or of one row of feat.
+Extensions also take the intervals of the points. Only `bev_pool_v2_forward` reads the intervals. The other functions read the
+cell of every point; the result is the same if all points of an interval share a cell, or a row of feat.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _v1, _v2, _v3 = as_compiled(bev_pool), as_compiled(bev_pool_v2), as_compiled(bev
 
 
 def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> None:
-    """Check a caller's outputs: each has its result's shape and device. What is copied to the device meta is lost."""
+    """Check that the caller's outputs have the shapes and devices of the results. A copy to the meta device would be lost."""
     for (name, out), result in zip(outputs.items(), results, strict=True):
         tensors((name, out))
         need_dtype(name, out, FLOATING, FLOATING_RULE)
@@ -46,7 +46,7 @@ def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> 
 
 
 def write_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any], add: bool = False) -> None:
-    """Write results to a caller's outputs, or add them there. Nothing is written if one output has another shape."""
+    """Copy the results to the caller's outputs, or add them. Write nothing if an output has a wrong shape."""
     check_outputs(results, outputs)
     for out, result in zip(outputs.values(), results, strict=True):
         if result is not None:
@@ -62,7 +62,7 @@ def _channels_last(out: Tensor) -> Tensor:
 def bev_pool_forward(
     feat: Tensor, geom_feat: Tensor, interval_lengths: Any, interval_starts: Any, b: int, d: int, h: int, w: int
 ) -> Tensor:
-    """[b, d, h, w, c]"""
+    """Return [b, d, h, w, c]."""
     _check_intervals(interval_lengths, interval_starts)
     return _channels_last(_v1(feat, geom_feat, b, d, h, w))
 
@@ -70,7 +70,7 @@ def bev_pool_forward(
 @torch.no_grad()
 @explain_arguments
 def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes: Any) -> Tensor:
-    """The gradient of feat, [n, c]."""
+    """Return the gradient of feat, [n, c]."""
     tensors(("grad_out", grad_out), ("geom_feat", geom_feat))
     need_axes("grad_out", grad_out, "B, D, H, W, C")
     need_dtype("grad_out", grad_out, FLOATING, FLOATING_RULE)
@@ -95,7 +95,7 @@ def bev_pool_v2_forward(
     h: int,
     w: int,
 ) -> Tensor:
-    """[b, d, h, w, c]"""
+    """Return [b, d, h, w, c]."""
     tensors(("feat", feat))
     shape = (b, d, h, w, *feat.shape[-1:])
     return _channels_last(_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths))
@@ -114,7 +114,7 @@ def bev_pool_v3_forward(
     h: int,
     w: int,
 ) -> Tensor:
-    """[b, d, h, w, c]. Without depth feat's second axis is c."""
+    """Return [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
     tensors(("feat", feat))
     channels = feat.shape[1:2] if depth is None else feat.shape[-1:]
     return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (b, d, h, w, *channels)))
@@ -131,13 +131,13 @@ def bev_pool_v3_backward(
     ranks_bev: Tensor,
     *intervals_and_sizes: Any,
 ) -> tuple[Any, Tensor]:
-    """The gradients of depth, if there is one, and of feat, as bev_pool_v2's and bev_pool_v3's extensions give them."""
+    """Return the gradients of depth (None without depth) and feat, for the extensions of bev_pool_v2 and bev_pool_v3."""
     _check_intervals(*intervals_and_sizes)
     return gradients(grad_out, depth, feat, ranks_depth, ranks_feat, ranks_bev)
 
 
 def _check_intervals(*intervals_and_sizes: Any) -> None:
-    """Check the dtype of interval_lengths and interval_starts, which come first where a caller gives them."""
+    """Check the dtypes of interval_lengths and interval_starts: the first two arguments, if the caller passes tensors."""
     for name, t in zip(("interval_lengths", "interval_starts"), intervals_and_sizes, strict=False):
         if isinstance(t, Tensor):
             need_dtype(name, t, INDEX, INDEX_RULE)

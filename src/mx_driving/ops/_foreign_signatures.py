@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def with_foreign_signatures(public: Callable[..., Tensor], shapes: str, starts: str) -> Callable[..., Tensor]:
-    """Return `public` with other libraries' arguments. `shapes` and `starts` are its names of the tables.
+    """Return `public` with the arguments of other libraries. `shapes` and `starts` are the index tables' names in `public`.
 
-    An im2col_step is accepted and not used. The tables may be lists, and their names may begin with "value_" or not. A list
-    of shapes may follow them (transformers' value_spatial_shapes_list); it is used if there is no tensor of shapes.
+    Accept an im2col_step and ignore it. Accept the index tables as lists, and with or without "value_" before their names.
+    Accept transformers' value_spatial_shapes_list, and use this list if the tensor of shapes is None or missing.
     """
     names = {other + table.removeprefix("value_"): table for table in (shapes, starts) for other in ("", "value_")}
 

@@ -1,7 +1,7 @@
-"""Inputs in other shapes than the operators', as compiled extensions take them.
+"""Convert inputs of compiled extensions, which ignore shapes, to the shapes of the operators.
 
-`deformable_aggregation_ext` has an older interface under the same name: Sparse4D v1 and v2, GaussianFormer and Far3D keep the
-cameras' maps apart. Far3D gives attention weights whose levels and points share an axis: extensions read memory, not shapes.
+`deformable_aggregation_ext` is the name of two interfaces. In the older interface (Sparse4D v1 and v2, GaussianFormer, Far3D)
+feature maps have an axis of cameras. Far3D passes attention weights with levels and points in one axis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def sampling_inputs(operator: str, facts: Mapping[str, Any]) -> Inputs:
-    """Return the inputs of a sampling operator from arguments by our names. Without starts, levels lie one after the other."""
+    """Return the inputs of a sampling operator. `facts` has the arguments by our names; without starts, maps have no gaps."""
     if facts.get("starts") is None and isinstance(facts["shapes"], Tensor):
         facts = {**facts, "starts": geometry.starts_of(facts["shapes"])}
     to_inputs = aggregation_inputs if operator == AGGREGATION else attention_inputs
@@ -42,9 +42,9 @@ def attention_inputs(value: Tensor, shapes: Tensor, starts: Tensor, locations: T
 def aggregation_inputs(
     feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sample_locations: Tensor, weights: Tensor
 ) -> Inputs:
-    """Return the inputs of `deformable_aggregation`. Feature maps of four axes are the older interface: [bs, cam, num_feat, c],
-    tables [scale, 2] and [scale] for all cameras, locations [bs, pts, cam, 2], weights [bs, pts, cam, scale, group]. A point
-    is an anchor of one point then."""
+    """Return the inputs of `deformable_aggregation`. In the older interface, feature maps are [bs, cam, num_feat, c],
+    tables [scale, 2] and [scale] for all cameras, locations [bs, pts, cam, 2], weights [bs, pts, cam, scale, group]. There,
+    make every point an anchor of one point."""
     inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weights)
     if not isinstance(feature_maps, Tensor) or feature_maps.dim() != 4:
         if isinstance(spatial_shape, Tensor) and spatial_shape.dim() == 2 and isinstance(feature_maps, Tensor):
@@ -72,4 +72,4 @@ def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: T
     need_shape("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)
     need_shape("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, shapes.shape[0], None)
     if checks.is_readable(shapes) and checks.is_readable(starts):
-        checks.levels("spatial_shape", "scale_start_index", shapes, starts, rows)  # the operator sees the cameras' maps as one
+        checks.levels("spatial_shape", "scale_start_index", shapes, starts, rows)  # the operator joins the maps of all cameras

@@ -1,4 +1,4 @@
-"""What the functions over bev_pool_v3 have in common: its inputs in its order, cells of voxels, gradients."""
+"""Shared code of the public functions that call bev_pool_v3: the operator's inputs, cells of voxels, gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._arguments import explain_arguments
 
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
-    """What the operator takes, in its order."""
+    """Return the inputs of the operator, in the operator's order."""
     *sizes, channels = sizes_of("bev_feat_shape", bev_feat_shape, "five", "B, D, H, W, C")
     tensors(("feat", feat), ("ranks_bev", ranks_bev))
     if depth is None:
@@ -30,11 +30,11 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
 
 
 def sizes_of(name: str, argument: Any, count: str, axes: str) -> list[int]:
-    """Return the sizes in an argument as ints: torch.compile has symbols for them, BEVFusion tensors, and NumPy its own."""
+    """Return the sizes as ints or torch.SymInts. BEVFusion passes tensors; NumPy has integer types of its own."""
     numbers = [_int(size) for size in argument] if isinstance(argument, (list, tuple)) else []
     if len(numbers) != len(axes.split(", ")) or any(size is None for size in numbers):
         fail(ValueError, name, f"be {count} ints, ({axes})", argument)
-    sizes = cast("list[int]", numbers)  # a text: torch 2.6 cannot compile list[int]
+    sizes = cast("list[int]", numbers)  # in quotes, because torch 2.6 cannot compile list[int]
     if any(size < 0 for size in sizes):
         fail(ValueError, name, "have no negative size", tuple(sizes))
     if not torch.compiler.is_compiling() and any(isinstance(size, int) and size >= 2**48 for size in sizes):
@@ -64,14 +64,14 @@ def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: 
 
 
 def cells(voxels: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
-    """Return the cell of each voxel (h, w, d, b). A voxel outside the view is in cell -1: its number may be another cell's."""
+    """Return the cells of voxels (h, w, d, b); -1 for a voxel outside the grid, whose computed index may be another cell's."""
     (h, w, d, b), outside = _clamp_voxels(voxels, H, W, D, B)
     cell = ((b * D + d) * H + h) * W + w
     return cell - outside * (cell + 1)
 
 
 def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The points of geom_xyz [B, ..., 3] that lie in the grid (X, Y, Z), in memory order, and their cells of [B, Y, X]."""
+    """Return the points of geom_xyz [B, ..., 3] inside the grid (X, Y, Z), in memory order, and their cells in [B, Y, X]."""
     need_dtype("geom_xyz", geom_xyz, INDEX, INDEX_RULE)
     voxels = geom_xyz.flatten(1, -2)
     if voxels.is_meta:
@@ -84,8 +84,8 @@ def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
 
 
 def all_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return what `points_inside` does, with the points outside of the grid in the first cell of one scene more: entries of a
-    vmapped axis have different numbers of points inside."""
+    """Return all points and their cells, for vmap: the number of points inside the grid varies along a vmapped axis. Points
+    outside the grid get the first cell of an extra scene."""
     voxels = geom_xyz.flatten(1, -2)
     X, Y, _ = voxel_num
     (x, y, _), outside = _clamp_voxels(voxels, *voxel_num)
@@ -95,9 +95,9 @@ def all_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tens
 
 
 def lifted_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ranks_depth, ranks_feat and ranks_bev of the points inside the grid, as BEVDepth lifts them in inference.
+    """Return ranks_depth, ranks_feat and ranks_bev of the points inside the grid, as BEVDepth computes them in inference.
 
-    geom_xyz is [B, cams, D, H, W, 3], depth [B * cams, D, H, W], and feat has a row for each of [B * cams, H, W].
+    geom_xyz is [B, cams, D, H, W, 3], depth is [B * cams, D, H, W], and feat has B * cams * H * W rows.
     """
     bins, pixels = geom_xyz.shape[2], geom_xyz.shape[3] * geom_xyz.shape[4]
     points, cells = points_inside(geom_xyz, voxel_num)
@@ -105,7 +105,7 @@ def lifted_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
 
 
 def _clamp_voxels(voxels: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
-    """Return the columns of voxels, clamped to their sizes, and a flag that is 1 where one of them was outside, and else 0."""
+    """Return the columns of voxels, clamped to their sizes, and a flag: 1 if a coordinate of the voxel was outside, else 0."""
     clamped, outside = zip(
         *(geometry.clamp_index(column, size) for column, size in zip(voxels.unbind(-1), sizes, strict=True)), strict=True
     )
@@ -115,7 +115,7 @@ def _clamp_voxels(voxels: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
 def check(
     depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any, voxels: str = "ranks_bev"
 ) -> None:
-    """Check what the kernel of bev_pool_v3 checks. Without depth, `voxels` is the caller's name of ranks_bev."""
+    """Repeat the checks of the kernel of bev_pool_v3. Without depth, errors call ranks_bev by the name `voxels`."""
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
     if depth is None and checks.is_readable(ranks_bev):
         _check_voxels(voxels, ranks_bev, *inputs[5:])
@@ -142,8 +142,8 @@ def gradients(
     ranks_feat: Tensor | None,
     ranks_bev: Tensor,
 ) -> tuple[Tensor | None, Tensor]:
-    """The gradients of depth and feat, of grad_out [B, D, H, W, C]."""
-    if not torch.compiler.is_compiling():  # torch 2.6 compiles no backward that asks whether a tensor is nested
+    """Return the gradients of depth and feat. grad_out is [B, D, H, W, C]."""
+    if not torch.compiler.is_compiling():  # torch 2.6 cannot compile `is_nested` in a backward
         tensors(("grad_out", grad_out))
     need_axes("grad_out", grad_out, "B, D, H, W, C")
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
@@ -151,6 +151,6 @@ def gradients(
     grad_feat, grad_depth = torch.ops.mx_driving.bev_pool_v3_backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, mask)
     if depth is not None:
         return grad_depth.view(depth.shape), grad_feat.view(feat.shape)
-    if rest := feat.numel() - grad_feat.numel():  # rows of feat that are no point's
+    if rest := feat.numel() - grad_feat.numel():  # rows of feat without a point
         grad_feat = torch.nn.functional.pad(grad_feat.flatten(), (0, rest))
     return None, grad_feat.view(feat.shape)

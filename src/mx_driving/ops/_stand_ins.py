@@ -1,5 +1,5 @@
-"""Functions of compiled extensions, and of autograd functions over them: the table of foreign functions, and an adaptor
-for each layout of arguments."""
+"""Functions that replace compiled extensions and their autograd functions. An adaptor converts every layout of arguments of
+the table of foreign functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BACKWARDS = {operator: backward_as_compiled(operator, list) for operator in FOR
 
 
 def _sample(row: Function, facts: Facts) -> Any:
-    """Return the output of a sampling operator, or the list of its gradients in the inputs' own shapes."""
+    """Return the output of a sampling operator, or the list of its gradients in the shapes of the caller's inputs."""
     inputs = sampling_inputs(row.operator, facts)
     if not row.backward:
         return FORWARDS[row.operator](*inputs)
@@ -53,7 +53,7 @@ def _pool_places(row: Function, facts: Facts) -> Any:
 
 
 def _pool_xyzb(row: Function, facts: Facts) -> Any:
-    """Pool points whose cells are (x, y, z, b), as FlashOCC has them: its W is innermost, not H."""
+    """Pool points by cells (x, y, z, b). FlashOCC has this order: its innermost axis is W, not H."""
     places = facts["geom_xyzb"]
     tensors(("geom_xyzb", places))
     need_shape("geom_xyzb", places, "n, 4", None, 4)
@@ -61,7 +61,7 @@ def _pool_xyzb(row: Function, facts: Facts) -> Any:
 
 
 def _pool_ranks(row: Function, facts: Facts) -> Any:
-    """Pool lifted points. The output [b, d, h, w, c] tells the sizes."""
+    """Pool lifted points. The sizes are those of the caller's output [b, d, h, w, c]."""
     inputs = [fact for name, fact in facts.items() if name not in row.outputs]
     if row.backward:
         return _extension.bev_pool_v3_backward(*inputs)
@@ -71,7 +71,7 @@ def _pool_ranks(row: Function, facts: Facts) -> Any:
 
 
 def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
-    """Return the points as [*sizes, 3]: the compiled functions read memory, not shapes."""
+    """Return the points as [*sizes, 3]. Callers may pass any shape, because the compiled functions ignore shapes."""
     tensors(("geom_xyz", geom_xyz))
     if geom_xyz.numel() != 3 * math.prod(sizes):
         fail(ValueError, "geom_xyz", f"hold {math.prod(sizes)} points (x, y, z)", f"shape {tuple(geom_xyz.shape)}")
@@ -79,7 +79,7 @@ def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
 
 
 def _pool_points(row: Function, facts: Facts) -> Tensor:
-    """Return [B, Y, X, C], and write (batch, y, x) of each point inside the grid to the memo [B, n, 3]."""
+    """Return [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3]."""
     B, n, C, X, Y, Z = _pooling.sizes_of("sizes", list(facts.values())[:6], "six", "B, n, C, X, Y, Z")
     coords, memo = _view_points(facts["geom_xyz"], B, n), facts["memo"]
     tensors(("input_features", facts["feat"]))
@@ -112,12 +112,12 @@ def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[i
     return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), *ranks, shape).squeeze(2)
 
 
-# A parameter that only one layout has -> its adaptor
+# The adaptors of layouts, by a parameter that no other layout has.
 _POOLS = {"geom_feat": _pool_places, "geom_xyzb": _pool_xyzb, "ranks_bev": _pool_ranks, "memo": _pool_points}
 
 
 def stand_in(row: Function) -> Callable[..., Any]:
-    """Return our function of a row of the table."""
+    """Return our function for a row of the table of foreign functions."""
     is_pool = row.operator == POOL
     adapt = next((adapt for name, adapt in _POOLS.items() if name in row.names), _pool_frustum) if is_pool else _sample
     kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in row.names]
@@ -145,7 +145,7 @@ def stand_in(row: Function) -> Callable[..., Any]:
 
 
 def sum_inside(feat: Tensor, places: Tensor, *sizes: Any) -> Tensor:
-    """Leave out points outside. The extension writes them anywhere, and models drop them before."""
+    """Return the sums of the points inside the grid. Models drop other points; the extension would write them out of bounds."""
     need_dtype("coords", places, INDEX, INDEX_RULE)
     need_shape("feats", feat, "n, C", places.shape[0], None)
     sizes = tuple(int(size) for size in sizes)
@@ -155,10 +155,10 @@ def sum_inside(feat: Tensor, places: Tensor, *sizes: Any) -> Tensor:
 
 
 def sum_runs(x: Tensor, places: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of x [n, C] over each run of equal ranks [n], and the last row of places of each run.
+    """Return the sums of x [n, C] over runs of equal ranks [n], and the last row of `places` in every run.
 
-    Lift-Splat's cumsum_trick and QuickCumsum compute the sums as differences of one running sum, which loses digits: at its
-    size, 43,296 points, float32 is off by 2e-3; these sums are off by 5e-7.
+    Lift-Splat's cumsum_trick and QuickCumsum subtract running sums, which loses digits. At Lift-Splat's 43,296 points in
+    float32 their error is 2e-3, and the error of this function 5e-7.
     """
     is_last = torch.ones_like(ranks, dtype=torch.bool)
     is_last[:-1] = ranks[1:] != ranks[:-1]
@@ -170,7 +170,7 @@ def sum_runs(x: Tensor, places: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: Any) -> Any:
-    """Return the output of a pool by the arguments of its autograd function."""
+    """Return the output of a pooling operator. The keywords are the arguments of its autograd function, by our names."""
     if places.pop("method", "sum") != "sum":
         raise NotImplementedError("the maximum of points is not compiled; mx_driving has their sum only")
     if "places" in places:
@@ -188,11 +188,11 @@ def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: An
 
 @functools.cache
 def differentiable(row: AutogradFunction) -> Callable[..., Tensor]:
-    """Return our function of the arguments of an autograd function. Autograd differentiates it."""
-    words, operator, is_last = row.words.split(), row.operator, row.layout == "BDHWC"  # torch 2.6 compiles no read of a row
+    """Return a differentiable function that takes the arguments of this row's autograd function."""
+    words, operator, is_last = row.words.split(), row.operator, row.layout == "BDHWC"  # torch 2.6 cannot compile `row.words`
 
     def run(*args: Any) -> Tensor:
-        facts = dict(zip(words, args, strict=False))  # without a step, which may have a default
+        facts = dict(zip(words, args, strict=False))  # drops im2col_step, which may have a default
         if operator != POOL:
             return FORWARDS[operator](*sampling_inputs(operator, facts))
         output = _pool(**facts)

@@ -21,12 +21,12 @@ def _check(feat: Tensor, geom_feat: Tensor, *sizes: int) -> None:
 
 @functools.partial(explain_arguments, check=_check)
 def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
-    """Sum of the rows of feat whose points lie in each cell.
+    """Sum the rows of feat over the points in each cell.
 
     Args:
         feat: [n, C], a row for each point. float32, float64, float16 or bfloat16.
         geom_feat: [n, 4], (h, w, d, b) of each point's cell. int32 or int64.
-        B, D, H, W: how many cells there are along each axis.
+        B, D, H, W: the number of cells along each axis.
 
     Gradients: of feat; as for `bev_pool_v3`.
 
@@ -34,7 +34,7 @@ def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) ->
         [B, C, D, H, W], in feat's dtype.
 
     Raises:
-        TypeError, ValueError: as `bev_pool_v3`; ValueError also where feat and geom_feat have not as many rows.
+        TypeError, ValueError: as `bev_pool_v3`; ValueError also if feat and geom_feat differ in their number of rows.
 
     >>> import torch, mx_driving
     >>> mx_driving.bev_pool(torch.ones(2, 1), torch.tensor([[0, 1, 0, 0], [0, 1, 0, 0]]), 1, 1, 1, 2)

@@ -1,4 +1,4 @@
-"""`bev_pool_v3` as BEVDet calls it: points sorted by cell, and where each cell's points begin."""
+"""`bev_pool_v3` as BEVDet calls it: points sorted by cell, and the first point and the number of points of every cell."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def bev_pool_v2(
     interval_starts: Tensor,
     interval_lengths: Tensor,
 ) -> Tensor:
-    """`bev_pool_v3` over intervals of points: all points of an interval go to the cell of its first point.
+    """`bev_pool_v3` over intervals of points: all points of an interval are added to the cell of the interval's first point.
 
-    A point that is in no interval is left out. Where intervals are the runs of one cell, as BEVDet makes them, the result is
-    that of bev_pool_v3.
+    Points outside all intervals are ignored. If every interval is a run of points of one cell, as in BEVDet, the result equals
+    that of `bev_pool_v3`.
 
     Args:
         depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape: as for `bev_pool_v3`.
-        interval_starts: [n_intervals], the first point of each. int32 or int64.
-        interval_lengths: [n_intervals], how many points each has. int32 or int64.
+        interval_starts: [n_intervals], the first point of each interval. int32 or int64.
+        interval_lengths: [n_intervals], the number of points of each interval. int32 or int64.
 
-    Gradients, Returns, Raises: as for `bev_pool_v3`; ValueError also where (on a CPU) an interval goes beyond the points.
+    Gradients, Returns, Raises: as for `bev_pool_v3`; ValueError also if (on a CPU) an interval exceeds the points.
 
     >>> import torch, mx_driving
     >>> depth, feat, zero = torch.ones(1), torch.tensor([[4.0]]), torch.tensor([0, 0])
@@ -62,7 +62,7 @@ def bev_pool_v2(
     if any(map(_torch_private.is_batched, (starts, lengths))):
         cells, sizes = math.prod(shape[:4]), shape[1:]
         points, first, padding = _IntervalPoints.apply(starts, lengths, ranks_bev.shape[0])
-        scene = math.prod(sizes[:3])  # a scene more, into whose first cell all padding goes
+        scene = math.prod(sizes[:3])  # padding goes to the first cell of an extra scene
         ranks = geometry.as_int64(ranks_bev[first])
         ranks = torch.where(padding, cells, ranks + (ranks >= cells) * scene)
         return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], ranks, (shape[0] + 1, *sizes))[:-1]
@@ -71,8 +71,8 @@ def bev_pool_v2(
 
 
 def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the points of all intervals, and the first point of the interval of each."""
-    if starts.is_meta:  # the number of points is data
+    """Return the points of all intervals, and for each point the first point of its interval."""
+    if starts.is_meta:  # the number of points depends on data
         return starts[:0], starts[:0]
     if starts.device.type == "cpu":
         _check_intervals(starts, lengths, count)
@@ -83,8 +83,8 @@ def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[T
 
 
 class _IntervalPoints(torch.autograd.Function):
-    """`_points_of_intervals` for torch.func, and a flag of padding: the entries of a vmapped axis have as many points as the
-    entry with the most."""
+    """`_points_of_intervals` for torch.func, with a third output, which is True for padding: all entries of a vmapped axis are
+    padded to the points of the longest entry."""
 
     @staticmethod
     def forward(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore
@@ -114,7 +114,7 @@ def _check_intervals(starts: Tensor, lengths: Tensor, count: int) -> None:
     start, outside = geometry.clamp_index(starts, count + 1)
     _, too_long = geometry.clamp_index(lengths, count + 1 - start)
     wrong = outside + too_long
-    if torch.compiler.is_compiling() or _torch_private.count_dispatch_modes():  # a graph cannot read numbers for a sentence
+    if torch.compiler.is_compiling() or _torch_private.count_dispatch_modes():  # a graph has no numbers for an error message
         ok = 1 - wrong.sum().clamp(max=1)
         _torch_private.assert_in_graph(ok, "interval_starts and interval_lengths must lie within the points")
     elif wrong.any():

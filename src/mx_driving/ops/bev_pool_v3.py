@@ -26,27 +26,27 @@ def bev_pool_v3(
     ranks_bev: Tensor,
     bev_feat_shape: Sequence[int],
 ) -> Tensor:
-    """Sum of camera features over the points that lie in each cell of a bird's-eye view.
+    """Sum camera features over the points in each cell of a bird's-eye view.
 
         out[cell(ranks_bev[i])] += depth[ranks_depth[i]] * feat[ranks_feat[i]]    for each point i
 
-    Ranks count elements of depth, rows of feat and cells as they lie in memory: cell ((b * D + d) * H + h) * W + w. They need
-    not be sorted; where they are sorted by cell, as models have them, the sum is fastest.
+    Ranks are indices of depth's elements, feat's rows and cells in memory order: cell ((b * D + d) * H + h) * W + w. Points may
+    come in any order; the sum is fastest if they are sorted by cell, as in most models.
 
-    Without depth the sum is of feat's rows themselves: depth, ranks_depth and ranks_feat are None, and point i is row i.
+    Without depth, rows of feat are summed as they are: depth, ranks_depth and ranks_feat are None, and point i reads row i.
 
     Args:
-        depth: [B, N, D', H', W'] or any shape, how much of a pixel's feature lies at each depth. float32, float64, float16 or
+        depth: [B, N, D', H', W'] or any shape, the share of a pixel's feature at each depth. float32, float64, float16 or
             bfloat16; or None.
         feat: [B, N, H', W', C] or any shape whose last axis is C, one row for each pixel. Any of the same dtypes. Without
-            depth any shape, read as rows of C.
+            depth, any shape; memory is read as rows of C elements.
         ranks_depth: [n], the element of depth of each point. int32 or int64; or None.
         ranks_feat: [n], the row of feat of each point. int32 or int64; or None.
         ranks_bev: [n], the cell of each point. int32 or int64. Without depth [n, 4], its (h, w, d, b).
         bev_feat_shape: (B, D, H, W, C) of the bird's-eye view.
 
     Gradients: of depth and feat, each in its input's dtype; differentiable twice. Sums are in float32 (float64 as soon as one
-    input is float64), and bitwise repeatable on a CPU for any number of threads. NaN and infinity go where their product goes.
+    input is float64), and bitwise repeatable on a CPU for any number of threads. NaN and infinity propagate to their cells.
 
     Returns:
         [B, C, D, H, W], contiguous, in feat's dtype (float32 under autocast). A cell without points is zero.
@@ -69,11 +69,11 @@ def bev_pool_v3(
 
 
 class BEVPoolV3(torch.autograd.Function):
-    """The operator as the vendor's autograd function: `BEVPoolV3.apply(...)` gives [B, D, H, W, C], channels last."""
+    """The operator as the vendor's autograd function: `BEVPoolV3.apply(...)` returns [B, D, H, W, C], channels last."""
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """The operator, with everything that the public function can do, unless a derived class has its own parts."""
+        """Call the public function, channels last, unless a derived class overrides forward or backward."""
         if cls.forward is BEVPoolV3.forward and cls.backward is BEVPoolV3.backward:
             return bev_pool_v3(*args, **kwargs).permute(0, 2, 3, 4, 1)
         return super().apply(*args, **kwargs)
@@ -88,15 +88,15 @@ class BEVPoolV3(torch.autograd.Function):
         ranks_bev: Tensor,
         bev_feat_shape: Sequence[int],
     ) -> Tensor:
-        """The output, channels last; the inputs are saved in ctx."""
+        """Save the inputs in ctx, and return the output, channels last."""
         ctx.save_for_backward(depth, feat, ranks_feat, ranks_depth, ranks_bev)
         with _dispatch.functions.without_graph():
             return bev_pool_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape).permute(0, 2, 3, 4, 1)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """A result for each input: the gradients of depth and feat, None for the others. grad_out is [B, D, H, W, C]."""
+        """Return the gradients of depth and feat, and None for the other inputs. grad_out is [B, D, H, W, C]."""
         depth, feat, ranks_feat, ranks_depth, ranks_bev = ctx.saved_tensors
-        by_torch = isinstance(getattr(ctx, "needs_input_grad", None), tuple)  # another's ctx: no graph, as the vendor's
+        by_torch = isinstance(getattr(ctx, "needs_input_grad", None), tuple)  # no graph for a foreign ctx, as the vendor does
         with torch.set_grad_enabled(by_torch and torch.is_grad_enabled()):
             return (*gradients(grad_out, depth, feat, ranks_depth, ranks_feat, ranks_bev), None, None, None, None)

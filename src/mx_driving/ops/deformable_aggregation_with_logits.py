@@ -1,4 +1,4 @@
-"""Deformable aggregation from where the linear layers end."""
+"""Deformable aggregation from the outputs of the linear layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def deformable_aggregation_with_logits(
     image_size: Tensor | None = None,
     pair_scale: Tensor | None = None,
 ) -> Tensor:
-    """`deformable_aggregation` of points in space, which it projects into the cameras, with weights from logits.
+    """`deformable_aggregation` at key points in space, projected into the cameras, with weights from logits.
 
         (u, v, d)                  = projection[b, cam, :3] (key_point[b, a, p], 1)
         location[b, a, p, cam]     = (u, v) / max(d, 1e-5) / image_size[b, cam]
@@ -38,14 +38,14 @@ def deformable_aggregation_with_logits(
             dtype.
         image_size: [bs, cam, 2], (width, height) of the pictures in projection's pixels, or None when projection gives 0..1.
             Any floating dtype.
-        pair_scale: [bs, anchor, cam, pts], which multiplies the weights, or None: training's dropout of pairs is 0 or
+        pair_scale: [bs, anchor, cam, pts], a factor of the weights, or None. Dropout of pairs in training passes 0 or
             1 / (1 - p). Any floating dtype.
 
     Outside: as for `deformable_aggregation`: a camera that does not see a point (strictly 0 < x < 1 and 0 < y < 1; NaN and
-    infinity are not seen) contributes exactly 0, but its logits count in softmax. A logit of -inf is a weight of 0.
+    infinity are not seen) contributes exactly 0, but its logits count in softmax. A logit of -inf gives a weight of 0.
 
     Gradients: of feature_maps, key_points, projection and logits, each in its input's dtype; differentiable twice. A point
-    nearer than 1e-5 has no gradient along its depth. Autograd keeps the inputs alone: neither locations nor weights.
+    nearer than 1e-5 has no gradient along its depth. Autograd saves only the inputs, neither locations nor weights.
     Arithmetic is in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of
     threads.
 

@@ -19,7 +19,7 @@ __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_ge
 def geometric_kernel_attention(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, attention_weights: Tensor
 ) -> Tensor:
-    """Weighted sum of the pixels of a feature pyramid that lie at given places: no interpolation.
+    """Weighted sum of pixels of a feature pyramid, read at the given locations without interpolation.
 
         out[b, q, h] = sum over l, p of  weight[b, q, h, l, p] * value[b, start_l + yi * W_l + xi, h]
         xi = clamp(trunc(x), 0, W_l - 1),  yi = clamp(trunc(y), 0, H_l - 1)
@@ -37,8 +37,8 @@ def geometric_kernel_attention(
 
     Gradients: of value and attention_weights, each in its input's dtype; differentiable twice; none for
     sampling_locations. Both directions truncate (the vendor's backward rounds half to even, so that on fractional
-    locations its gradient belongs to another pixel; on integral ones all agree). A float32 sum stops
-    growing at 2**24 times what is added to it: if more contributions than that meet in one pixel, use float64.
+    locations its gradient belongs to another pixel; on integral locations all agree). A float32 sum stops growing at 2**24
+    times its addend: if more than 2**24 contributions meet in one pixel, use float64.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).
@@ -75,13 +75,13 @@ class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):
         sampling_locations: Tensor,
         attention_weights: Tensor,
     ) -> Tensor:
-        """The output; the inputs are saved in ctx."""
+        """Save the inputs in ctx, and return the output."""
         inputs = (value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
         return _dispatch.functions.forward(ctx, geometric_kernel_attention, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """A result for each input: the gradients of value and attention_weights, None for the others."""
+        """Return the gradients of value and attention_weights, and None for the other inputs."""
         return _dispatch.functions.backward(ctx, "geometric_kernel_attention", grad_output)
 
 

@@ -1,4 +1,4 @@
-"""Geometric kernel attention from where the linear layers end."""
+"""Geometric kernel attention from the outputs of the linear layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def geometric_kernel_attention_with_logits(
     window: Tensor,
     attention_logits: Tensor,
 ) -> Tensor:
-    """`geometric_kernel_attention` of a window around each reference point, with weights from logits.
+    """`geometric_kernel_attention` over a window around each reference point, with weights from logits.
 
         pixel[b, q, h, l, p] = reference[b, q, h] * (W_l, H_l) + window[p], rounded half to even
         weight[b, q, h]      = softmax of logits[b, q, h] over levels and points together
@@ -31,13 +31,13 @@ def geometric_kernel_attention_with_logits(
         level_start_index: [num_levels], the row of num_keys where each level begins; used as given. int32 or int64.
         reference_points: [bs, num_queries, num_heads, 2] (x, y); 0..1 is the map. Any floating dtype.
         window: [num_points, 2], whole pixels (x, y) beside the reference, the same for all queries. int32 or int64.
-        attention_logits: [bs, num_queries, num_heads, num_levels * num_points], or with an axis for each. Any floating dtype.
+        attention_logits: [bs, num_queries, num_heads, num_levels * num_points], or the last axis as two. Any floating dtype.
 
-    Outside: a pixel is clamped to the border; NaN and -inf go to 0, +inf to the last pixel. A logit of -inf is a weight of 0;
-    a row of them gives NaN, as softmax does.
+    Outside: a pixel is clamped to the border; NaN and -inf go to 0, +inf to the last pixel. A logit of -inf gives a weight of
+    0; a row of -inf gives NaN, as softmax does.
 
     Gradients: of value and attention_logits, each in its input's dtype; differentiable twice; none for reference_points,
-    because rounding is flat everywhere. Autograd keeps the inputs alone: neither pixels nor weights. Arithmetic is in
+    because rounding is flat everywhere. Autograd saves only the inputs, neither pixels nor weights. Arithmetic is in
     float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads.
 
     Returns:

@@ -46,7 +46,7 @@ def multi_scale_deformable_attn(
     Gradients: of value, sampling_locations and attention_weights, each in its input's dtype; differentiable twice. Sums are
     in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
     on a GPU, value's gradient is repeatable under torch.use_deterministic_algorithms(True). A float32 sum stops growing at
-    2**24 times what is added to it: if more contributions than that meet in one pixel, use float64.
+    2**24 times its addend: if more than 2**24 contributions meet in one pixel, use float64.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).
@@ -78,14 +78,13 @@ _with_foreign_signatures = with_foreign_signatures(
 def npu_multi_scale_deformable_attn_function(
     value: Tensor, shape: Tensor, offset: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64
 ) -> Tensor:
-    """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call, unless torch.compile
-    makes a graph of it.
+    """The vendor's older name of `multi_scale_deformable_attn`. Calls warn DeprecationWarning, except under torch.compile.
 
-    The index tables may be lists. im2col_step is accepted because mmcv's function has it; it is not used.
+    The index tables may be lists. im2col_step is ignored; mmcv's function has this argument.
     """
     if not torch.compiler.is_compiling():
         sentence = "npu_multi_scale_deformable_attn_function is deprecated: call mx_driving.multi_scale_deformable_attn"
-        warnings.warn(sentence, DeprecationWarning, stacklevel=3)  # a frame is of explain_arguments
+        warnings.warn(sentence, DeprecationWarning, stacklevel=3)  # explain_arguments adds a frame
     return _with_foreign_signatures(value, shape, offset, locations, weights)
 
 
@@ -104,11 +103,11 @@ class MultiScaleDeformableAttnFunction(_dispatch.functions.OperatorFunction):
         attention_weights: Tensor,
         im2col_step: Any = None,
     ) -> Tensor:
-        """The output; the inputs are saved in ctx. mmcv's im2col_step is not used."""
+        """Save the inputs in ctx, and return the output. Ignore mmcv's im2col_step."""
         inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
         return _dispatch.functions.forward(ctx, multi_scale_deformable_attn, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """A result for each input: the gradients of value, sampling_locations and attention_weights, None for the others."""
+        """Return the gradients of value, sampling_locations and attention_weights, and None for the other inputs."""
         return _dispatch.functions.backward(ctx, "multi_scale_deformable_attn", grad_output)

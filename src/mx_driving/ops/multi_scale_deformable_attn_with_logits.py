@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention from where the linear layers end."""
+"""Multi-scale deformable attention from the outputs of the linear layers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def multi_scale_deformable_attn_with_logits(
     attention_logits: Tensor,
     reference_axis: str = "level",
 ) -> Tensor:
-    """`multi_scale_deformable_attn` of what linear layers give: it computes locations and weights itself.
+    """`multi_scale_deformable_attn` with locations and weights computed from the outputs of linear layers.
 
         location[b, q, h, l, p] = reference[b, q, r] + offset[b, q, h, l, p] / (W_l, H_l)                     points (x, y)
         location[b, q, h, l, p] = reference[b, q, r] + offset[b, q, h, l, p] * (w, h) / (2 * num_points)      boxes (x, y, w, h)
         weight[b, q, h]         = softmax of logits[b, q, h] over levels and points together
 
-    r = l where reference_axis is "level", and p mod R where it is "point".
+    r = l if reference_axis is "level", and r = p mod R if reference_axis is "point".
 
     Args:
         value: [bs, num_keys, num_heads, embed_dims]; the levels one after the other, row by row. float32, float64, float16
@@ -34,17 +34,17 @@ def multi_scale_deformable_attn_with_logits(
         value_spatial_shapes: [num_levels, 2], (H, W) of each level. int32 or int64.
         value_level_start_index: [num_levels], the row of num_keys where each level begins; used as given. int32 or int64.
         reference_points: [bs, num_queries, R, 2] (x, y), or [bs, num_queries, R, 4] (x, y, w, h) of a box; 0..1 is the map.
-            R is num_levels, or 1 for all levels; for "point" it divides num_points. Any floating dtype.
+            R is num_levels, or 1 for all levels; for "point", R divides num_points. Any floating dtype.
         sampling_offsets: [bs, num_queries, num_heads, num_levels, num_points, 2], (x, y) in pixels of each level, or in parts
             of a box. Any floating dtype.
-        attention_logits: [bs, num_queries, num_heads, num_levels * num_points], or with an axis for each. Any floating dtype.
+        attention_logits: [bs, num_queries, num_heads, num_levels * num_points], or the last axis as two. Any floating dtype.
         reference_axis: "level", or "point" for references that belong to points, as the heights of BEVFormer's pillars do.
 
     Outside: as for `multi_scale_deformable_attn`. A sample that is off the map contributes exactly 0, but its logit
-    counts in softmax. A logit of -inf is a weight of 0; a row of them gives NaN, as softmax does.
+    counts in softmax. A logit of -inf gives a weight of 0; a row of -inf gives NaN, as softmax does.
 
     Gradients: of value, reference_points, sampling_offsets and attention_logits, each in its input's dtype; differentiable
-    twice. Autograd keeps the inputs alone: neither locations nor weights. Arithmetic is in float32 (float64 as soon as one
+    twice. Autograd saves only the inputs, neither locations nor weights. Arithmetic is in float32 (float64 as soon as one
     input is float64), and bitwise repeatable on a CPU for any number of threads.
 
     Returns:

@@ -17,7 +17,7 @@ __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable
 def deformable_aggregation(
     feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sample_locations: Tensor, weight: Tensor
 ) -> Tensor:
-    """Weighted sum of bilinear samples at an anchor's points, over cameras and scales; groups of channels have own weights.
+    """Weighted sum of bilinear samples at an anchor's points, over cameras and scales. Each group of channels has its weights.
 
         out[b, a, ch] = sum over p, cam, scale of
             weight[b, a, p, cam, scale, ch // (c / group)] * sample(map (cam, scale) of feature_maps[b], location[b, a, p, cam])
@@ -40,7 +40,7 @@ def deformable_aggregation(
     Gradients: of feature_maps, sample_locations and weight, each in its input's dtype; differentiable twice. Sums are in
     float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
     on a GPU, feature_maps's gradient is repeatable under torch.use_deterministic_algorithms(True). A float32 sum stops growing
-    at 2**24 times what is added to it: if more contributions than that meet in one pixel, use float64.
+    at 2**24 times its addend: if more than 2**24 contributions meet in one pixel, use float64.
 
     Returns:
         [bs, anchor, c], feature_maps' dtype (float32 under autocast).
@@ -85,11 +85,11 @@ class AdsDeformableAggregation(_dispatch.functions.OperatorFunction):
         sample_locations: Tensor,
         weight: Tensor,
     ) -> Tensor:
-        """The output; the inputs are saved in ctx."""
+        """Save the inputs in ctx, and return the output."""
         inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
         return _dispatch.functions.forward(ctx, deformable_aggregation, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """A result for each input: the gradients of feature_maps, sample_locations and weight, None for the others."""
+        """Return the gradients of feature_maps, sample_locations and weight, and None for the other inputs."""
         return _dispatch.functions.backward(ctx, "deformable_aggregation", grad_output)

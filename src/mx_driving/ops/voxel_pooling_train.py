@@ -1,4 +1,4 @@
-"""`bev_pool_v3` as BEVDepth calls it: every point of a frustum has a feature, and coordinates that may lie outside the grid."""
+"""`bev_pool_v3` as BEVDepth calls it: every point of a frustum has a feature and a voxel, which may lie outside the grid."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["npu_voxel_pooling_train"]
 
 @explain_arguments
 def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num: Sequence[int] | Tensor) -> Tensor:
-    """Sum of the features of the points above each cell of the ground; points outside the grid are left out.
+    """Sum the features of the points above each cell of the ground. Points outside the grid are ignored.
 
     Args:
         geom_xyz: [B, ..., 3], the voxel (x, y, z) of each point. int32 or int64.
         input_features: [B, ..., C], the feature of each point. float32, float64, float16 or bfloat16.
-        voxel_num: (X, Y, Z), how many voxels there are along each axis.
+        voxel_num: (X, Y, Z), the number of voxels along each axis.
 
     Gradients: of input_features; as for `bev_pool_v3`.
 

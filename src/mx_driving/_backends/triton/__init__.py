@@ -1,4 +1,4 @@
-"""The GPU kernels, in Triton. Nothing here imports Triton until an operator is called on a GPU."""
+"""The GPU kernels, in Triton. The first call of an operator on a GPU imports Triton."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ... import _needs
 from ..._operator import rules
 
 _ON = rules.flag("MX_DRIVING_TRITON", default=True)
-# AMD's GPUs that the kernels compile for. benchmarks/machine_code.py reads the code of the first, the second and the fourth.
+# AMD GPUs that the kernels compile for. benchmarks/machine_code.py reads the code of gfx942, gfx950 and gfx1100.
 AMD = {
     "gfx942": "CDNA 3", "gfx950": "CDNA 4", "gfx90a": "CDNA 2", "gfx1100": "RDNA 3", "gfx1101": "RDNA 3", "gfx1102": "RDNA 3",
     "gfx1200": "RDNA 4", "gfx1201": "RDNA 4",
 }  # fmt: skip
-DEVICES = ("cuda", "xpu")  # PyTorch's device types that Triton compiles for; "cuda" is AMD's GPUs, too
-_MOST_ROWS = 1 << 30  # rows are numbered in 32 bits, with room for a neighbour on each side
+DEVICES = ("cuda", "xpu")  # PyTorch's device types that Triton compiles for; "cuda" includes AMD's GPUs
+_MOST_ROWS = 1 << 30  # row indices have 32 bits, with room for a neighbour on each side
 _OLDEST = (8, 0)
 
 
 @functools.cache
 def why_not(device: str = "cuda", index: int | None = None) -> str | None:
-    """Return why these kernels cannot serve a GPU, and what to do; None if they can.
+    """Return why these kernels cannot run on a GPU, and what to do; None if they can.
 
-    Without an index, return None if they can serve one of this machine's GPUs: an old card beside a new one is a matter of
-    the calls that run on it.
+    Without an index, return None if the kernels can run on any of this machine's GPUs. If an old GPU is beside a new GPU, only
+    calls on the old GPU go to the reference.
     """
     if not _ON:
         return "MX_DRIVING_TRITON=0 is set; unset it to use the GPU kernels"
@@ -68,14 +68,14 @@ def _why_not_xpu(index: int) -> str | None:
 
 
 def _why_no_compiler() -> str | None:
-    """Return why Triton cannot build a launcher at a kernel's first call, for which it needs a C compiler."""
+    """Return why Triton cannot build a launcher at a kernel's first call: building needs a C compiler."""
     if sys.platform == "win32" or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         return None  # Windows' Triton brings a compiler along
     return "Triton finds no C compiler; install gcc or clang, or name one in CC"
 
 
 def serves(value: Tensor, *others: Tensor | None) -> bool:
-    """Return whether these kernels take such a call. float64, and a value of more than 2**30 rows, go to the reference."""
+    """Return whether these kernels serve a call. float64, and a value of more than 2**30 rows, go to the reference."""
     return torch.float64 not in [t.dtype for t in (value, *others) if t is not None] and value.shape[1] <= _MOST_ROWS
 
 

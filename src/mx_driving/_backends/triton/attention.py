@@ -1,6 +1,6 @@
-"""What the two attention operators have in common: which rows a program owns.
+"""Shared code of the two attention operators: the tiles of programs.
 
-A program owns neighbouring queries of one head, as a tile [rows, channels]; a thread has a few neighbouring channels of a row.
+A program computes neighbouring queries of a head, as a tile [rows, channels]. A thread has a few neighbouring channels.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import triton.language as tl
 
 from . import launch
 
-# Four warps to a program: the forward exchanges nothing between them.
+# Four warps per program: warps of the forward exchange no data.
 _FORWARD_WARPS = 4
-# Of a thread, by whether it is the backward and by the bytes of an element of value. Without a limit the float32 forward takes
-# 40, the 16-bit forward spills on sm_80, and the backward takes 65 to 70 on some targets, too many for half of the occupancy.
+# Limits of registers per thread, by (is the backward, bytes of an element of value). Without a limit, the float32 forward takes
+# 40, the 16-bit forward spills on sm_80, and the backward takes 65 to 70 on some targets, which is too many for half occupancy.
 _MOST_REGISTERS = {(False, 2): 64, (False, 4): 56, (True, 2): 64, (True, 4): 64}
-# One warp to a program: sums over channels are shuffles, and stores need no exchange through shared memory.
+# One warp per program: sums over channels are shuffles, and stores need no exchange through shared memory.
 _BACKWARD_WARPS = 1
 
 
-# A kernel is not compiled anew for other values of these.
+# Arguments that a kernel is not specialized for: other values compile nothing.
 VARYING = ["queries", "num_keys", "batch_stride", "key_stride", "head_stride"]
 
 
@@ -31,10 +31,10 @@ def tile_of(
     value, queries, batch_stride, head_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Return the program's batch, head, which rows of its tile exist, their numbers among [bs, queries, heads], its channels,
-    and pointers to these channels of value's first row.
+    """Return the program's batch, its head, a mask of rows that exist, the rows' indices in [bs, queries, heads], the channels,
+    and pointers to these channels in the first row of value.
 
-    Programs are numbered head by head, so that those that run together read the same part of value.
+    Programs are numbered head by head, so that programs that run at the same time read the same part of value.
     """
     blocks = tl.cdiv(queries, ROWS)
     program = tl.program_id(0)
@@ -43,7 +43,7 @@ def tile_of(
     first = (program % blocks) * ROWS
     local = tl.arange(0, ROWS)[:, None]
     here = first + local < queries
-    # rows that do not exist repeat the first one, so that reads need no mask
+    # rows that do not exist repeat the first row, so that reads need no mask
     row = (batch * queries + first) * HEADS + head + tl.where(here, local, 0) * HEADS
     c = tl.arange(0, COLUMNS)[None, :]
     return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
@@ -53,7 +53,7 @@ def tile_of(
 def plan(
     shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: Sequence[int], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
-    """Return the plan for a value of this layout, sampled at `samples` = (heads, levels, points)."""
+    """Return the plan for a value of this layout. `samples` is (heads, levels, points)."""
     (heads, levels, points), channels = samples, shape[3]
     layout = launch.layout(shape, stride, itemsize, channels)
     if backward:

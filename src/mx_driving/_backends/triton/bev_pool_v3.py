@@ -1,8 +1,8 @@
-"""bev_pool_v3 on a GPU: points in the order of the call, sums of runs of equal ranks in registers, and atomics at their ends.
+"""bev_pool_v3 on a GPU: walk the points in the order of the call, sum runs of equal ranks in registers, add sums by atomics.
 
-The gradient of feat is the same sum with cells and rows of feat exchanged; the same program has all that the gradient of depth
-needs of a point. Sums are float32, and their bits may differ from run to run. In deterministic mode points are sorted, and a
-program sums the points of a cell: no program adds to what another writes, and PyTorch's `index_add` sums the gradient of depth.
+The gradient of feat is the same sum with cells and rows of feat exchanged; the same program computes the gradient of depth.
+Sums are float32, and their bits may differ from run to run. In deterministic mode points are sorted, and a single program sums
+all points of a cell, without atomics; PyTorch's `index_add` sums the gradient of depth.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .sampling import add, threads
 
 @triton.jit
 def _ranks(ranks, point, here, count):
-    """The ranks of points in their own dtype, and whether they are rows of a tensor of `count` rows."""
+    """Return the ranks of points in their own dtype, and whether 0 <= rank < count."""
     rank = tl.load(ranks + point, mask=here, other=-1)
-    return rank, rank.to(tl.int64).to(tl.uint64, bitcast=True) < count.to(tl.uint64)  # 0 <= rank < count
+    return rank, rank.to(tl.int64).to(tl.uint64, bitcast=True) < count.to(tl.uint64)  # both bounds in one comparison
 
 
 @triton.jit
 def _point(ranks_row, ranks_depth, ranks_target, point, end, num_rows, num_depth, num_targets):
-    """Return the ranks of points and whether all three exist. The target is -1 if one of them does not."""
+    """Return the three ranks of points, and whether all three exist. The target is -1 if a rank does not exist."""
     row, in_rows = _ranks(ranks_row, point, point < end, num_rows)
     at, in_depth = _ranks(ranks_depth, point, point < end, num_depth)
     target, in_targets = _ranks(ranks_target, point, point < end, num_targets)
@@ -41,7 +41,7 @@ def _operands(
     rows, depth, others, row, at, target, here, c,
     CHANNELS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the row of points, their depth and the row of their targets; zeros for what does not exist or is not needed."""
+    """Return the rows and depths of points, and the rows of their targets. Rows that are missing or not needed are zero."""
     channel = here & (c < CHANNELS)
     values = tl.load(rows + row.to(tl.int64) * CHANNELS + c, mask=channel, other=0.0)
     factor = tl.load(depth + at, mask=here & SUMS, other=0.0)
@@ -55,9 +55,9 @@ def _walk(
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr,
     SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[target] += depth * row, dots[depth's rank] += product of the point's row and of others[target].
+    """For every point, sums[target] += depth * row and dots[depth's rank] += dot product of row and others[target].
 
-    Each row of a tile walks LENGTH consecutive points. Ranks are read two points ahead, and rows one point ahead.
+    Every row of a tile walks LENGTH consecutive points. Ranks are read two points ahead, and rows a single point ahead.
     """
     c = tl.arange(0, COLUMNS)[None, :]
     i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]) * LENGTH
@@ -78,7 +78,7 @@ def _walk(
         )
         if SUMS:
             total += factor.to(tl.float32) * values.to(tl.float32)
-            ends = target != next_target  # also at the end of a walk, where the next target is -1
+            ends = target != next_target  # at the end of a walk, next_target is -1
             add(sums + target.to(tl.int64) * CHANNELS + c, total, ends & here & (c < CHANNELS))
             total = tl.where(ends, 0.0, total)
         if DOTS:
@@ -91,7 +91,7 @@ def _walk(
 
 @triton.jit(do_not_specialize=["height", "width"])
 def _transposed(source, target, height, width, TILE: tl.constexpr):
-    """target [..., width, height] = source [..., height, width], in target's dtype."""
+    """Transpose source [..., height, width] to target [..., width, height], in target's dtype."""
     down, across = tl.cdiv(height, TILE), tl.cdiv(width, TILE)
     program = tl.program_id(0)
     first = (program // (down * across)).to(tl.int64) * height * width
@@ -108,10 +108,10 @@ def _sorted_sums(
     rows, depth, ranks_row, ranks_depth, order, starts, others, sums, dots, num_rows, num_depth,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[target] = sum of depth * row over the points of a target; dots[point] = product of its row and of others[target].
+    """sums[target] = sum of depth * row over a target's points; dots[point] = dot product of its row and others[target].
 
-    A rank that has no row counts as zero. The order, the ranks and the rows of a point are read one after the other. They are
-    read for three rounds at once, so that a round waits for one read and not for three.
+    A rank that does not exist contributes zero. Order, ranks and rows depend on each other, so a round reads the order two
+    rounds ahead, the ranks a round ahead, and the rows now: it waits for a single read instead of three.
     """
     target = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)[None, :]
@@ -144,12 +144,12 @@ def _sorted_sums(
         tl.store(sums + target * CHANNELS + c, result, mask=c < CHANNELS)
 
 
-# How many consecutive points a row of a tile walks: fewer are more programs, more are fewer atomics. Not measured on a GPU yet.
+# Consecutive points that a row of a tile walks: fewer points mean more programs, more points fewer atomics. Not yet measured.
 _LENGTH = 32
-_WARPS = 1  # of a walk: sums over channels are shuffles
+_WARPS = 1  # warps of _walk: sums over channels are shuffles
 _TILE = 32  # rows and columns that a program transposes
-# Of the sum of sorted points: points of a cell that a program reads at once. A cell near the camera has hundreds, and its
-# program ends last.
+# Points of a cell that a program of _sorted_sums reads at once. A cell near the camera has hundreds of points, and its program
+# ends last.
 _FEWEST_ROWS = 16
 _SORTED_WARPS = 4
 
@@ -162,9 +162,9 @@ def _options(channels: int, itemsize: int, lanes: int, walk: bool) -> dict[str, 
 
 
 def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the points in the order of a rank, and where those of each rank begin. A rank that has no row is left out.
+    """Return the points sorted by rank, and the start of each rank's points. Ranks outside 0..rows - 1 are left out.
 
-    A radix sort of int16 takes half the passes of int32, and a quarter of int64. int16 holds the ranks of -1..rows.
+    A radix sort of int16 takes half the passes of int32, and a quarter of int64: clamp ranks to -1..rows if int16 holds `rows`.
     """
     if rows < 1 << 15:
         ranks = ranks.clamp(-1, rows).to(torch.int16)
@@ -174,7 +174,7 @@ def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _transpose(source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return [b, height, width] as a contiguous [b, width, height], perhaps of another dtype."""
+    """Transpose [b, height, width] to a contiguous [b, width, height], and convert it to `dtype` if given."""
     b, height, width = source.shape
     target = torch.empty((b, width, height), dtype=dtype or source.dtype, device=source.device)
     programs = b * -(-height // _TILE) * -(-width // _TILE)
@@ -185,7 +185,7 @@ def _transpose(source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class _Points(NamedTuple):
-    """Points in the order of the call: their rows and depth, and the rows of their targets."""
+    """Points in the order of the call: their rows, depths and ranks, and the rows of their targets, `others`."""
 
     rows: Tensor
     depth: Tensor
@@ -195,7 +195,7 @@ class _Points(NamedTuple):
     others: Tensor
 
     def walk(self, sums: Tensor, dots: Tensor) -> None:
-        """Add to sums [targets, channels] and dots [depth], as far as they have elements. Both must be float32."""
+        """Add to the float32 tensors sums [targets, channels] and dots [depth]. Skip a tensor without elements."""
         options = _options(self.others.shape[1], self.rows.element_size(), launch.gpu().lanes, True)
         numbers = len(self.ranks_row), len(self.rows), len(self.depth), len(self.others)
         programs = -(-len(self.ranks_row) // (options["ROWS"] * options["LENGTH"]))
@@ -203,7 +203,7 @@ class _Points(NamedTuple):
             launch.run(_walk, programs, (*self, sums, dots), numbers, options, SUMS=sums.numel() > 0, DOTS=dots.numel() > 0)
 
     def sum_sorted(self, sums: Tensor, dots: Tensor) -> None:
-        """Write sums [targets, channels] and dots [points], as far as they have elements."""
+        """Write sums [targets, channels] and dots [points]. Skip a tensor without elements."""
         order, starts = _sorted(self.ranks_target, len(self.others))
         options = _options(self.others.shape[1], self.rows.element_size(), launch.gpu().lanes, False)
         tensors = (*self[:4], order, starts, self.others, sums, dots)
@@ -226,7 +226,7 @@ def forward(feat: Tensor, depth: Tensor, *args: Any, dtype: torch.dtype | None =
 
 
 def backward(grad_output: Tensor, feat: Tensor, depth: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradients of feat and depth. `args` are those of the forward, and which gradients are needed."""
+    """Return the gradients of feat and depth. `args` are the forward's args and output_mask."""
     ranks_feat, ranks_depth, ranks_bev, bs, d, h, w, output_mask = args
     cells = grad_output.movedim(1, -1)
     if not cells.is_contiguous():
@@ -243,7 +243,7 @@ def backward(grad_output: Tensor, feat: Tensor, depth: Tensor, *args: Any) -> tu
 
 
 def _sorted_gradients(points: _Points, output_mask: list[bool]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of feat and depth in an order fixed by the inputs."""
+    """Return the gradients of feat and depth, summed in an order fixed by the inputs."""
     feat, depth = points.others, points.depth
     grad_feat = torch.empty_like(feat) if output_mask[0] else feat.new_empty(0)
     dots = torch.zeros(len(points.ranks_row) if output_mask[1] else 0, device=feat.device, dtype=torch.float32)
@@ -253,7 +253,7 @@ def _sorted_gradients(points: _Points, output_mask: list[bool]) -> tuple[Tensor,
 
 
 def _sum_by_depth(dots: Tensor, ranks: Tensor, depth: Tensor) -> Tensor:
-    """Return the gradient of depth: the sums of each element's points. Points of none go behind the last."""
+    """Return the gradient of depth: sums over the points of every element. Points without an element go to an extra element."""
     ranks = ranks.long()
     ranks = torch.where((ranks >= 0) & (ranks < len(depth)), ranks, len(depth))
     return dots.new_zeros(len(depth) + 1).index_add(0, ranks, dots)[:-1].to(depth.dtype)

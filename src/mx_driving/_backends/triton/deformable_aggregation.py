@@ -1,6 +1,6 @@
-"""deformable_aggregation on a GPU: a program owns an anchor (backward: one of its points) and a tile [groups, channels].
+"""deformable_aggregation on a GPU: a program computes an anchor (backward: a point of an anchor), as a tile [groups, channels].
 
-A program reads up to 32 locations at once and then visits those that lie inside their image, one after the other.
+A program reads up to 32 locations at once, and then visits the locations inside their image, one after the other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .sampler import Kernels
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
 from .softmax import power
 
-# A kernel is not compiled anew for other values of these.
+# Arguments that a kernel is not specialized for: other values compile nothing.
 _VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]
 
 
 @triton.jit
 def _seen_bits(locations, first, count):
-    """An int32 whose bit k is set if location `first + k` lies strictly inside the image, for k < min(count, 32). A NaN does
-    not lie inside."""
+    """Return an int32. Bit k is set if location `first + k` lies strictly inside the image, for k < min(count, 32). NaN is not
+    inside."""
     k = tl.arange(0, 32)
     at = 2 * (first + tl.minimum(k, count - 1))  # reads need no mask
     x = tl.load(locations + at).to(tl.float32)
@@ -34,21 +34,21 @@ def _seen_bits(locations, first, count):
 
 @triton.jit
 def _lowest(bits):
-    """The index of the lowest set bit, which is the exponent of that bit as a float, and the other bits."""
+    """Return the index of the lowest set bit (the exponent of this bit as a float), and the other bits."""
     bit = bits & -bits
     return ((bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255) - 127, bits ^ bit
 
 
 @triton.jit
 def _location(locations, at):
-    """A location as two tensors [1, 1]."""
+    """Return x and y of a location as tensors [1, 1]."""
     x = tl.load(locations + 2 * at + tl.zeros((1, 1), tl.int32)).to(tl.float32)
     return x, tl.load(locations + 2 * at + tl.zeros((1, 1), tl.int32) + 1).to(tl.float32)
 
 
 @triton.jit
 def _sample(x, y, shapes, starts, map, num_keys):
-    """The size of one map, and the bilinear sample of the point on it, as tensors [1, 1]."""
+    """Return the size of a map, and the results of `bilinear` for the point on this map, as tensors [1, 1]."""
     height, width, start = level(shapes, starts, map)
     valid, pixel, right, below, in00, in01, in10, in11 = bilinear(
         x * width - 0.5, y * height - 0.5, height, width, start, num_keys
@@ -58,7 +58,7 @@ def _sample(x, y, shapes, starts, map, num_keys):
 
 @triton.jit
 def _row(pair, anchor, point, cam, s, POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, LOGITS: tl.constexpr):
-    """Return the row of a sample among weights [bs * anchor * pts * cam, scale], or among logits [anchor, cam, scale, pts]."""
+    """Return the row of a sample in weights [bs * anchor * pts * cam, scale], or in logits [bs * anchor, cam, scale, pts]."""
     return ((anchor * CAMS + cam) * SCALES + s) * POINTS + point if LOGITS else pair * SCALES + s
 
 
@@ -69,7 +69,7 @@ def _read_groups(pointers, group, GROUPS: tl.constexpr):
 
 @triton.jit
 def _start(sums, anchor, group, GROUPS: tl.constexpr, LOGITS: tl.constexpr):
-    """Return the greatest logit of each group of an anchor, and the inverse of the group's sum; zeros for ready weights."""
+    """Return the greatest logit and the inverse of the softmax's sum for each group of an anchor; without LOGITS, zeros."""
     if LOGITS:
         top = _read_groups(sums + 2 * anchor * GROUPS, group, GROUPS)
         inverse = _read_groups(sums + (2 * anchor + 1) * GROUPS, group, GROUPS)
@@ -83,7 +83,7 @@ def _start(sums, anchor, group, GROUPS: tl.constexpr, LOGITS: tl.constexpr):
 def _weigh(
     weights, row, group, top, inverse, pair_scale, at, GROUPS: tl.constexpr, LOGITS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of a sample. With LOGITS, `weights` are logits, and a number may scale the softmax."""
+    """Return the weights of a sample. With LOGITS, `weights` are logits; with SCALED, multiply the softmax by pair_scale."""
     weight = _read_groups(weights + row * GROUPS, group, GROUPS)
     if LOGITS:
         weight = power(weight, top) * inverse
@@ -111,7 +111,7 @@ def _forward(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, POINTS * CAMS, 32):
         bits = _seen_bits(locations, anchor * (POINTS * CAMS) + first, POINTS * CAMS - first)
-        part = tl.zeros((ROWS, COLUMNS), tl.float32)  # of 32 locations: one long sum would lose digits
+        part = tl.zeros((ROWS, COLUMNS), tl.float32)  # sum of 32 locations, because a long sum loses digits
         while bits != 0:
             k, bits = _lowest(bits)
             point, cam = (first + k) // CAMS, (first + k) % CAMS
@@ -144,7 +144,7 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr,
     LOGITS: tl.constexpr, SCALED: tl.constexpr, VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Write nothing for a camera that does not see the point: the caller has set all gradients to zero."""
+    """Write gradients for cameras that see the point. The caller has set all gradients to zero."""
     point = tl.program_id(0).to(tl.int64)
     anchor = point // POINTS
     batch = anchor // anchors
@@ -198,7 +198,7 @@ def _backward(
 def _plan(
     shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: Sequence[int], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
-    """Return the plan for feature maps of this layout, sampled at `samples` = (points, cameras, scales, groups)."""
+    """Return the plan for feature maps of this layout. `samples` is (points, cameras, scales, groups)."""
     points, cams, scales, groups = samples
     width = shape[2] // groups
     layout = launch.layout(shape, stride, itemsize, width)

@@ -1,9 +1,9 @@
-"""deformable_aggregation_with_logits on a GPU: a kernel makes locations and the sums of the softmax, and the bare operator's
-kernel makes weights from logits, of those samples that a camera sees.
+"""deformable_aggregation_with_logits on a GPU: a first kernel computes locations and the sums of the softmax. The bare
+operator's kernel computes weights from logits, only for samples that a camera sees.
 
-In the backward a third kernel makes the gradients of key points and logits from those of locations and weights. A program owns
-an anchor and up to 64 of its groups. The gradient of projection, which few models need, and the deterministic mode, which sorts
-by ready weights, are plain torch.
+In the backward, a third kernel computes the gradients of key points and logits from those of locations and weights. A program
+has an anchor and up to 64 of its groups. Plain torch computes the gradient of projection, which few models need, and the
+weights in deterministic mode.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .softmax import power, read_pair, store_pair
 
 _NAME = "deformable_aggregation_with_logits"
 _NEAREST = tl.constexpr(composition.NEAREST)
-_ELEMENTS = 1024  # of a tile of logits
-_PAIRS = 128  # of a tile of points and cameras
-_MOST_GROUPS = 64  # of a program
+_ELEMENTS = 1024  # elements of a tile of logits
+_PAIRS = 128  # (point, camera) pairs of a tile
+_MOST_GROUPS = 64  # groups of a program
 _THREADS = 256
 
 
 @triton.jit
 def _anchor(GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the program's anchor, whether its groups are the first, and the rows and groups of its tile."""
+    """Return (anchor, is_first_block_of_groups, row indices, group indices) of this program."""
     blocks: tl.constexpr = (GROUPS + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) % blocks
     anchor = (tl.program_id(0) // blocks).to(tl.int64)
@@ -41,7 +41,7 @@ def _anchor(GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _read_logits(logits, anchor, row, group, SAMPLES: tl.constexpr, GROUPS: tl.constexpr):
-    """Return logits in float32, -inf where they do not exist; their numbers; and whether they exist."""
+    """Return logits in float32 (-inf where they do not exist), their indices, and a mask of logits that exist."""
     here = (row < SAMPLES) & (group < GROUPS)
     at = (anchor * SAMPLES + row) * GROUPS + group
     return tl.load(logits + at, mask=here, other=-float("inf")).to(tl.float32), at, here
@@ -49,7 +49,7 @@ def _read_logits(logits, anchor, row, group, SAMPLES: tl.constexpr, GROUPS: tl.c
 
 @triton.jit
 def _pairs(anchor, first, POINTS: tl.constexpr, CAMS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the points and cameras of a tile, and whether they exist. Those that do not repeat the last."""
+    """Return the points and cameras of a tile, and a mask of pairs that exist. Other pairs repeat the last point or camera."""
     p, cam = first + tl.arange(0, PAIRS)[:, None], tl.arange(0, COLUMNS)[None, :]
     here = (p < POINTS) & (cam < CAMS)
     return anchor * POINTS + tl.minimum(p, POINTS - 1), tl.minimum(cam, CAMS - 1), here
@@ -57,7 +57,7 @@ def _pairs(anchor, first, POINTS: tl.constexpr, CAMS: tl.constexpr, PAIRS: tl.co
 
 @triton.jit
 def _multiply(projection, at, x, y, z):
-    """Return a row of a matrix times (x, y, z, 1)."""
+    """Return the product of the matrix row at index `at` and (x, y, z, 1)."""
     a, b = tl.load(projection + at).to(tl.float32), tl.load(projection + at + 1).to(tl.float32)
     c, d = tl.load(projection + at + 2).to(tl.float32), tl.load(projection + at + 3).to(tl.float32)
     return a * x + b * y + c * z + d
@@ -65,13 +65,13 @@ def _multiply(projection, at, x, y, z):
 
 @triton.jit
 def _project(points, projection, image_size, point, camera, SIZED: tl.constexpr):
-    """Return (u, v) / depth of points in cameras; the depth, at least that of the nearest; whether a point is farther than
-    that; and the size of the image."""
+    """Return u / depth, v / depth, the depth of points (at least _NEAREST), a mask of points that are at least this far, and
+    the width and height of the image (1 without SIZED)."""
     x, y = tl.load(points + 3 * point).to(tl.float32), tl.load(points + 3 * point + 1).to(tl.float32)
     z = tl.load(points + 3 * point + 2).to(tl.float32)
     depth = _multiply(projection, 16 * camera + 8, x, y, z)
     farther = depth >= _NEAREST
-    depth = tl.where(depth < _NEAREST, _NEAREST, depth)  # a NaN stays
+    depth = tl.where(depth < _NEAREST, _NEAREST, depth)  # keeps NaN
     u = tl.div_rn(_multiply(projection, 16 * camera, x, y, z), depth)
     v = tl.div_rn(_multiply(projection, 16 * camera + 4, x, y, z), depth)
     width = tl.zeros_like(u) + 1.0
@@ -126,7 +126,7 @@ def _differentiate_points(
         x, y = tl.div_rn(u, width), tl.div_rn(v, height)
         seen = here & (x > 0) & (x < 1) & (y > 0) & (y < 1)
         grad_u, grad_v = read_pair(grad_locations, point * CAMS + cam)
-        # infinity and NaN are replaced first, because 0 times them is NaN
+        # replace infinity and NaN before products, because 0 x infinity is NaN
         depth = tl.where(seen, depth, 1.0)
         grad_u = tl.where(seen, grad_u / (width * depth), 0.0)
         grad_v = tl.where(seen, grad_v / (height * depth), 0.0)
@@ -145,12 +145,12 @@ def _read_weights(
     POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, SCALED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return softmax weights of rows from `first`, their gradients, their numbers, and whether they exist: zeros where not."""
+    """Return softmax weights of rows from `first` (0 where they do not exist), their gradients, their indices, and a mask."""
     row = first + tl.arange(0, ROWS)
     logit, at, here = _read_logits(logits, anchor, row[:, None], group, POINTS * CAMS * SCALES, GROUPS)
     grad = tl.load(grad_weights + at, mask=here, other=0.0)
     if SCALED:
-        # one axis: a load of [ROWS, 1] would give the tile another layout
+        # load a single axis, because a load of [ROWS, 1] would give the tile another layout
         pair = (anchor * CAMS + row // (SCALES * POINTS)) * POINTS + row % POINTS
         grad *= tl.load(pair_scale + pair, mask=row < POINTS * CAMS * SCALES, other=0.0).to(tl.float32)[:, None]
     return tl.where(here, power(logit, top) * inverse, 0.0), grad, at, here
@@ -165,7 +165,7 @@ def _backward(
 ):  # fmt: skip
     samples: tl.constexpr = POINTS * CAMS * SCALES
     anchor, is_first, _rows, group = _anchor(GROUPS, ROWS, COLUMNS)
-    if OF_POINTS:  # noqa: SIM102 -- a constant, and a number of the program
+    if OF_POINTS:  # noqa: SIM102 -- a compile-time constant outside, a run-time value inside
         if is_first:
             _differentiate_points(
                 points, projection, image_size, grad_locations, grad_points, anchor, anchor // anchors,
@@ -191,7 +191,7 @@ def _backward(
 
 
 def _run(kernel: Any, logits: Tensor, tensors: Sequence[Tensor], **flags: int) -> None:
-    """Launch a kernel for each anchor of logits and each block of groups."""
+    """Launch a program for every anchor and every block of groups."""
     if not logits.numel():
         return
     bs, anchors, cams, scales, pts, groups = logits.shape
@@ -220,7 +220,7 @@ def forward(*inputs: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients. `args` are the inputs, and which gradients are needed."""
+    """Return the gradients. `args` are the inputs and output_mask."""
     *tables, points, projection, logits, image_size, pair_scale, mask = args
     if mask[0] and torch.are_deterministic_algorithms_enabled():
         return composition.backward(_NAME, deformable_aggregation.backward)(grad, *args)

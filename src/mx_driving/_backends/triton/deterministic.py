@@ -1,11 +1,11 @@
 """The gradient of value: by atomics, or in an order fixed by the inputs.
 
-In deterministic mode (torch.use_deterministic_algorithms) the operator's kernel records every corner of every sample: the row
-it adds to, and its coefficient. A stable sort by row brings the corners of a row together, in the order of the samples. Then
-one program for each row adds them up.
+In deterministic mode (torch.use_deterministic_algorithms) the operator's kernel records the row of value and the coefficient of
+every corner of every sample. A stable sort by row brings the corners of a row together, in the order of the samples. Then a
+program per row sums the row's corners.
 
-It costs 28 bytes of memory per corner, the sort's own buffers, and the sort's time. A row that receives very many samples is
-summed by one program alone.
+This takes 28 bytes of memory per corner, the buffers of the sort, and the time of the sort. A single program sums a row even if
+the row has very many samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _ordered_sums(
     PER_SAMPLE: tl.constexpr, PER_ROW: tl.constexpr, GROUPS: tl.constexpr,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program has one row of value. It adds up coefficient * weight * grad over the row's corners, one after the other.
+    """Sum coefficient * weight * grad over the corners of a row of value, one after the other. Every program has a row.
 
     Corner c belongs to sample c // PER_SAMPLE. Sample s belongs to row s // PER_ROW of grad.
     """
@@ -46,19 +46,19 @@ def _ordered_sums(
 
 
 class Sums:
-    """How the gradient of `value` is made, and the memory that the operator's kernel writes for it."""
+    """The method that computes the gradient of `value`, and the memory that the operator's kernel writes."""
 
     def __init__(self, value: Tensor, needed: bool, per_sample: int, samples: int) -> None:
-        """Make memory for so many samples of so many corners each."""
+        """Allocate memory for `samples` samples of `per_sample` corners."""
         self.value, self.samples = value, samples
         ordered = needed and torch.are_deterministic_algorithms_enabled()
         self.how = (RECORDED if ordered else ADDED if needed else NOT_NEEDED).value
-        # 16-bit gradients are summed in float32 and rounded once
+        # sum 16-bit gradients in float32, and round the sum
         like = value if self.how == ADDED.value else value.new_empty(0)
         self.buffer = torch.zeros_like(like, dtype=torch.float32, memory_format=torch.contiguous_format)
-        self.targets = self.parts = self.buffer  # not read or written
+        self.targets = self.parts = self.buffer  # placeholders that no kernel accesses
         if ordered:
-            self.targets = torch.full((per_sample * samples,), -1, dtype=torch.int64, device=value.device)  # -1: adds to no row
+            self.targets = torch.full((per_sample * samples,), -1, dtype=torch.int64, device=value.device)  # -1: no row
             self.parts = torch.empty_like(self.targets, dtype=torch.float32)
 
     def finish(self, grad: Tensor, weights: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Launches from C++ with MX_DRIVING_GPU_LAUNCH=1: the attention operators, and their forwards with logits. Never run on a GPU.
 
-Triton stays the compiler. native/src/torch/gpu.cpp keeps its kernels by dtypes, sizes, device and mask, and launches them. A
-call whose kernel it does not have, or whose tensors are not contiguous, goes to the same operator in
-torch.ops.mx_driving_triton, which is Python's; `launch.run` then hands the kernel over.
+Triton stays the compiler. native/src/torch/gpu.cpp caches compiled kernels by dtypes, sizes, device and mask, and launches.
+If the kernel of a call is not cached, or tensors are not contiguous, C++ calls the Python operator of the same name in
+torch.ops.mx_driving_triton. Then `launch.run` hands the kernel over to C++.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FUNCTIONS = {
     "libtorch_cuda.so": ("aoti_torch_get_current_cuda_stream",),
     "libtorch_cpu.so": ("_ZN2at13globalContextEv", "_ZNK2at7Context23deterministicAlgorithmsEv"),
 }
-keep_kernel: Callable[..., None] | None = None  # what `launch.run` calls with a compiled kernel and its options
+keep_kernel: Callable[..., None] | None = None  # `launch.run` calls it with a compiled kernel and options
 _library: Any = None
 
 
@@ -51,7 +51,7 @@ def why_not() -> str | None:
 
 
 def describe() -> str:
-    """Return what `backends()` says of the switch."""
+    """Return the part of the sentence of `backends()` about launches from C++."""
     if not _ON:
         return ""
     reason = why_not()
@@ -70,7 +70,7 @@ def address_of(function: Any) -> int:
 
 
 def start(addresses: Sequence[int]) -> str | None:
-    """Let C++ serve CUDA's calls from now on. Return why it cannot."""
+    """Let C++ serve calls on CUDA from now on. Return why it cannot, or None."""
     global keep_kernel
     library = _loading.loaded()
     library.mxd_launch_on_gpu.restype = ctypes.c_char_p
@@ -80,14 +80,14 @@ def start(addresses: Sequence[int]) -> str | None:
 
 
 def stop() -> None:
-    """Let Python serve all calls, which looks at data and at a profiler's hooks."""
+    """Let Python serve all calls. Python runs the data checks and the hooks of a profiler."""
     global keep_kernel
     _loading.loaded().mxd_launch_on_gpu(None)
     keep_kernel = None
 
 
 def _keep(compiled: Any, options: dict[str, int]) -> None:
-    """Hand over the kernel of the call that C++ waits for, if its arguments are what C++ gives it."""
+    """Hand the kernel of the current call over to C++, if C++ can pass the kernel's arguments."""
     kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
     tensors, metadata = kinds[: -len(_NUMBERS)], compiled.metadata
     scratch = getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
@@ -100,7 +100,7 @@ def _keep(compiled: Any, options: dict[str, int]) -> None:
 
 
 def define(name: str, schema: str, kernel: Callable[..., Any]) -> None:
-    """Define an operator as Python serves it, which C++ calls."""
+    """Define the Python fallback that C++ calls when it has no kernel."""
     global _library
     if _library is None:
         _library = torch.library.Library("mx_driving_triton", "DEF")

@@ -11,18 +11,18 @@ from .sampler import Kernels
 from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one
 from .softmax import read_pair, start_row, weigh
 
-_WHOLE = tl.constexpr(8388608.0)  # 2**23: float32 has no fractions from here on
+_WHOLE = tl.constexpr(8388608.0)  # 2**23: float32 numbers from here on are whole
 
 
 @triton.jit
 def _nearest(location, size):
-    """The location, truncated and clamped to 0..size - 1; a NaN becomes 0.
+    """Return the location, truncated and clamped to 0..size - 1. NaN becomes 0.
 
-    It is clamped before it is converted, because int32 does not hold every location.
+    Clamp the location before the conversion, because int32 does not hold every location.
     """
     location = tl.where(location > 0, location, 0)
     if location.dtype.is_floating():
-        # clamped to the bound of all sizes first: float32 holds that one, but not every size
+        # clamp to _MOST_ROWS, the bound of all sizes, because float32 does not hold every size
         location = tl.minimum(location.to(tl.float32), _MOST_ROWS)
     else:
         location = tl.minimum(location.to(tl.int64), size)
@@ -31,19 +31,19 @@ def _nearest(location, size):
 
 @triton.jit
 def _round(t):
-    """Round to the nearest integer, half to even. A negative number becomes any number of at most 0."""
+    """Round to the nearest integer, half to even. The result for a negative number is inexact, but at most 0."""
     return tl.where(t < _WHOLE, (t + _WHOLE) - _WHOLE, t)
 
 
 @triton.jit
 def _scale(x, size):
-    """x * size in pixels, rounded to float32: without the maximum, an assembler fuses the addition of the window to it."""
+    """Return x * size, rounded to float32. The maximum keeps ptxas from fusing this product with the addition of the window."""
     return tl.maximum(x * size, -1.0 * _MOST_ROWS)
 
 
 @triton.jit
 def _read_reference(reference, row, zero, LOGITS: tl.constexpr):
-    """Return the reference point of a row; zeros, where the kernel reads locations."""
+    """Return the reference point of a row; without LOGITS, zeros."""
     if LOGITS:
         x, y = read_pair(reference, row, zero)
     else:
@@ -54,7 +54,7 @@ def _read_reference(reference, row, zero, LOGITS: tl.constexpr):
 
 @triton.jit
 def _pixel(locations, at, p, x, y, height, width, start, num_keys, LOGITS: tl.constexpr):
-    """The row of a sample's pixel, and whether it may be read.
+    """Return the row of a sample's pixel in value, and whether this row may be read.
 
     With LOGITS, `locations` are the window, and (x, y) is the pixel of the reference point.
     """

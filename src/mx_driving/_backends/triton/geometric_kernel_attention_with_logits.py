@@ -1,7 +1,7 @@
 """geometric_kernel_attention_with_logits on a GPU: the bare operator's kernel reads reference points and logits itself.
 
-The forward writes nothing but the output. The backward writes the gradient of weights, from which a kernel of logits.py makes
-that of logits. The deterministic mode sorts by ready weights, which plain torch makes.
+The forward writes only the output. The backward writes the gradient of weights; a kernel of logits.py converts it to the
+gradient of logits. In deterministic mode plain torch computes the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def forward(*inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients. One kernel sums over channels, a second one makes the gradient of the softmax."""
+    """Return the gradients. A first kernel sums over channels, a second kernel computes the gradient of the softmax."""
     *inputs, mask = args
     samples, logits = _samples(inputs[1], *inputs[3:]), inputs[5]
     if weights_are_needed(samples, mask):

@@ -1,4 +1,4 @@
-"""What every launch needs: how value lies in memory, how large a tile is, the device, the optional check of index tables."""
+"""Shared code of all launches: the layout of value, the size of a tile, the device, the optional check of index tables."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ... import _data_checks
 from ..._operator import checks
 from . import from_cpp
 
-# A thread of a backward kernel holds at most this many channels. Eight would be 16 bytes of a 16-bit dtype, but the rows of the
-# four corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
+# The most channels that a thread of a backward kernel holds. Eight would be 16 bytes of a 16-bit dtype, but the rows of four
+# corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
 MOST_HELD = 4
-_MOST_THREADS = 512  # more leave too few registers each
+_MOST_THREADS = 512  # threads of a program; more threads would have too few registers
 
 
 class Gpu(NamedTuple):
-    """What a plan depends on besides the tensors' layout."""
+    """The facts about a GPU that a plan depends on."""
 
     lanes: int  # threads that run in step, Triton's "warp": 32 on NVIDIA and RDNA, 64 on CDNA
     capped: bool  # whether the compiler can limit how many registers a thread may take
@@ -44,29 +44,29 @@ def gpu() -> Gpu:
 
 
 class Layout(NamedTuple):
-    """How value lies in memory."""
+    """The layout of value in memory."""
 
-    lane: int  # neighbouring elements that one thread reads at once: 16 bytes where strides allow it
-    key: int  # distance of neighbouring rows if the model's sizes fix it; else 0, and kernels read `strides`
-    strides: tuple[int, ...]  # of every axis but channels, counted in lanes: the compiler sees that rows are aligned
+    lane: int  # neighbouring elements that a thread reads at once: 16 bytes if strides allow
+    key: int  # distance of neighbouring rows if the model's sizes fix it; 0: kernels read `strides`
+    strides: tuple[int, ...]  # strides of all axes but channels, in units of `lane`, so that the compiler knows the alignment
 
 
 def packed(value: Tensor) -> Tensor:
-    """Return `value` with neighbouring channels. Copy it where they are not: each channel would cost a read at each corner.
+    """Return `value` with contiguous channels. Copy it otherwise, because every channel of every corner would be a read.
 
-    Other strides are read in place.
+    Kernels read all other strides in place.
     """
     return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
 
 def paired(t: Tensor) -> Tensor:
-    """Return `t` in one piece, so that one access can read two neighbours."""
+    """Return `t`, contiguous and aligned, so that a single access can read a pair of neighbours."""
     t = t.contiguous()
     return t.clone() if t.data_ptr() % (2 * t.element_size()) else t
 
 
 def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: int) -> Layout:
-    """Return the layout of a value [bs, num_keys, ..., channels], of which a head or group has `run` neighbouring channels."""
+    """Return the layout of a value [bs, num_keys, ..., channels]. A head or group has `run` neighbouring channels."""
     strides = [step if size > 1 else 0 for step, size in zip(stride[:-1], shape[:-1], strict=True)]
     lane = math.gcd(16 // itemsize, run, *strides)
     row = math.prod(shape[2:])
@@ -75,12 +75,12 @@ def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: 
 
 
 class Plan(NamedTuple):
-    """What a launch depends on besides its tensors. Kept for each layout, because working it out is a third of a small call."""
+    """The parameters of a launch. Plans are cached by layout, because computing a plan takes a third of a small call."""
 
-    queries: int  # of a program
+    queries: int  # queries of a program
     parts: int  # programs that share these queries: heads, or points
     strides: tuple[int, ...]
-    options: dict[str, int]  # what the kernel is compiled for: the model's sizes, never batch, queries or map sizes
+    options: dict[str, int]  # constants of the compiled kernel: the model's sizes, never batch, queries or map sizes
 
 
 def _power_of_two(n: int) -> int:
@@ -95,14 +95,14 @@ class Tile(NamedTuple):
 
 
 def tile(channels: int, per_thread: int, warps: int, lanes: int) -> Tile:
-    """Return a tile for `warps` warps, or for more where a row needs them. A thread holds `per_thread` channels of a row."""
+    """Return a tile for `warps` warps, or for more warps if a row needs more. A thread holds `per_thread` channels of a row."""
     columns = _power_of_two(channels)
     rows = max(1, min(lanes // 2 * warps, lanes * warps * per_thread // columns))
     return Tile(rows, columns, max(warps, _warps(columns, per_thread, lanes)))
 
 
 def grouped_tile(groups: int, width: int, per_thread: int, lanes: int) -> Tile:
-    """Return a tile of all groups of a row, in as many warps as it takes."""
+    """Return a tile of all groups of a row, with as many warps as the tile needs."""
     rows, columns = _power_of_two(groups), _power_of_two(width)
     return Tile(rows, columns, max(1, _warps(rows * columns, per_thread, lanes)))
 
@@ -112,11 +112,11 @@ def _warps(elements: int, per_thread: int, lanes: int) -> int:
 
 
 def plan(layout: Layout, tile: Tile, queries: int, parts: int, registers: int | None, **sizes: int) -> Plan:
-    """Return a plan. `sizes` are the operator's own constants; `registers` is the most that a thread may take.
+    """Return a plan. `sizes` are the operator's own constants; `registers` limits the registers of a thread, if not None.
 
-    The compiler takes more registers under such a limit than without one, and has more reads in flight. On an H100 the float32
-    forward of attention is 1.03 to 1.3 times as fast with 56 as with the 40 that the compiler takes by itself; with 48 it is
-    as fast, but spills at 64 channels. In 16 bits 48 makes it slower; 64 is not measured. Triton has no such option on AMD.
+    With a limit the compiler takes more registers than without, and keeps more reads in flight. On an H100 the float32 forward
+    of attention is 1.03 to 1.3 times as fast with a limit of 56 as without (40 registers); 48 is as fast, but spills at 64
+    channels. The 16-bit forward is slower with 48; 64 is not measured. Triton has no such option on AMD.
     """
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LANE": layout.lane, "KEY": layout.key}
     options = {**sizes, **shape, "num_warps": tile.warps, **({"maxnreg": registers} if registers else {})}
@@ -124,23 +124,23 @@ def plan(layout: Layout, tile: Tile, queries: int, parts: int, registers: int | 
 
 
 def unroll(points: int) -> int:
-    """Return how many points a loop takes at a time: up to four, whose reads are in flight together. More would spill."""
+    """Return how many points a loop unrolls: up to four, whose reads are in flight together. More points would spill."""
     return max(n for n in (1, 2, 3, 4) if points % n == 0)
 
 
-# Versions whose compiled kernels are launched as `run` does it. Triton launches the kernels of every other version.
+# Triton versions whose compiled kernels `run` can launch directly. With other versions, Triton launches all kernels.
 _LAUNCHES_ALIKE = "3.4.", "3.5.", "3.6.", "3.7.", "3.8.", "3.9."
-_compiled: dict[tuple[Any, ...], tuple[CompiledKernel, list[int]]] = {}  # and the kernel's constants
+_compiled: dict[tuple[Any, ...], tuple[CompiledKernel, list[int]]] = {}  # a compiled kernel and its constants
 _dtype = operator.attrgetter("dtype")
 
 
 def run(
     kernel: Any, programs: int, tensors: Sequence[Tensor], numbers: Sequence[int], options: dict[str, int], **flags: int
 ) -> None:
-    """Launch a kernel on the current stream of its tensors' device. It must not be specialized for its numbers.
+    """Launch a kernel on the current stream of its tensors' device. The kernel must not be specialized for its numbers.
 
-    Triton takes 12 us to find a call's compiled kernel. Keep NVIDIA's by what it compiles for: dtypes, constants, the device.
-    Leave calls to Triton where an address is not a multiple of 16 or a number needs 64 bits.
+    Triton takes 12 us to find a call's compiled kernel. On NVIDIA, cache compiled kernels by dtypes, constants and device.
+    Let Triton launch if an address is not a multiple of 16 or a number needs 64 bits.
     """
     device = driver.active.get_current_device()
     if tensors[0].get_device() not in (device, -1):
@@ -155,7 +155,7 @@ def run(
             from_cpp.keep_kernel(compiled, options)
         stream, handles = driver.active.get_current_stream(device), (compiled.function, compiled.packed_metadata)
         return compiled.run(programs, 1, 1, stream, *handles, None, None, None, *tensors, *numbers, *constants)
-    # Triton 3.10 fuses no multiplication and addition by default, which would be 27 % more float instructions.
+    # Ask for fused multiply-add: Triton 3.10 has turned it off by default, which takes 27 % more float instructions.
     compiled = kernel[(programs,)](*tensors, *numbers, **options, **flags, enable_fp_fusion=True)
     if usual and triton.__version__.startswith(_LAUNCHES_ALIKE) and gpu() is _NVIDIA and isinstance(compiled, CompiledKernel):
         names = kernel.arg_names[len(tensors) + len(numbers) :]
@@ -165,12 +165,12 @@ def run(
 
 
 def _launches_are_watched() -> bool:
-    """Return whether a profiler has hooks, which are a function in Triton 3.4 and lists of functions later."""
+    """Return whether a profiler has set hooks. A hook is a function in Triton 3.4, and a list of functions later."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(hooks[0], "calls", hooks[0]) or getattr(hooks[1], "calls", hooks[1]))
 
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """Inside data_checks(), check the index tables as on a CPU. Reading them waits for the device."""
+    """Check the index tables as on a CPU, but only inside data_checks(), because reading waits for the device."""
     if _data_checks.enabled():
         checks.levels(shapes_name, starts_name, shapes, starts, num_keys)

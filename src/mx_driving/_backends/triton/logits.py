@@ -1,4 +1,4 @@
-"""The gradient of a row of logits on a GPU: one kernel, after that of the operator, which makes the gradient of weights."""
+"""The gradient of logits on a GPU: a kernel that runs after the operator's backward has written the gradient of weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from . import launch
 from .sampler import Samples
 
-_ELEMENTS = 512  # of a tile
-_MOST_SAMPLES = 4096  # of a row; more would not fit into registers
+_ELEMENTS = 512  # elements of a tile
+_MOST_SAMPLES = 4096  # samples of a row; more samples would not fit into registers
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -24,14 +24,14 @@ def _differentiate(logits, grad_weights, grad_logits, rows, SAMPLES: tl.constexp
     here, at = (row < rows) & (s < SAMPLES), row * SAMPLES + s
     logit = tl.load(logits + at, mask=here, other=-float("inf")).to(tl.float32)
     power = tl.where(here, tl.exp(logit - tl.max(logit, 1, keep_dims=True)), 0.0)
-    weight = tl.where(here, power / tl.sum(power, 1, keep_dims=True), 0.0)  # of rows that do not exist
+    weight = tl.where(here, power / tl.sum(power, 1, keep_dims=True), 0.0)  # 0 in rows that do not exist
     grad = tl.load(grad_weights + at, mask=here, other=0.0)
     grad = weight * (grad - tl.sum(weight * grad, 1, keep_dims=True))
     tl.store(grad_logits + at, grad.to(grad_logits.dtype.element_ty), mask=here)
 
 
 def weights_are_needed(samples: Samples, mask: Sequence[bool]) -> bool:
-    """Return whether a backward needs ready weights: to record them in deterministic mode, or because rows are too long."""
+    """Return whether a backward needs the weights as a tensor: in deterministic mode, or because rows are too long."""
     return (mask[0] and torch.are_deterministic_algorithms_enabled()) or math.prod(samples.sizes[1:]) > _MOST_SAMPLES
 
 

@@ -11,7 +11,7 @@ from .sampler import Kernels
 from .sampling import ADDED, RECORDED, add_corners, bilinear, by_lane, coefficients, corners, dots, level, record, threads
 from .softmax import locate, read_pair, start_row, store_pair, weigh
 
-OF_LOCATIONS, OF_OFFSETS = 1, 2  # what `grad_locations` are gradients of
+OF_LOCATIONS, OF_OFFSETS = 1, 2  # the input whose gradient the kernel writes to `grad_locations`
 _OF_LOCATIONS = tl.constexpr(OF_LOCATIONS)
 
 
@@ -20,7 +20,7 @@ def _read_sample(
     reference, locations, weights, query, at, l, p, height, width, top, scale, zero,
     POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr, BOX: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight of a sample, its pixel, and how many pixels an offset of 1 is.
+    """Return the weight of a sample, its pixel (x, y), and the pixels (across, down) of an offset of 1.
 
     With REFERENCES, `locations` are offsets and `weights` are logits.
     """
@@ -72,7 +72,7 @@ def _forward(
 
 @triton.jit
 def _store(pointers, sums, here, thread):
-    """Store sums [ROWS, 1] by the first thread of each row."""
+    """Store sums [ROWS, 1]. The first thread of every row stores."""
     tl.store(pointers + 0 * thread, (sums + 0.0 * thread).to(pointers.dtype.element_ty), mask=here & (thread == 0))
 
 
@@ -93,7 +93,7 @@ def _backward(
     top, scale, zero = start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
     if REFERENCES:
-        # with `normalise`'s zero, whose layout repeats a row for each channel of a thread, assemblers compute coordinates twice
+        # Take the zero from `g`: the zero of `normalise` has a copy per channel, so ptxas would compute each coordinate twice.
         zero = (tl.sum(by_lane(g, ROWS, COLUMNS, LANE), 1, keep_dims=True).to(tl.int32, bitcast=True) & 1) >> 1
     thread = threads(COLUMNS, LANE)
     for l in range(LEVELS):

@@ -1,7 +1,7 @@
 """multi_scale_deformable_attn_with_logits on a GPU: the bare operator's kernel reads offsets and logits itself.
 
-The forward writes nothing but the output. The backward writes the gradient of weights, from which a kernel of logits.py makes
-that of logits. The deterministic mode sorts by ready weights, which plain torch makes.
+The forward writes only the output. The backward writes the gradient of weights; a kernel of logits.py converts it to the
+gradient of logits. In deterministic mode plain torch computes the weights.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def forward(*inputs: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients. One kernel sums over channels, a second one makes the gradient of the softmax.
+    """Return the gradients. A first kernel sums over channels, a second kernel computes the gradient of the softmax.
 
-    The gradients of reference points and offsets together need that of locations, from which plain torch makes both.
+    For the gradient of reference points, the kernel writes the gradient of locations; plain torch converts it for both inputs.
     """
     *inputs, axis, mask = args
     shapes, reference, offsets, logits = inputs[1], *inputs[3:]
@@ -53,7 +53,7 @@ def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 class _Gradients(composition.MultiScale):
-    """The gradients alone: of a kernel that has made the samples itself."""
+    """MultiScale for its gradients only: the kernel has computed the samples."""
 
     def samples(self) -> tuple[Tensor, Tensor]:
         return self.offsets, self.logits

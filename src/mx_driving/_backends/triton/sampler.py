@@ -1,4 +1,4 @@
-"""The launches of the operators that sample value at locations: what attention and aggregation have in common."""
+"""The launches of the sampling operators: shared code of attention and aggregation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from . import deterministic, launch
 
 
 class Samples(NamedTuple):
-    """What a kernel reads of samples."""
+    """The description of samples that a kernel reads."""
 
-    tensors: Sequence[Tensor]  # locations, or what locations are made of; the last one is weights or logits
+    tensors: Sequence[Tensor]  # locations, or the inputs that define locations; the last tensor is weights or logits
     sizes: Sequence[int]  # heads, levels, points; or points, cameras, scales, groups
-    flags: Mapping[str, int]  # of the kernel
+    flags: Mapping[str, int]  # flags of the kernel
 
 
 class Kernels(NamedTuple):
@@ -27,10 +27,10 @@ class Kernels(NamedTuple):
     operator: Operator
     forward: Any
     backward: Any
-    gradients: tuple[str, ...]  # that the backward makes besides that of value
+    gradients: tuple[str, ...]  # gradients that the backward computes besides the gradient of value
     plan: Callable[..., launch.Plan]
-    tensors: int  # that a kernel reads of samples; a bare kernel reads two of them, locations and weights
-    flags: Mapping[str, int]  # of the bare operator
+    tensors: int  # length of Samples.tensors; the bare operator reads only two of them, locations and weights
+    flags: Mapping[str, int]  # flags of the bare operator
 
     def _bare(self, locations: Tensor, weights: Tensor) -> Samples:
         return Samples((*(locations,) * (self.tensors - 1), weights), weights.shape[2:], self.flags)
@@ -73,14 +73,14 @@ class Kernels(NamedTuple):
     def differentiate(
         self, grad: Tensor, tables: Sequence[Tensor], samples: Samples, others: Sequence[Tensor], mask: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """Return the gradient of value, and `others` after the kernel has written them. `mask` has a number for each."""
+        """Return the gradient of value, and the gradients `others`, which the kernel has written. `mask` is for all of them."""
         value, shapes, starts = tables
         bs, num_keys, *_ = value.shape
         weights, sparse = samples.tensors[-1].contiguous(), self.operator.kind == "aggregation"
         queries = weights.shape[1]
         launch.check(*self.operator.tables, shapes, starts, num_keys)
         nothing = not (grad.numel() and weights.numel() and num_keys)
-        if nothing or sparse:  # such a kernel writes nothing for points outside of images
+        if nothing or sparse:  # aggregation writes nothing for points outside images
             others = [g.zero_() for g in others]
         if nothing:
             return empty_gradients((value,), mask[:1])[0].zero_(), *others

@@ -1,10 +1,10 @@
-"""What the GPU kernels have in common: a level of the pyramid, the one bilinear sample, and its gradient.
+"""Shared code of the GPU kernels: a level of the pyramid, the bilinear sample, and its gradient.
 
 Coordinates, rows and coefficients are tensors [rows, 1] (a sample for each row of a tile) or [1, 1] (a sample for the program).
 They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
 
-The four corners are 00, 01 (one to the right), 10 (one below) and 11. They are passed one by one, because torch 2.6 brings
-Triton 3.2, whose functions take no tuple. Triton 3.6 makes the same machine code of a NamedTuple.
+The four corners are 00, 01 (right), 10 (below) and 11. They are separate arguments, because torch 2.6 installs Triton 3.2,
+whose functions take no tuples. Triton 3.6 compiles a NamedTuple to the same machine code.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import triton.language as tl
 
 from . import launch
 
-# Rows are numbered in 32 bits. A value of more rows goes to the reference. On a level of more rows no sample is valid.
+# Row indices have 32 bits. A value with more rows goes to the reference. On a level with more rows no sample is valid.
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 _MOST_HELD = tl.constexpr(launch.MOST_HELD)
 
-# What a backward kernel does with the gradient of value.
+# The method of a backward kernel for the gradient of value.
 NOT_NEEDED = tl.constexpr(0)
-ADDED = tl.constexpr(1)  # by atomics, in the order in which programs happen to run
-RECORDED = tl.constexpr(2)  # as (target, coefficient) pairs, for deterministic.py
+ADDED = tl.constexpr(1)  # added by atomics, in the order in which programs happen to run
+RECORDED = tl.constexpr(2)  # recorded as (target, coefficient) pairs for deterministic.py
 
 
 @triton.jit
 def level(shapes, starts, l):
-    """(H, W, first row) in int32. H = W = -1, so that no sample is valid, if the index tables hold what no level can be."""
+    """Return (H, W, first row) of a level in int32. If the index tables are wrong, H = W = -1, so that no sample is valid."""
     height = tl.load(shapes + 2 * l).to(tl.int64)
     width = tl.load(shapes + 2 * l + 1).to(tl.int64)
     start = tl.load(starts + l).to(tl.int64)
@@ -41,16 +41,16 @@ def level(shapes, starts, l):
 
 @triton.jit
 def exists(row, num_keys):
-    """0 <= row < num_keys, in one comparison."""
+    """Return whether 0 <= row < num_keys, by a single comparison."""
     return row.to(tl.uint32, bitcast=True) < num_keys.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def bilinear(x, y, height, width, start, num_keys, LEAST: tl.constexpr = False):
-    """The sample at pixel (x, y): whether it is valid, the row of corner 00, how far the sample lies to the right of it and
-    below it, and for each corner whether it may be read."""
-    # LEAST: Triton 3.7.1 makes a vector of bits of four comparisons, up to 9 instructions more for each sample. In aggregation
-    # three comparisons spill on sm_100.
+    """Return whether the sample at pixel (x, y) is valid, the row of corner 00, the distances from corner 00 to the right and
+    down, and a mask for each corner: whether the corner may be read."""
+    # LEAST: compare min(x, y). Triton 3.7.1 packs four comparisons into a vector of bits, up to 9 more instructions per sample.
+    # Aggregation keeps four comparisons, because its kernel spills on sm_100 with three.
     above = tl.minimum(x, y) > -1 if LEAST else (x > -1) & (y > -1)
     valid = above & (x < width) & (y < height)
     x = tl.where(valid, x, 0.0)
@@ -71,7 +71,7 @@ def bilinear(x, y, height, width, start, num_keys, LEAST: tl.constexpr = False):
 
 @triton.jit
 def coefficients(right, below, weight):
-    """The coefficient of each corner in a sample of this weight."""
+    """Return the coefficients of the four corners of a sample with this weight."""
     bottom = weight * below
     top = weight - bottom
     return top - top * right, top * right, bottom - bottom * right, bottom * right
@@ -79,7 +79,7 @@ def coefficients(right, below, weight):
 
 @triton.jit
 def slopes(v00, v01, v10, v11, right, below):
-    """The sample between four corners, and its slopes in x and in y."""
+    """Return the sample between four corners, and its slopes in x and y."""
     along_top = v01 - v00
     along_bottom = v11 - v10
     top = v00 + right * along_top
@@ -89,29 +89,29 @@ def slopes(v00, v01, v10, v11, right, below):
 
 @triton.jit
 def read(pointers, here):
-    """Rows in float32; zeros where `here` is false."""
+    """Return rows in float32; zeros where `here` is false."""
     return tl.load(pointers, mask=here, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def corners(base, row, width, key, in00, in01, in10, in11, ONCE: tl.constexpr = False):
-    """The rows of the four corners. The first row of value is at `base`, and each lies `key` elements after the one before."""
-    # The right neighbour is at `top + key`: where `key` is a constant, that costs no address arithmetic.
+    """Return the rows of the four corners. The first row of value is at `base`; rows are `key` elements apart."""
+    # The right neighbour is at `top + key`, which needs no address arithmetic if `key` is a constant.
     top = base + row.to(tl.int64) * key
-    # ONCE: the distance of the row below is worked out once a level, for which the backward has no register.
+    # ONCE: compute the distance of the row below once per level. The backward has no register for this distance.
     bottom = top + width.to(tl.int64) * key if ONCE else base + (row + width).to(tl.int64) * key
     return read(top, in00), read(top + key, in01), read(bottom, in10), read(bottom + key, in11)
 
 
 @triton.jit
 def add(pointers, addend, here):
-    # relaxed: the default order puts a fence around every reduction
+    # relaxed, because the default order puts a fence around every reduction
     tl.atomic_add(pointers, addend, mask=here, sem="relaxed")
 
 
 @triton.jit
 def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s11, addend):
-    """Add `addend` times each corner's coefficient to its row."""
+    """Add the product of `addend` and the corner's coefficient to the row of every corner."""
     top = base + row.to(tl.int64) * key
     bottom = base + (row + width).to(tl.int64) * key
     add(top, s00 * addend, in00)
@@ -122,7 +122,7 @@ def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s1
 
 @triton.jit
 def record(targets, parts, at, first, step, row, width, right, below, in00, in01, in10, in11):
-    """Record for sample `at` the four rows it adds to, numbered in the whole of value, and their coefficients."""
+    """Record the four rows that sample `at` adds to, as indices in all of value, and their coefficients."""
     s00, s01, s10, s11 = coefficients(right, below, 1.0)
     record_one(targets, parts, 4 * at, first, step, row, s00, in00)
     record_one(targets, parts, 4 * at + 1, first, step, row + 1, s01, in01)
@@ -138,24 +138,24 @@ def record_one(targets, parts, at, first, step, row, coefficient, inside):
 
 @triton.jit
 def threads(COLUMNS: tl.constexpr, LANE: tl.constexpr):
-    """The threads of a row, [1, threads]. A tensor [rows, threads] has the layout of sums over channels, so that the first
-    thread stores them without an exchange. Triton 3.7.1 gives a store of [rows, channels] at one address another layout."""
+    """Return the indices of a row's threads, [1, threads]. Adding `0 * threads` to a sum gives it the layout of the reduction,
+    so that thread 0 stores the sum without a layout conversion (Triton 3.7.1 converts otherwise)."""
     HELD: tl.constexpr = LANE if LANE < _MOST_HELD else _MOST_HELD
     return tl.arange(0, COLUMNS // HELD)[None, :]
 
 
 @triton.jit
 def by_lane(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr):
-    """[ROWS, COLUMNS] -> [ROWS, threads of a row]: the sums within each thread."""
+    """Sum [ROWS, COLUMNS] within threads, to [ROWS, threads of a row]."""
     HELD: tl.constexpr = LANE if LANE < _MOST_HELD else _MOST_HELD
     return tl.sum(tl.reshape(t, (ROWS, COLUMNS // HELD, HELD)), 2)
 
 
 @triton.jit
 def dots(v00, v01, v10, v11, g, right, below, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr):
-    """Products of g with the sample and with its slopes, summed over channels: [ROWS, 1] each.
+    """Return the dot products of g with the sample and with its two slopes: three tensors [ROWS, 1].
 
-    The four corners are combined within lanes, so that three sums cross lanes instead of four.
+    Combine the four corners within threads first, so that three sums cross threads instead of four.
     """
     sample, dx, dy = slopes(
         by_lane(v00 * g, ROWS, COLUMNS, LANE),

@@ -1,6 +1,6 @@
-"""Samples from the outputs of linear layers, inside a kernel: the softmax of a row of logits, and pairs of numbers at once.
+"""Compute samples from the outputs of linear layers inside a kernel: the softmax of a row of logits, and reads of pairs.
 
-A row of logits is read once as a tile for its greatest logit and its sum, and then again, sample by sample.
+A kernel first reads a row of logits as tiles, for the greatest logit and the sum. Then it reads the row sample by sample.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _add_pairwise(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sums of rows: of neighbours, then of neighbouring sums. So bits do not depend on which thread has a column."""
+    """Return the sums of rows. Add neighbours, then neighbouring sums: bits do not depend on the columns of a thread."""
     if COLUMNS > 1:
         t = _add_pairwise(tl.sum(tl.reshape(t, (ROWS, COLUMNS // 2, 2)), 2), ROWS, COLUMNS // 2)
     return tl.reshape(t, (ROWS, 1))
@@ -26,10 +26,10 @@ def power(logit, top):
 
 @triton.jit
 def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the greatest logit of each row, the inverse of the row's sum, and an integer that is zero.
+    """Return the greatest logit of each row, the inverse of the row's sum, and an integer that is always zero.
 
-    The columns of the tile are those of the channels, so that both have one layout. The integer is zero for every input, but
-    not for Triton: what it is added to gets the tile's layout, and no coordinate is computed in two layouts. LLVM removes it.
+    The tile has as many columns as the tile of channels, so that both have the same layout. Triton does not know that the
+    integer is zero: adding the integer forces the tile's layout, so that no coordinate is computed twice. LLVM removes it.
     """
     greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
     for first in range(0, SAMPLES, COLUMNS):
@@ -47,7 +47,7 @@ def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def start_row(weights, row, c, LOGITS: tl.constexpr, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return what the weights of a row need: nothing, or, where they are logits, what `normalise` returns."""
+    """Return the results of `normalise` for a row of logits; without LOGITS, zeros."""
     if LOGITS:
         top, scale, zero = normalise(weights, row, c, SAMPLES, ROWS, COLUMNS)
     else:
@@ -59,7 +59,7 @@ def start_row(weights, row, c, LOGITS: tl.constexpr, SAMPLES: tl.constexpr, ROWS
 
 @triton.jit
 def weigh(weights, at, top, scale, LOGITS: tl.constexpr):
-    """Return the weight of a sample. In a row that softmax turns to NaN the inverse of the sum is NaN."""
+    """Return the weight of a sample. If the softmax of a row is NaN, `scale` is NaN."""
     weight = tl.load(weights + at).to(tl.float32)
     if LOGITS:
         weight = power(weight, top) * scale
@@ -68,7 +68,7 @@ def weigh(weights, at, top, scale, LOGITS: tl.constexpr):
 
 @triton.jit
 def read_pair(base, at, zero=0):
-    """Return the numbers 2 * at and 2 * at + 1 in float32. One access reads both."""
+    """Return elements 2 * at and 2 * at + 1 in float32, by a single access."""
     if base.dtype.element_ty == tl.float32:
         both = tl.load(base.to(tl.pointer_type(tl.int64), bitcast=True) + at) | zero
         x, y = both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -84,7 +84,7 @@ def read_pair(base, at, zero=0):
 
 @triton.jit
 def store_pair(base, at, x, y, here):
-    """Store two numbers as 2 * at and 2 * at + 1, by one access."""
+    """Store x and y as elements 2 * at and 2 * at + 1, by a single access."""
     dtype: tl.constexpr = base.dtype.element_ty
     if dtype == tl.float32:
         low, high = x.to(tl.int32, bitcast=True).to(tl.int64), y.to(tl.int32, bitcast=True).to(tl.int64)
@@ -96,7 +96,7 @@ def store_pair(base, at, x, y, here):
 
 @triton.jit
 def locate(reference, row, height, width, zero, POINTS: tl.constexpr, BOX: tl.constexpr):
-    """Return the pixel at a row of `reference`, and how many pixels an offset of 1 is, each in x and in y."""
+    """Return the pixel (x, y) of a row of `reference`, and the pixels (across, down) of an offset of 1."""
     x, y = read_pair(reference, row * (2 if BOX else 1), zero)
     if BOX:
         across, down = read_pair(reference, row * 2 + 1, zero)
