@@ -1,19 +1,19 @@
-"""How far apart two results of one computation are, and how far apart rounding may bring them.
+"""Differences of two results of one computation, and the limits that rounding sets.
 
-`OUTPUT_LIMITS` and `GRADIENT_LIMITS` hold for a replacement beside the code that it replaces, on inputs of any model:
+`OUTPUT_LIMITS` and `GRADIENT_LIMITS` are for a replacement against the original code, on inputs of any model:
 - outputs, the largest difference over the largest magnitude. float32 places a sample on a map of 1,000 pixels to 1e-4 pixels,
-  and an output changes by at most its own size for each pixel. In 16 bits, offsets of some pixels are rounded to hundredths of
-  a pixel, and logits to as much: of bfloat16 by eight times more than of float16;
+  and an output changes by at most its own size for each pixel. In 16 bits, offsets of a few pixels, and logits, are rounded to
+  hundredths; bfloat16 rounds eight times more coarsely than float16;
 - gradients, the norm of the difference over the norm. A gradient of locations jumps where a sample crosses the centre of a
-  pixel. In float32, rounding brings up to 1e-3 of all samples to the other side, and their gradients are as large as others.
+  pixel. In float32, rounding moves up to 1e-3 of all samples across; their gradients are as large as others.
 
-`rounding_limit` holds for an operator beside float64 truth. Errors are measured against the sum of the absolute values of the
-terms, because rounding in a sum is proportional to that, whatever cancels. The inputs are rounded to the dtype before truth is
-computed from them, so only arithmetic is judged:
+`rounding_limit` is for an operator against float64 truth. Errors are relative to the sum of the absolute values of the terms,
+because the rounding error of a sum is proportional to this sum, even if terms cancel. Truth is computed from inputs that are
+rounded to the dtype, so only the arithmetic is judged:
 - arithmetic in float32 or float64: a sum of n terms in any order loses at most about n ulps and typically sqrt(n); terms
   are products of at most five factors; 16 ulps + 2 sqrt(n) covers it;
-- a position is a product and a difference: its error of about an ulp of the map's size moves coefficients of one corner to the
-  next, so the error grows with the largest extent in pixels;
+- a position is a product and a difference: its error of about an ulp of the map's size moves weight from a corner to the next,
+  so the error of the result grows with the largest extent in pixels;
 - the result is rounded once to its own dtype: half an ulp of the result.
 """
 
@@ -27,10 +27,10 @@ from torch import Tensor
 
 OUTPUT_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 GRADIENT_LIMITS = {torch.float64: 1e-6, torch.float32: 0.05}
-ULPS = 16  # that products of at most five factors lose
-_NOISE = 1e-4  # gradients that are zero but for rounding are this much smaller than the largest gradient of a call
-_LEAST_SCALE = 1e-3  # the same of a model's gradients, where layers add up
-_TIE = 1e-3  # a query that differs by more has another query's place
+ULPS = 16  # allowed rounding error of a product of at most five factors
+_NOISE = 1e-4  # gradients of a call count as zero below this fraction of the largest gradient
+_LEAST_SCALE = 1e-3  # the same for a model, where the rounding errors of layers add up
+_TIE = 1e-3  # a query with a larger difference has exchanged its rank
 
 
 def rounding_limit(
@@ -39,11 +39,11 @@ def rounding_limit(
     """Return the allowed error of each entry beside float64 truth.
 
     Args:
-        result_dtype: of the result.
-        compute_dtype: of the arithmetic.
+        result_dtype: the dtype of the result.
+        compute_dtype: the dtype of the arithmetic.
         magnitude: absolute values of the true result, an array or a tensor; 0 where it is not finite.
         scale: the largest sum of absolute values of terms, or a smaller number, such as the largest true entry.
-        terms: how many terms a sum has.
+        terms: the number of terms in a sum.
         extent: the largest side of a map in pixels; 0 if no position is computed.
     """
     rounding = torch.finfo(result_dtype).eps / 2 if result_dtype != compute_dtype else 0.0
@@ -53,7 +53,7 @@ def rounding_limit(
 
 
 def entry_differences(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the absolute difference of each entry. It is infinite where one is not finite and the other is not the same."""
+    """Return absolute differences. A difference is infinite if an entry is NaN or infinite and the other is not the same."""
     ours, theirs = _to_floating(ours), _to_floating(theirs)
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0, (ours - theirs).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -62,7 +62,7 @@ def entry_differences(ours: Tensor, theirs: Tensor) -> Tensor:
 def output_difference(ours: Tensor, theirs: Tensor, least_scale: float = 0.0) -> float:
     """Return the largest difference, as a fraction of the largest finite magnitude of theirs, at least `least_scale`.
 
-    It is infinite if the shapes differ.
+    Return infinity if the shapes differ.
     """
     if ours.shape != theirs.shape:
         return math.inf
@@ -71,7 +71,7 @@ def output_difference(ours: Tensor, theirs: Tensor, least_scale: float = 0.0) ->
 
 
 def largest_magnitude(t: Tensor) -> float:
-    """Return the largest finite absolute value, 0 if there is none."""
+    """Return the largest finite absolute value; 0 if no value is finite."""
     return _largest(_to_floating(t).abs().nan_to_num(nan=0, posinf=0))
 
 
@@ -80,17 +80,17 @@ def _largest(t: Tensor) -> float:
 
 
 def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Return the largest difference of a model's tensors, each as a fraction of the largest magnitude in its tensor. That
-    magnitude is at least a thousandth of the largest in all tensors, because some gradients are zero within rounding."""
+    """Return the largest difference over a model's tensors, as a fraction of the largest magnitude of the tensor, or of a
+    thousandth of the largest magnitude of all tensors if that is more: some gradients are zero within rounding."""
     assert ours.keys() == theirs.keys()
     least_scale = max(map(largest_magnitude, theirs.values())) * _LEAST_SCALE
     return max(output_difference(ours[name], t, least_scale) for name, t in theirs.items())
 
 
 def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
-    """Return which queries of outputs [1, queries, ..] differ by more than rounding. Two-stage models rank queries by a score.
+    """Return True for queries of outputs [1, queries, ..] that differ by more than rounding. Two-stage models rank queries.
     If two scores nearly tie, a rounding error exchanges their ranks, and both queries get the other rank's embedding.
-    A NaN on one side only is no tie: the query is not off, and the difference is infinite."""
+    If only one output is NaN, the query is not off, and the difference is infinite."""
     off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
     for name, out in theirs.items():
         difference = (ours[name] - out)[0].reshape(len(off), -1).nan_to_num().abs()
@@ -99,7 +99,7 @@ def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
 
 
 def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, int]:
-    """Return the largest difference of a model's outputs in queries that are not off, and how many queries are off."""
+    """Return (largest difference of a model's outputs without the queries that are off, number of queries that are off)."""
     off = queries_off(ours, theirs)
     outputs_beside_ties = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
     return (model_difference(*outputs_beside_ties) if not off.all() else math.inf), int(off.sum())
@@ -125,6 +125,6 @@ def _norm(t: Tensor) -> float:
 
 
 def _to_floating(t: Tensor) -> Tensor:
-    """Return numbers that can be subtracted without rounding: 16 bits, whole numbers and truth values widened."""
+    """Widen 16-bit floats, integers and booleans to floats that can be subtracted without rounding."""
     t = t.detach()
     return t if t.dtype in (torch.float32, torch.float64) else t.float() if t.is_floating_point() else t.double()

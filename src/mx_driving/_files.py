@@ -1,4 +1,4 @@
-"""Files that a command reads or writes. It checks them before the work, so that no result is lost after it."""
+"""Files that a command reads or writes. Commands check paths before the work, so that no result is lost afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._operator.problems import Problem
 
 
 def writable(name: str, path: Path, inputs: Sequence[Path] = ()) -> None:
-    """Check that the file can be written later, and is none of the command's inputs. Create and change nothing."""
+    """Check that the file can be written, and is not an input of the command. Create and change nothing."""
     with writing(name, path):
         if path.exists() and any(file.exists() and file.samefile(path) for file in inputs):
             raise Problem(f"{name} must be another file than those that are read; got {path}")
@@ -30,7 +30,7 @@ def writable(name: str, path: Path, inputs: Sequence[Path] = ()) -> None:
             raise Problem(f"{name} must be a file; got {path}, a folder")
         if path.is_file():
             os.close(os.open(path, os.O_WRONLY))
-        elif not path.exists():  # pipes and devices are opened when there is something to write
+        elif not path.exists():  # do not open pipes and devices before the result exists
             tempfile.TemporaryFile(dir=folder).close()
 
 
@@ -44,7 +44,7 @@ def writing(name: str, path: Path) -> Iterator[None]:
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path, if_empty: str = "") -> None:
-    """Write rows under the columns that they have; without rows, the column `if_empty`."""
+    """Write rows with a header of all their columns. Without rows, the header is `if_empty`."""
     columns = list(dict.fromkeys(column for row in rows for column in row)) or [if_empty]
     with writing("--csv", path), path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, columns)
@@ -54,7 +54,7 @@ def write_csv(rows: list[dict[str, Any]], path: Path, if_empty: str = "") -> Non
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder and remove it afterwards. What lacks room in the block is the folder."""
+    """Make a folder and remove it after the block. In the block, turn a full disk into a Problem about this folder."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
@@ -65,7 +65,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def read_arrays(name: str, path: Path) -> dict[str, Any]:
-    """Return the arrays of an .npz file by name, with numbers' bytes in this machine's order."""
+    """Return the arrays of an .npz file by name, in this machine's byte order."""
     import numpy
 
     try:

@@ -26,8 +26,8 @@ class Function(NamedTuple):
     """A function of the vendor's library or of a compiled extension that computes one of the operators.
 
     module: the last part of its module's name, or all of it; "mx_driving" stands for every module of the vendor's library.
-    parameters: in our words. The function writes to those that end in "=", and adds to those that end in "+". One that is given
-        no such tensors returns them.
+    parameters: our names. The function writes to parameters with "=", and adds to parameters with "+". A function without such
+        parameters returns its results.
     layout: the axes of a pool's output, and of its grad_output.
     """
 
@@ -131,7 +131,7 @@ KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of 
     **dict.fromkeys(("sampling_locations", "sample_locations", "sampling_location"), "locations"),
     **dict.fromkeys(("attention_weights", "weight"), "weights"),
     **{"im2col_step": "step", "grad_sampling_loc": "grad_locations", "grad_attn_weight": "grad_weights"},
-    "input_features": "feat",  # of npu_voxel_pooling_train
+    "input_features": "feat",  # in npu_voxel_pooling_train
 }
 
 

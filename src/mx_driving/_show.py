@@ -1,4 +1,4 @@
-"""How a command prints: no word and no number is cut, in any terminal or file."""
+"""Print the output of a command. No word and no number is cut, in any terminal or file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def open_console(title: str) -> Any:
-    """A console, with the title printed. This comes before the work, so that an unusable output shows at once."""
+    """Return a console and print the title. Call it before the work, so that an unusable output fails at once."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -19,20 +19,20 @@ def open_console(title: str) -> Any:
 
 
 def say(console: Any, text: str) -> None:
-    """Print lines. A terminal on which every word fits wraps them between words; elsewhere they stay whole."""
+    """Print lines. Wrap them between words if every word fits on the terminal; otherwise keep lines whole."""
     fits = console.is_terminal and all(len(word) < console.width for word in text.split())
     console.print(text, highlight=False, soft_wrap=not fits)
 
 
 def show(console: Any, table: Any) -> None:
-    """Print a table as wide as it must be. A narrow terminal then wraps its lines, and cuts nothing."""
+    """Print a table at its full width. A narrow terminal wraps the lines and cuts nothing."""
     width = console.measure(table, options=console.options.update(max_width=1000)).maximum
     console.width = max(console.width, width)
     console.print(table)
 
 
 def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
-    """Make a table of columns of text and columns of numbers, header -> least width, so that tables in a row line up."""
+    """Make a table of text columns (`left`) and number columns (`right`), header -> least width. Equal widths align tables."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -43,9 +43,9 @@ def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """Print one JSON object: `right`, which is true if the exit status is 0, and lists of rows.
+    """Print one JSON object: `right` (true if the exit status is 0) and lists of rows.
 
-    A row is an object whose keys are a table's columns. Numbers that are infinite or NaN are null.
+    A row is an object whose keys are a table's columns. Infinite numbers and NaN become null.
     """
     print(json.dumps(_finite(facts), indent=2, default=str))
 

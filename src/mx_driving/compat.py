@@ -43,8 +43,8 @@ __all__ = ["NAMES", "install", "uninstall"]
 Function = Callable[..., Any]
 
 
-# Modules that are known by the last part of their name, and modules that are known by their whole name, which has a dot. The
-# latter have more functions than ours, so a compiled module comes before our stand-in.
+# _EXTENSIONS: modules known by the last part of their name. _PARTS: modules known by their whole name. These have more
+# functions than our stand-ins, so a compiled module comes before our stand-in.
 _EXTENSIONS: dict[str, dict[str, Function]] = {}
 _PARTS: dict[str, dict[str, Function]] = {"deformable_aggregation_with_depth_ext": {}}
 for _row in FUNCTIONS:
@@ -54,8 +54,8 @@ for _row in FUNCTIONS:
 
 
 def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
-    """Return the `__getattr__` of a module: a function that raises when it is called. mmcv checks at import that functions
-    exist."""
+    """Return a module's `__getattr__`. It returns missing functions that raise when called, because mmcv checks at import that
+    functions exist."""
     has = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
 
     def absent(name: str) -> Function:
@@ -80,7 +80,7 @@ def _find(modules: dict[str, dict[str, Function]], name: str) -> dict[str, Any] 
 
 _LIBRARY = "MultiScaleDeformableAttention"
 _INPUTS = "Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor sampling_loc, Tensor attn_weight"
-_OPERATORS = {  # of NVIDIA TAO's library file
+_OPERATORS = {  # operators of NVIDIA TAO's library file
     f"MultiscaleDeformableAttnPlugin_TRT({_INPUTS}) -> Tensor": multi_scale_deformable_attn,
     f"DMHA_backward({_INPUTS}, Tensor grad_output, int im2col_step) -> Tensor[]": _EXTENSIONS[_LIBRARY][
         "ms_deform_attn_backward"
@@ -126,7 +126,7 @@ _last = MadeModules(functools.partial(_find, _PARTS))
 
 
 def install(what: str = "extensions") -> tuple[str, ...]:
-    """Let the extensions' names import this package's operators from now on. A second call does nothing.
+    """Make imports of the extensions' names give this package's operators. A second call does nothing.
 
     Call it before the code that imports them.
 
@@ -161,7 +161,7 @@ def install(what: str = "extensions") -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Undo every `install`. Code that has imported a stand-in keeps it. Operators of a stand-in for a library file go."""
+    """Undo every `install`. References that callers hold stay. Remove the operators of stand-ins for library files."""
     npu = sys.modules.get(f"{__package__}._vendor.npu")
     if npu is not None:
         npu.uninstall()

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "FUNCTIONS", "Recorder", "main", "recording", "start"]
 
-FORMAT = 1  # of a recording; _replay/calls.py has the same
-EVERY = 101  # a prime: the layers of a model are recorded in turn
+FORMAT = 1  # version of the file format; keep equal to FORMAT of _replay/calls.py
+EVERY = 101  # a prime, to record the layers of a model in turn
 MEGABYTES = 1000.0
 _ABSENT: Any = object()
 
@@ -62,8 +62,8 @@ class Function(NamedTuple):
     """A function of the vendor's library or of a compiled extension that computes one of the operators.
 
     module: the last part of its module's name, or all of it; "mx_driving" stands for every module of the vendor's library.
-    parameters: in our words. The function writes to those that end in "=", and adds to those that end in "+". One that is given
-        no such tensors returns them.
+    parameters: our names. The function writes to parameters with "=", and adds to parameters with "+". A function without such
+        parameters returns its results.
     layout: the axes of a pool's output, and of its grad_output.
     """
 
@@ -167,7 +167,7 @@ KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of 
     **dict.fromkeys(("sampling_locations", "sample_locations", "sampling_location"), "locations"),
     **dict.fromkeys(("attention_weights", "weight"), "weights"),
     **{"im2col_step": "step", "grad_sampling_loc": "grad_locations", "grad_attn_weight": "grad_weights"},
-    "input_features": "feat",  # of npu_voxel_pooling_train
+    "input_features": "feat",  # in npu_voxel_pooling_train
 }
 
 
@@ -190,7 +190,7 @@ _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", 
 
 
 def _function_named(operator: str) -> Function:
-    """Return the row of a function that the user names: its parameters are the operator's."""
+    """Return a row for a function named by the user. The function must have the operator's parameters."""
     name, direction = operator.partition("_backward")[:2]
     return Function("", name, name, _LIFT if name == _POOL else _GRADIENTS if direction else _SAMPLES)
 
@@ -206,7 +206,7 @@ def _reason(error: Exception) -> str:
 
 
 def _is_ordinary(t: Any) -> bool:
-    """Return whether t is a tensor with data of its own: no subclass such as DTensor, and no wrapper of vmap or grad."""
+    """Return whether t is a plain strided tensor: no subclass such as DTensor, and no wrapper of vmap or grad."""
     import torch
 
     is_wrapper = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False)
@@ -215,7 +215,7 @@ def _is_ordinary(t: Any) -> bool:
 
 
 def _is_tracing_or_capturing(args: Any) -> bool:
-    """Return whether torch records the call into a graph, of which a copy would become a part."""
+    """Return whether torch traces or captures the call: our copies would become a part of the graph."""
     import torch
 
     on_cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
@@ -229,19 +229,19 @@ def _is_compiling() -> bool:
 
 
 def _without_extras(args: Any) -> list[Any]:
-    """Return the arguments of a sampling function without those that only some forms of it have."""
+    """Remove the arguments that only some sampling functions have: `self`, and transformers' list of shapes."""
     import torch
 
     args = list(args)
     while args and not isinstance(args[0], torch.Tensor):
         del args[0]  # self
     if len(args) > 2 and isinstance(args[2], (list, tuple)) and args[2] and isinstance(args[2][0], (list, tuple)):
-        del args[2]  # transformers' list of shapes, after their tensor
+        del args[2]  # transformers' list of shapes, after the tensor of shapes
     return insert_starts(args)
 
 
 def _as_ints(size: Any) -> Any:
-    """Return a size, or a sequence of sizes, as ints: JSON takes no NumPy numbers and no tensors."""
+    """Convert a size, or a sequence of sizes, to ints: JSON takes no NumPy numbers and no tensors."""
     if isinstance(size, (list, tuple)) or getattr(size, "ndim", 0):
         return [int(number) for number in size]
     return int(size)
@@ -258,7 +258,7 @@ def _bind(row: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, T
     missing = [name for name in names if name not in bound and name not in _OPTIONAL]
     if missing:
         raise TypeError(f"{missing[0]} must be given; got {', '.join(bound) or 'nothing'}")
-    unused = {name for name in _OPTIONAL if isinstance(bound.get(name), int)} | {"memo"}  # im2col_step where gradients would be
+    unused = {name for name in _OPTIONAL if isinstance(bound.get(name), int)} | {"memo"}  # im2col_step at a gradient's index
     bound = {name: a for name, a in bound.items() if a is not None and name in names and name not in unused}
     sizes = {name: _as_ints(bound.pop(name)) for name in _SIZES if name in bound}
     for table in ("shapes", "starts"):
@@ -272,7 +272,7 @@ def _bind(row: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, T
 
 
 def _caller() -> str:
-    """Return file and line of the call: the innermost frame that is not a library's."""
+    """Return file and line of the call: the innermost frame outside of libraries."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -287,13 +287,13 @@ class _WrappedFunction:
 
     def __init__(self, name: str, row: Function) -> None:
         self.name, self.row = name, row
-        self.number = itertools.count()  # its next() is atomic
+        self.number = itertools.count()  # next() of a count is atomic
         self.calls = self.recorded = 0
-        self.not_kept, self.unread = 0, ""  # calls or gradients that could not be recorded, and the reason of the last
+        self.not_kept, self.unread = 0, ""  # number of failed calls and gradients, and the last reason
 
     @contextlib.contextmanager
     def counting_losses(self) -> Iterator[None]:
-        """Keep our own errors from the program, and count what is lost."""
+        """Hide our own errors from the program, and count the calls and gradients that are lost."""
         try:
             yield
         except Exception as error:
@@ -301,7 +301,7 @@ class _WrappedFunction:
 
 
 class _OpenCall:
-    """A call that is being recorded. Inputs are copied at once, or after a look at the results if only a NaN is wanted."""
+    """A call that is being recorded. Copy its inputs at once; if it is recorded only for a NaN, after a look at the results."""
 
     def __init__(self, function: _WrappedFunction, index: int, args: Any, kwargs: dict[str, Any]) -> None:
         import torch
@@ -320,11 +320,11 @@ class _OpenCall:
         self.edges = self._edges() if torch.is_grad_enabled() and not self.row.backward else {}
 
     def _edges(self) -> dict[str, tuple[Any, int]]:
-        """Return where autograd brings the gradient of each input that has one. An edge that several inputs share brings the
-        sum of their gradients, which is no result of the operator: leave these inputs out."""
+        """Return name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge: its
+        gradient is the sum of their gradients, and no result of the operator."""
         names = DIFFERENTIABLE[self.row.operator]
         inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
-        # a leaf's node is behind the node of anything that is made from it
+        # the node of a leaf is the next function of any view of the leaf
         nodes = {name: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for name, t in inputs.items()}  # pyright: ignore
         edges = {name: (nodes[name], t.output_nr) for name, t in inputs.items()}
         return {name: edge for name, edge in edges.items() if list(edges.values()).count(edge) == 1}
@@ -337,7 +337,7 @@ class _OpenCall:
         self.about.update(reason=reason, strides=strides)
 
     def results(self, returned: Any) -> dict[str, Tensor]:
-        """Return what the function computed, by name."""
+        """Return the results of the function by name."""
         if self.outputs:
             results = dict(self.outputs)
         elif not self.row.backward:
@@ -369,7 +369,7 @@ class _GradientHooks:
         self.gradients: dict[str, Any] = {}
         last, hits, nodes = output.grad_fn, {}, [output.grad_fn]
         ends = {id(node) for node, _ in call.edges.values()}
-        for node in nodes:  # it grows; the call's nodes lie between its output and its inputs
+        for node in nodes:  # `nodes` grows in the loop: breadth first from output to inputs
             if node is not None and id(node) not in ends and id(node) not in hits and len(hits) < 500:
                 edges = list(enumerate(node.next_functions))
                 hits[id(node)] = [(k, name) for k, edge in edges for name, end in call.edges.items() if edge == end]
@@ -398,7 +398,7 @@ class _GradientHooks:
 
 
 class _WrappingFinder(importlib.abc.MetaPathFinder):
-    """Lets the recorder wrap the functions of a module as soon as it is imported."""
+    """Lets the recorder wrap the functions of a module right after the import of the module."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -415,7 +415,7 @@ class _WrappingFinder(importlib.abc.MetaPathFinder):
 
             def execute_and_wrap(module: types.ModuleType) -> None:
                 with contextlib.suppress(AttributeError):
-                    del loader.exec_module  # a loader may have several modules
+                    del loader.exec_module  # a loader may load several modules
                 execute(module)
                 self.recorder.wrap(module)
 
@@ -424,7 +424,7 @@ class _WrappingFinder(importlib.abc.MetaPathFinder):
 
 
 def _make_folder(out: Any) -> pathlib.Path:
-    """Make the folder of a recording. Each process of a distributed program, or of multiprocessing, has one of its own."""
+    """Make the folder of a recording. Each process of a distributed program, or of multiprocessing, has its own folder."""
     folder = pathlib.Path(out)
     if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
         folder /= f"rank-{os.environ['RANK']}"
@@ -437,10 +437,10 @@ def _make_folder(out: Any) -> pathlib.Path:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise OSError("one with files")
-    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+    except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
         name, fact = os.fspath(out) and str(folder), getattr(error, "strerror", None) or error
         raise ValueError(f"out must be a new or an empty folder; got {name!r}, {fact}") from None
-    return folder.absolute()  # the program may change its working folder
+    return folder.absolute()  # the program may change the working folder
 
 
 def _check_options(every: float, megabytes: float, functions: Any) -> None:
@@ -457,7 +457,7 @@ def _check_options(every: float, megabytes: float, functions: Any) -> None:
 
 
 class Recorder:
-    """Wraps the known functions of modules that are imported, now and later, until `stop`."""
+    """Wraps known functions of all modules, imported already or later, until `stop`."""
 
     def __init__(
         self, out: Any, every: int = EVERY, nan: bool = False, megabytes: float = MEGABYTES, functions: Any = None
@@ -468,11 +468,11 @@ class Recorder:
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
         self._process = os.getpid()
-        self.num_bytes, self.reserved = 0, 0  # written, and written or awaited: gradients arrive later
-        self.why = ""  # why no more calls are sampled
+        self.num_bytes, self.reserved = 0, 0  # bytes written; bytes written or reserved for gradients
+        self.why = ""  # the reason why sampling has ended
         self.failed = self._stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
-        self._wrappers: dict[int, tuple[Any, Any]] = {}  # of originals and of wrappers, so that none is wrapped twice
+        self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of an original or a wrapper; prevents wrapping twice
         self._undo: list[tuple[Any, str, Any]] = []
         self._finder = _WrappingFinder(self)
 
@@ -487,7 +487,7 @@ class Recorder:
         return self
 
     def is_active(self) -> bool:
-        """Return whether the recording goes on here: a forked child's files would have its parent's names."""
+        """Return whether this process records. A forked child does not: its files would have the parent's names."""
         return not self._stopped and os.getpid() == self._process
 
     def stop(self) -> None:
@@ -519,7 +519,7 @@ class Recorder:
         packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
         facts = {"program": sys.argv, "python": sys.version, "system": platform.platform(), "packages": packages}
         try:
-            with (self.folder / "manifest.json").open("x") as file:  # another process may have found the folder empty, too
+            with (self.folder / "manifest.json").open("x") as file:  # "x": another process may have found the folder empty, too
                 file.write(json.dumps(facts, indent=1))
         except FileExistsError:
             raise ValueError(f"out must be a new or an empty folder; got {str(self.folder)!r}, one with files") from None
@@ -530,12 +530,12 @@ class Recorder:
         return bool(self._functions_of(module))
 
     def wrap(self, module: types.ModuleType) -> None:
-        """Wrap the functions of a module that are recorded."""
+        """Wrap the known functions of a module."""
         for path, (name, row) in self._functions_of(module.__name__).items():
             self._wrap(module, path, name, row)
 
     def _functions_of(self, module: str) -> dict[str, tuple[str, Function]]:
-        """Return the functions of a module that are recorded: path in the module -> name and row."""
+        """Return the known functions of a module: path in the module -> (name, row)."""
         is_vendors, last = module.partition(".")[0] == "mx_driving", module.rpartition(".")[2]
         owner, modules = ("mx_driving", ("mx_driving",)) if is_vendors else (module, (module, last))
         known = {row.name: (f"{owner}.{row.name}", row) for row in FUNCTIONS if row.module in modules}
@@ -562,7 +562,7 @@ class Recorder:
             self._set(owner, attribute, original, staticmethod(new) if function is not original else new)
 
     def _wrap_apply(self, owner: type, name: str, row: Function) -> None:
-        """Wrap `apply` of an autograd function. Derived classes have forwards of their own: leave them alone."""
+        """Wrap `apply` of an autograd function. Do not wrap derived classes, because they have their own forward."""
         own = vars(owner).get("apply", _ABSENT)
         if id(own) in self._wrappers:
             return
@@ -584,7 +584,7 @@ class Recorder:
             self._undo.append((owner, name, before))
 
     def _replace_imported_names(self) -> None:
-        """Replace the originals in modules that have them from `from mx_driving import ...`."""
+        """Replace the originals in modules that imported them by `from mx_driving import ...`."""
         for module in list(sys.modules.values()):
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 original, wrapper = self._wrappers.get(id(value), (None, None))
@@ -599,7 +599,7 @@ class Recorder:
         return recorded
 
     def _call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return or raise what the original does, and record the call if it is its turn."""
+        """Call the original, and record the call if the sampling chooses it. Results and errors are the original's."""
         if _is_compiling() or not self.is_active() or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)
@@ -634,10 +634,10 @@ class Recorder:
             if call.edges and output is not None and output.grad_fn is not None and (call.stem or self.nan):
                 _GradientHooks(self, call, output)
             if call.stem:
-                call.inputs, call.outputs, call.versions = {}, {}, []  # the program may want the memory back
+                call.inputs, call.outputs, call.versions = {}, {}, []  # free the memory for the program
 
     def _fits_budget(self, call: _OpenCall, results: dict[str, Tensor]) -> bool:
-        """Count what the call and its gradients take. End the sampling if that is more than is left."""
+        """Add the bytes of the call and its gradients. End the sampling if they exceed the budget."""
         self.reserved += _num_bytes(call.inputs, results) * (2 if call.edges else 1)
         if not self.why and self.reserved > self.megabytes * 1e6:
             self.why = f"the budget of {self.megabytes:g} MB is used up; the program goes on"
@@ -654,10 +654,10 @@ class Recorder:
         return True
 
     def _take_gradients(self, call: _OpenCall, gradients: dict[str, Tensor]) -> None:
-        """Write gradients that have arrived, in the middle of a backward of the program."""
+        """Write the gradients of a call. This runs during the program's backward."""
         if call.stem:
             self._write(f"{call.stem}-gradients", call.about, _copy_to_host(gradients))
-        elif self._copy_inputs_of_first_nan(call, gradients):  # a NaN that only the gradients have
+        elif self._copy_inputs_of_first_nan(call, gradients):  # the first NaN is in the gradients
             self._write_call(call, gradients)
 
     def _write_call(self, call: _OpenCall, results: dict[str, Tensor]) -> None:
@@ -686,7 +686,7 @@ class Recorder:
             return True
 
     def _fail(self, error: OSError) -> None:
-        """End the recording with a sentence."""
+        """Print the error and end the recording."""
         if not self.failed:
             self.failed, self.nan = True, False
             num_calls = sum(f.recorded for f in self.functions.values())
@@ -715,7 +715,7 @@ def start(out: Any, **options: Any) -> Recorder:
 
 @contextlib.contextmanager
 def recording(out: Any, **options: Any) -> Iterator[Recorder]:
-    """`start`, and `stop` at the end of the block."""
+    """Record the block: `start`, and `stop` at its end."""
     recorder = start(out, **options)
     try:
         yield recorder
@@ -735,11 +735,11 @@ def _find_program(module: str) -> Any:
 
 
 def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
-    """Return the module `__main__` and its code. It, sys.path and sys.argv[0] are those that Python would make."""
+    """Return the module `__main__` and its code. Set sys.path and sys.argv[0] as Python does."""
     import pkgutil
 
     path, spec = os.path.join(os.getcwd(), program), None
-    importer: Any = None if module else pkgutil.get_importer(path)  # of a folder or a zip application
+    importer: Any = None if module else pkgutil.get_importer(path)  # imports a folder or a zip application
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(path))
     if module or importer:
@@ -768,7 +768,7 @@ def _load_file(path: str) -> tuple[Any, Any]:
 
 
 def _number(text: str) -> float | str:
-    """Return a number, or a text that is none, which the recorder refuses."""
+    """Return the text as a number, or unchanged: the recorder then refuses it."""
     try:
         return int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:

@@ -1,1 +1,1 @@
-"""What commands measure: workloads, plain torch, times, error bounds."""
+"""Measurements of the commands: workloads, plain torch, times and errors."""

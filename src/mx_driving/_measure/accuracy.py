@@ -1,4 +1,4 @@
-"""Errors of output and gradients on a workload, against the float64 reference, and the errors that are allowed."""
+"""Errors of output and gradients on a workload against the float64 reference, and the allowed errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .._agreement import ULPS, output_difference
 from .rivals import plain_form, recorded
 from .workloads import Args, Workload, cast, some_queries
 
-CHUNK = 605  # queries in one call of the reference, which has all samples of a level in memory
+CHUNK = 605  # queries of one call of the reference: it holds all samples of a level in memory
 QUICK = 121  # queries that --quick checks
-CHANNELS = 16  # as CHUNK and QUICK, for an operator without queries
+CHANNELS = 16  # CHUNK and QUICK of pooling, in channels
 
 
 class WorkloadErrors(NamedTuple):
@@ -43,7 +43,7 @@ class WorkloadErrors(NamedTuple):
 
 
 def _pieces(workload: Workload) -> tuple[int, int]:
-    """Return the number of queries (channels) in one call of the reference, and the number that --quick checks."""
+    """Return (queries of one call of the reference, queries that --quick checks); channels instead of queries for pooling."""
     return (CHUNK, QUICK) if workload.row.kind != "pooling" else (CHANNELS, CHANNELS)
 
 
@@ -54,7 +54,7 @@ def _by_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
 
 
 def _in_float64(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
-    """Compute the reference in float64, in pieces of queries. Join results with an axis of queries, and add the others."""
+    """Compute the reference in float64, in pieces of queries. Concatenate results with an axis of queries; sum the others."""
     wide, wide_grad = cast(args, torch.float64), grad.double()
     query_axes = workload.row.axes[workload.row.queries]
     axes = (query_axes[-1], *(query_axes[i] for i in workload.row.differentiable))
@@ -91,7 +91,7 @@ def _timed(function: Callable[[], Any], device: str) -> float:
 
 
 def _times(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[float, float]:
-    """Return the seconds of this package and of plain torch, forward and backward together."""
+    """Return the seconds of one forward and backward by this package, and by plain torch."""
     operator, differentiable = getattr(torch.ops.mx_driving, workload.operator).default, workload.row.differentiable
     ours = _timed(recorded(operator, args, differentiable, grad), device)
     # a CPU has no 16-bit grid_sample, so people compute in float32
@@ -101,7 +101,7 @@ def _times(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[f
 
 
 def check_one(workload: Workload, dtype: str, device: str, quick: bool, timed: bool = True) -> WorkloadErrors:
-    """Return the errors on all queries, or on some with `quick`, and the times of the same call."""
+    """Return errors and times of a workload on all queries; with `quick`, on the first queries."""
     args, (_, few) = workload.inputs(dtype), _pieces(workload)
     if quick:
         args = some_queries(workload.operator, args, 0, few)

@@ -1,4 +1,4 @@
-"""The operators as people write them in plain torch, as rivals in measurements. Not used for correctness.
+"""The operators as people write them in plain torch. Measurements compare with them; correctness checks do not use them.
 
 Multi-scale attention and aggregation through grid_sample, geometric attention through a gather, pooling through index_add_.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _bilinear(maps: Tensor, grid: Tensor) -> Tensor:
-    """Sample 16 bits in float32 on a CPU: torch 2.13's kernel for 16-bit maps and grids reads wrong memory."""
+    """Call grid_sample. On a CPU, sample 16-bit maps in float32, because torch 2.13's 16-bit kernel reads wrong memory."""
     if maps.device.type == "cpu" and grid.dtype in (torch.float16, torch.bfloat16):
         return _bilinear(maps.float(), grid.float()).to(maps.dtype)
     return F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

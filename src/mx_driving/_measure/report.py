@@ -20,7 +20,7 @@ from .._show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"
-BARE = "bare operator"  # the rival of an operator with logits, which gets computed locations and weights
+BARE = "bare operator"  # rival of an operator with logits: its inputs are computed locations and weights
 PLAIN = "plain torch"
 
 
@@ -48,7 +48,7 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """Return date, machine, versions and commit: a number means nothing without them."""
+    """Return date, machine, versions and commit of a measurement."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     return f"{date.today()}, {processor()}, {_backends.native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
 
@@ -65,6 +65,6 @@ def tables(rows: list[Row]) -> Iterator[Any]:
 
 
 def write(rows: list[Row], path: Path, *facts: str) -> None:
-    """Write rows with a last column of the machine, and of facts that all rows have in common."""
+    """Write rows as CSV. The last column holds the machine and the facts that all rows share."""
     here = ", ".join([machine(), *facts])
     write_csv([{**row, "machine": here} for row in rows], path)

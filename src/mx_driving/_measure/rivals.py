@@ -25,13 +25,13 @@ class Rival(NamedTuple):
 
 
 def plain_form(operator: str) -> Callable[..., Tensor]:
-    """Return the operator in plain torch; with logits, softmax and locations come before the bare form."""
+    """Return the operator in plain torch. For an operator with logits, compute softmax and locations first."""
     bare = OPERATORS[operator].bare
     return composition.forward(operator, getattr(plain, bare)) if bare else getattr(plain, operator)
 
 
 def recorded(function: Callable[..., Tensor], args: Args, differentiable: tuple[int, ...], grad: Tensor) -> Call:
-    """Return a call of a forward that autograd records, and of its backward: the output and the gradients."""
+    """Return a call that runs forward under autograd, then backward, and returns the output and the gradients."""
     leaves = [a.detach().requires_grad_(i in differentiable) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
     tensors = [leaves[i] for i in differentiable]
 

@@ -1,4 +1,4 @@
-"""Make the rows of `mx-driving bench`: times of every direction of a workload, of the operator and of plain torch."""
+"""Make the rows of `mx-driving bench`: times of the operator and of plain torch, for each direction of a workload."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def _backward(operator: str, args: Args, grad: torch.Tensor, learned: tuple[int,
 
 
 def measure(workload: Workload, dtype: str, seconds: float, others: Others = lambda *_: {}) -> list[Row]:
-    """Return a row for each direction and implementation. Errors are checked first. `others` are timed beside ours and plain
-    torch."""
+    """Check errors first, then return a row for each direction and implementation. `others` returns further calls to time."""
     failures = check_one(workload, dtype, "cpu", quick=True, timed=False).failures
     if failures:
         raise Problem("; ".join(failures))
@@ -50,7 +49,7 @@ def measure(workload: Workload, dtype: str, seconds: float, others: Others = lam
 
 
 def timed_rows(name: str, dtype: str, calls: Calls, seconds: float) -> list[Row]:
-    """Time all implementations of a direction in turn, round after round. The directions are those of this package."""
+    """Time all implementations of each direction in turn, round after round. The directions are those of this package."""
     rows = []
     for direction in calls[OURS]:
         times = interleaved({one: by[direction] for one, by in calls.items() if direction in by}, seconds)

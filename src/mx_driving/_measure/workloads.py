@@ -18,8 +18,8 @@ Args = tuple[Any, ...]  # arguments of an operator: tensors, None for an omitted
 
 
 class Workload(NamedTuple):
-    """A call of an operator. `make` draws its arguments from a generator, in float32. `constant`: inputs that the model does
-    not learn, such as the reference points of a grid. Their gradients are not computed."""
+    """A call of an operator. `make` draws its arguments from a generator, in float32. `constant` names inputs without a
+    gradient in the model, such as the reference points of a grid."""
 
     name: str
     operator: str
@@ -44,7 +44,7 @@ class Workload(NamedTuple):
         return cast(self.make(torch.Generator().manual_seed(0)), getattr(torch, dtype))
 
     def bare(self, args: Args) -> tuple[str, Args]:
-        """Return the bare operator of the same samples, and its arguments: locations and weights in the dtype of logits."""
+        """Return the bare operator and its arguments: computed locations and weights, in the dtype of logits."""
         if not self.row.bare:
             return self.operator, args
         return self.row.bare, cast(composition.bare_inputs(self.operator, *args), args[self.row.weights].dtype)
@@ -56,7 +56,7 @@ def cast(args: Args, dtype: torch.dtype) -> Args:
 
 
 def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
-    """Return the same call for some of its queries (anchors; channels of cells)."""
+    """Return the arguments for queries begin..end (anchors of aggregation, channels of pooling)."""
     row = OPERATORS[operator]
     axes = (*row.axes[row.queries][:-1], *(None for _ in row.options))
     return tuple(
@@ -66,8 +66,8 @@ def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
 
 
 def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
-    """Move locations at least 0.01 pixel away from pixel centres. The gradient of a location jumps there, and float32 and
-    float64 may be on different sides."""
+    """Move locations at least 0.01 pixel away from pixel centres. The gradient of a location jumps at a pixel centre, and
+    float32 and float64 may be on different sides."""
     pixels = geometry.pixels(locations.double(), size)
     whole = pixels.floor()
     return ((whole + (pixels - whole).clamp(0.01, 0.99) + 0.5) / size).float()
@@ -114,7 +114,7 @@ def bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor,
 
 
 def sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
-    """Draw six cameras of four scales, 256 channels in 8 groups. One camera, or two neighbours, see a point."""
+    """Draw six cameras of four scales, 256 channels in 8 groups. A point is visible in one camera or in two neighbours."""
     sizes = SPARSE4D
     shapes, starts = _pyramid(sizes * 6)
     features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
@@ -125,7 +125,7 @@ def sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Ten
     y = (0.5 + 0.1 * torch.randn(1, anchors, 1, 1, generator=generator) + extent[..., 1:]).expand_as(x)
     weight = torch.rand(1, anchors, points * 24, 8, generator=generator).softmax(2)
     locations = torch.stack([x, y], -1)
-    for height, width in sizes:  # a move does not undo another: centres of coarse pixels are between centres of fine pixels
+    for height, width in sizes:  # the moves are compatible: centres of coarse pixels lie between centres of fine pixels
         locations = off_lattice(locations, torch.tensor([width, height]))
     shapes, starts = shapes.view(6, 4, 2), starts.view(6, 4)
     return features, shapes, starts, locations, weight.view(1, anchors, points, 6, 4, 8)
@@ -146,7 +146,7 @@ def _round_to_sixteen_bits(t: Tensor) -> Tensor:
 def _attention_with_logits(
     generator: torch.Generator, bs: int, sizes: Sizes, reference: Tensor, points: int, spread: float, axis: str = "level"
 ) -> Args:
-    """What `_attention` draws, from where the linear layers end. reference: [bs, queries, levels or pillars, 2]. Samples are
+    """Draw the inputs of `_attention` with offsets and logits. reference: [bs, queries, levels or pillars, 2]. Keep samples
     away from pixel centres, where the gradient of a location jumps."""
     shapes, starts = _pyramid(sizes)
     levels, queries = len(sizes), reference.shape[1]
@@ -172,7 +172,7 @@ def _decoder_with_logits(generator: torch.Generator, sizes: Sizes, queries: int)
 
 
 def _bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> Args:
-    """Draw pillars with four reference points above each other. Each has two of a query's eight points."""
+    """Draw pillars of four reference points. Each reference point has two of a query's eight points."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1)
     height = torch.tensor([0.06, 0.02, -0.02, -0.06])
@@ -194,8 +194,8 @@ def _maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int,
 
 def ring_of_cameras() -> tuple[Tensor, Tensor]:
     """Return the projection [6, 4, 4] from metres to pixels, and image_size [6, 2], of six cameras that look outwards, 60
-    degrees apart, 1.5 metres above the ground. Focal length and picture are those of nuScenes as Sparse4D scales and crops
-    it."""
+    degrees apart, 1.5 metres above the ground. Focal length and image size are those of Sparse4D's scaled and
+    cropped nuScenes."""
     yaw = torch.arange(6) * (torch.pi / 3)
     cos, sin, zero = yaw.cos(), yaw.sin(), 0 * yaw
     right, down, forward = (sin, -cos, zero), (zero, zero, zero - 1), (cos, sin, zero)
@@ -227,8 +227,8 @@ def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int,
 
 
 def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor) -> Tensor:
-    """Return which points a camera sees at its picture's border, or within 0.002 pixel of where the gradient of a location
-    jumps."""
+    """Return True for points at the border of a camera's image, or within 0.002 pixel of a jump of the location's
+    gradient."""
     inputs = (key_points.double(), projection.double(), logits, image_size.double())
     locations = composition.Aggregation(shapes, *inputs).locations  # [bs, anchor, pts, cam, 2]
     seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)
@@ -254,7 +254,7 @@ def lifted(
 
 
 def without_depth(args: Args) -> Args:
-    """Return the same points with a row of feat for each, as BEVFusion calls the operator."""
+    """Return the arguments without depth: feat has a row for each point, as in BEVFusion."""
     feat, depth, ranks_feat, ranks_depth, *rest = args
     each = torch.arange(len(ranks_feat), dtype=torch.int32)
     return (depth[ranks_depth, None] * feat[ranks_feat], torch.ones(()).expand(len(each)), each, each, *rest)
@@ -302,9 +302,9 @@ def _from_logits(name: str, bare: str, make: Callable[[torch.Generator], Args], 
     return Workload(f"{name}, with logits", f"{bare}_with_logits", make, constant)
 
 
-GRID = "reference_points"  # `constant` of workloads whose reference points are a grid, which the model does not learn
+GRID = "reference_points"  # `constant` of workloads whose reference points are a fixed grid
 
-# Operators with logits. Each row has the sizes of the row whose name it continues.
+# Operators with logits. A row has the sizes of the bare row whose name is the begin of its name.
 WITH_LOGITS = (
     _from_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder_with_logits(g, DETR), GRID),
     _from_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder_with_logits(g, DETR, 300)),
@@ -336,7 +336,7 @@ WORKLOADS = (
     *EXAMPLES,
 )
 
-# The rows of `mx-driving check`: all operators, with sizes that the float64 reference computes in seconds.
+# The rows of `mx-driving check`: all operators, in sizes for which the float64 reference takes seconds.
 CHECKED = (
     *EXAMPLES,
     *(w for w in WITH_LOGITS if w.name.startswith(("Deformable-DETR decoder", "MapTR nano"))),

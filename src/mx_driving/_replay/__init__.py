@@ -1,1 +1,1 @@
-"""Judges recorded calls: `mx-driving replay` reads what `mx_driving_portable/record.py` wrote on another machine."""
+"""Judge recorded calls: `mx-driving replay` reads the files that `mx_driving_portable/record.py` wrote on another machine."""

@@ -1,4 +1,4 @@
-"""Reads a recording. An unreadable file becomes one Problem; the others are still read."""
+"""Read a recording. An unreadable file becomes one Problem; the others are still read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .._operator.description import OPERATORS, Operator, SamplingInputs
 from .._operator.problems import Problem, ruled
 from . import forms
 
-FORMAT = 1  # record.FORMAT of the recordings that can be read
-GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call's
+FORMAT = 1  # the readable record.FORMAT
+GRADIENTS = "-gradients"  # suffix of the file of a call's gradients
 _BARE = [name for name, row in OPERATORS.items() if not row.bare]
 _SCHEMA = {
     **dict.fromkeys(("function", "device", "caller", "reason", "form"), str),
@@ -28,13 +28,13 @@ _SCHEMA = {
 
 @dataclass
 class RecordedCall:
-    """A call as the operator's. `results`: the output and the gradients that the device computed, by name."""
+    """A call of a function, as a call of its operator. `results`: the device's output and gradients, by name."""
 
     name: str
     about: dict[str, Any]
     inputs: tuple[Tensor, ...]
     results: dict[str, Tensor]
-    sizes: tuple[int, ...] = ()  # arguments of the operator that are numbers
+    sizes: tuple[int, ...] = ()  # the operator's integer arguments
     grad_output: Tensor | None = None
 
     @property
@@ -56,7 +56,7 @@ class RecordedCall:
 
     @property
     def has_queries(self) -> tuple[bool, ...]:
-        """Whether axis 1 of each input is the output's axis 1: queries, or channels of cells."""
+        """For each input: whether its axis 1 is axis 1 of the output (queries, or channels of cells)."""
         return tuple(axis is not None for axis in self.row.axes[self.row.queries][:-1])
 
     @property
@@ -64,7 +64,7 @@ class RecordedCall:
         return next(t.shape[1] for t, has_axis in zip(self.inputs, self.has_queries, strict=True) if has_axis)
 
     def is_by_query(self, result: str) -> bool:
-        """Return whether each query has entries of its own."""
+        """Return whether the result has an axis of queries; otherwise it is a sum over queries."""
         return result == "output" or self.has_queries[self.input_names.index(result.removeprefix("grad_"))]
 
     def shape_of(self, result: str) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class RecordedCall:
 
 
 def find_calls(path: Path) -> dict[str, Path]:
-    """Return the calls of a folder and of the folders in it, or the one call of a file: name -> path without ending."""
+    """Return name -> path without suffix: the calls of a folder and its subfolders, or the call of a file."""
     if not os.path.exists(path):  # pathlib fails on a name that is too long
         raise Problem(f"calls must be a folder that record.py wrote, or one file of it; got {path}, which is not there")
     files = [path] if path.is_file() else sorted(path.rglob("*.pt"))
@@ -89,7 +89,7 @@ def list_files(stems: Iterable[Path]) -> list[Path]:
 
 
 def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
-    """Return a call, and why some of its results are left out. Raise a Problem if the call cannot be read."""
+    """Return a call, and reasons for results that are left out. Raise a Problem if the call cannot be read."""
     file, gradients_file = list_files([stem])
     if not file.is_file():
         raise Problem(f"{name}{GRADIENTS} must lie beside {name}, which has its inputs; got no such file")
@@ -101,7 +101,7 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
         checks.contents(row, (*inputs, *sizes))
     problems = []
     if gradients_file.is_file():
-        try:  # the output is judged whatever the gradients are
+        try:  # an unreadable file of gradients leaves the output to be judged
             tensors.update(_load(gradients_file)[1])
         except Problem as problem:
             problems.append(str(problem))
@@ -110,7 +110,7 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
 
 
 def _load(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what a file says about its call, and its tensors."""
+    """Return the metadata and the tensors of a file."""
     with ruled(f"{file.name} must be a whole file that record.py wrote"):
         whole = torch.load(file, weights_only=True, map_location="cpu")
         _check_dict(file.name, whole)
@@ -143,7 +143,7 @@ def _check_dict(name: str, value: Any, kind: type = object) -> None:
 
 
 def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> list[str]:
-    """Take the results that belong to the inputs. Return why the others are not judged."""
+    """Add results to the call if they fit its inputs. Return reasons for the results that are left out."""
     problems = []
     names = [name for name in ("output", *call.gradients) if name in tensors]
     if not names:

@@ -1,4 +1,4 @@
-"""Computes a call again: by the reference in any dtype, by our kernels, and with a mistake."""
+"""Compute a call again: by the reference in any dtype, by our kernels, or with a known mistake."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .. import reference
 from .._operator.description import OPERATORS
 from .calls import RecordedCall
 
-NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
+NUMBERS = 2**22  # most numbers of the samples in a part: the reference holds several copies of a level's samples
 Core = Callable[..., Tensor]
 Results = dict[str, Tensor]
 
 
 class _Reference(torch.autograd.Function):
-    """The reference with the gradients that it defines: an invalid sample gives exactly zero."""
+    """The reference with its own backward instead of autograd's: an invalid sample has a gradient of exactly zero."""
 
     @staticmethod
     def forward(ctx: Any, operator: str, *arguments: Any) -> Tensor:  # pyright: ignore
@@ -42,12 +42,12 @@ def core_of(operator: str) -> Core:
 
 
 def compute(call: RecordedCall, dtype: torch.dtype, form: Core | None = None, queries: Tensor | None = None) -> Results:
-    """Return the output and, where there is a grad_output, the gradients.
+    """Return the output and, if the call has a grad_output, the gradients.
 
     Args:
-        dtype: of the inputs.
+        dtype: the dtype to which floating inputs are converted.
         form: the function that computes the output; None is the reference.
-        queries: only these, in the output and in every gradient.
+        queries: indices of the queries to compute; None for all. Sums such as grad_value are over these queries.
     """
     form, differentiable = form or core_of(call.row.name), () if call.grad_output is None else call.row.differentiable
     parts, sums = [], {}
@@ -59,7 +59,7 @@ def compute(call: RecordedCall, dtype: torch.dtype, form: Core | None = None, qu
         results = {"output": output.detach()}
         if call.grad_output is not None:
             tensors, grad = [leaves[i] for i in differentiable], call.grad_output[:, part].to(output.dtype)
-            product = (output * grad).sum()  # torch imports sympy, 1.3 s, for a gradient that is given
+            product = (output * grad).sum()  # with grad_outputs torch would import sympy, 1.3 s
             gradients = torch.autograd.grad(product, tensors, allow_unused=True, materialize_grads=True)
             results.update(zip(call.gradients, gradients, strict=True))
         for name in [name for name in results if not call.is_by_query(name)]:  # sums over queries, such as grad_value
@@ -77,8 +77,8 @@ def _queries_at_a_time(call: RecordedCall) -> int:
 
 
 def compute_by_kernel(call: RecordedCall) -> Results:
-    """Return the results of our kernel that serves the CPU. Inputs of 16 bits are converted to an output's wider dtype,
-    exactly: autocast reads 16 bits, and computes and returns float32."""
+    """Return the results of our CPU kernel. If the output is wider than 16-bit inputs, convert the inputs to its dtype. This is
+    exact: under autocast an operator reads 16 bits, and computes and returns float32."""
     inputs, dtype = call.inputs, call.results.get("output", call.grad_output).dtype  # pyright: ignore
     if dtype.itemsize > 2:
         inputs = [t.to(dtype) if t.is_floating_point() and t.dtype.itemsize == 2 else t for t in inputs]
@@ -91,8 +91,8 @@ def compute_by_kernel(call: RecordedCall) -> Results:
 
 
 def as_attention(v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """Return an aggregation's inputs as attention's: groups are heads, the maps of all cameras are levels, and points beyond a
-    picture count, too. Return attention's as they are."""
+    """Convert the inputs of aggregation to those of attention: groups become heads, the maps of all cameras become levels, and
+    points off the image are sampled, too. Return the inputs of attention unchanged."""
     if s.dim() == 2:
         return v, s, t, l, w
     groups, scales = w.shape[-1], s.shape[1]

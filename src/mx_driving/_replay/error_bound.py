@@ -1,4 +1,4 @@
-"""The error that each result of a call may have, and errors in units of it."""
+"""The allowed error of each result of a call, and errors in units of the allowed error."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .calls import RecordedCall
 from .compute import compute
 
 _DRAWS = 4  # two draws of the same rounding errors may differ by this factor
-_LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and float64 may be on different sides of it
+_LATTICE = 16  # ulps of a position; this close to a pixel's centre, float32 and float64 may be on different sides
 
 
 def _num_terms(call: RecordedCall) -> dict[str, int]:
-    """Return how many terms the longest sum of each result has."""
+    """Return the number of terms in the longest sum of each result."""
     if call.row.kind == "pooling":
         feat_terms, depth_terms, cell_terms = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:])
         return {"output": cell_terms, "grad_feat": feat_terms, "grad_depth": depth_terms * call.inputs[0].shape[1]}
@@ -27,17 +27,17 @@ def _num_terms(call: RecordedCall) -> dict[str, int]:
 
 
 class ErrorBound:
-    """The float64 results of a call, the error that each result may have, the device's errors in units of that, and which of
-    its entries are wrong: off by more than one unit. Errors are measured against the largest entry,
-    since the largest sum of absolute terms is at least as much. A location's gradient is a difference, and is measured against
-    its terms: the size of the map * weight * gradient of the weight. Where all entries cancel, float32's own loss counts."""
+    """The float64 results of a call, and the device's errors in units of the allowed error. An entry is wrong if its error is
+    more than one unit. The allowed error is relative to the largest entry, because the largest sum of absolute terms is at
+    least as large. The gradient of a location is a difference; its allowed error is relative to its terms: size of the map *
+    weight * gradient of the weight. If all entries cancel, the allowed error is a multiple of float32's own error."""
 
     def __init__(self, call: RecordedCall) -> None:
         self.call = call
         self.truth = compute(call, torch.float64)
         self._num_terms = _num_terms(call)
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
-        has_positions = call.row.rows == 4 and call.sampling.shapes.numel()  # of bilinear samples
+        has_positions = call.row.rows == 4 and call.sampling.shapes.numel()  # bilinear samples
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
         self._scales = {name: largest_magnitude(t) for name, t in self.truth.items()}
         if "grad_locations" in self.truth:
@@ -52,14 +52,14 @@ class ErrorBound:
     def error(
         self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
     ) -> Tensor:
-        """Return the error of each entry in units of what it may differ from `expected`, the truth or a suspect's result. It is
-        infinite where only one of the two is NaN or infinite.
+        """Return the difference of each entry from `expected`, the truth or a suspect's result, in units of the allowed error.
+        The difference is infinite if only one of the two entries is NaN or infinite.
 
         Args:
-            compute: the dtype of the sums; by the operator's rules it is float64 as soon as an input is, else float32.
-            queries: those that `got` and `expected` have, if they do not have all.
+            compute: the dtype of the sums; by default the operator's: float64 if an input is float64, else float32.
+            queries: the queries of `got` and `expected`; None for all.
         """
-        extent = self._extent if compute is None else 0  # 16 bits hold no position of a map
+        extent = self._extent if compute is None else 0  # a trial of 16-bit sums has no error of positions
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))
@@ -67,14 +67,14 @@ class ErrorBound:
             self._least[result]
         )
         rounded, got = expected.to(got.dtype).double(), got.double()
-        expected = torch.where(rounded.isinf(), rounded, expected)  # it overflows in this dtype
+        expected = torch.where(rounded.isinf(), rounded, expected)  # expected overflows in the dtype of `got`
         units = entry_differences(got, expected) / limit.clamp_min(self._least[result])
         unsure = self.unsure(result)
         unsure = unsure[:, queries] if queries is not None and unsure.dim() else unsure
         return torch.where(unsure & got.isfinite(), 0, units)
 
     def unsure(self, result: str) -> Tensor:
-        """Return True where a location lies on the centre of a pixel but for rounding: its gradient jumps there."""
+        """Return True for gradients of locations on a pixel centre, within rounding: the gradient jumps there."""
         return self._on_centres if result == "grad_locations" else torch.zeros((), dtype=torch.bool)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Says why a result is wrong: the known mistake that gives the same numbers, what the error looks like, or where it is."""
+"""Explain a wrong result: by a known mistake that gives the same numbers, by a pattern of the errors, or by their place."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .compute import Core, compute, core_of
 from .error_bound import ErrorBound
 from .known_mistakes import mistakes_of
 
-_ALIKE = 2  # numbers that have a common factor by chance
-_JUMPS = 1e-3  # the fraction of entries where float32 and float64 may be on different sides of a jump
+_ALIKE = 2  # up to two numbers may have a common factor by chance
+_JUMPS = 1e-3  # the fraction of entries for which float32 and float64 may be on different sides of a jump
 _SOME = 121  # wrong queries of a large call that a suspect must explain first
 # axes of the weights: name -> dimension
 _AXES = {
@@ -23,11 +23,11 @@ _AXES = {
     "aggregation": {"batch": 0, "point": 2, "camera": 3, "level": 4, "group": 5},
 }
 _ZERO = "it is zero everywhere, as if the kernel had not run"
-Suspicion = tuple[str, RecordedCall, Core]  # words, and the call and the function that would give the device's numbers
+Suspicion = tuple[str, RecordedCall, Core]  # (sentence, call, core); call and core with the mistake
 
 
 def explain(bound: ErrorBound) -> dict[str, str]:
-    """Return a sentence for each wrong result that something explains."""
+    """Return result -> sentence for the wrong results that have an explanation."""
     wrong = [name for name, entries in bound.wrong.items() if entries.any()]
     if not any(bool(bound.call.results[name].any()) for name in wrong):
         return dict.fromkeys(wrong, _ZERO)
@@ -40,7 +40,7 @@ def explain(bound: ErrorBound) -> dict[str, str]:
 
 def _suspicions(call: RecordedCall) -> Iterator[Suspicion]:
     if not all(t.numel() for t in call.inputs):
-        return  # no mistake reads anything else
+        return  # the known mistakes need inputs with entries
     for words, core in mistakes_of(call.row.name, call.inputs):
         yield words, call, core
     for i, name in enumerate(call.input_names):
@@ -52,7 +52,7 @@ def _suspicions(call: RecordedCall) -> Iterator[Suspicion]:
 
 
 def _memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
-    """Return the order of entries in the memory of a tensor that was not contiguous; None if it had gaps or overlaps."""
+    """Return the entries' indices in the order of memory for recorded strides; None if the memory has gaps or overlaps."""
     if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
         return None
     memory = torch.full((t.numel(),), -1)
@@ -61,7 +61,7 @@ def _memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
 
 
 def _explained_results(bound: ErrorBound, suspect: RecordedCall, core: Core, wrong: list[str]) -> list[str]:
-    """Return the wrong results that the suspect gives, too. Of a large call, try some wrong queries first."""
+    """Return the wrong results that the suspect reproduces. In a large call, try some wrong queries first."""
     call = bound.call
     by_query = [name for name in wrong if call.is_by_query(name)]
     if call.num_queries > _SOME and by_query:
@@ -72,13 +72,13 @@ def _explained_results(bound: ErrorBound, suspect: RecordedCall, core: Core, wro
             return []
     results = compute(suspect, torch.float64, core)
     explained = [name for name in wrong if _agrees(bound, name, results[name])]
-    # zeros explain themselves
+    # if all wrong entries are zero, `_describe_error` has the better explanation
     return explained if any(bool(call.results[name][bound.wrong[name]].any()) for name in explained) else []
 
 
 def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | None = None) -> bool:
-    """Return whether the suspected numbers are the device's. Of the wrong entries all must be explained but a few, which may
-    lie where a gradient jumps."""
+    """Return whether the suspect's numbers equal the device's, except for a fraction of the entries: they may lie at a jump of
+    a gradient."""
     device, wrong = bound.call.results[name], bound.wrong[name]
     if queries is not None:
         device, wrong = device[:, queries], wrong[:, queries]
@@ -87,7 +87,7 @@ def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | N
 
 
 def _describe_error(bound: ErrorBound, name: str) -> str:
-    """Describe the error by itself: NaN, zeros, a factor, or a unit; empty if it looks like none of these."""
+    """Describe the error without a suspect: NaN, zeros, a factor, or a unit; "" if it is none of these."""
     call, device, truth, wrong = bound.call, bound.call.results[name], bound.truth[name], bound.wrong[name]
 
     def is_right(expected: Tensor) -> bool:
@@ -114,7 +114,7 @@ def _describe_error(bound: ErrorBound, name: str) -> str:
 
 
 def where(call: RecordedCall, name: str, entries: Tensor, what: str) -> str:
-    """Return how many entries are so and where: the box of their indices, and the levels, cameras, heads ... that hold all."""
+    """Return "<number> of <total> entries are <what>", the box of their indices, and their levels, cameras, heads ..."""
     indices = entries.nonzero()
     box = zip(indices.amin(0).tolist(), indices.amax(0).tolist(), strict=True)
     text = ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in box)
@@ -123,7 +123,7 @@ def where(call: RecordedCall, name: str, entries: Tensor, what: str) -> str:
 
 
 def _parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
-    """Yield the parts of each axis that hold all wrong entries, such as "level 1", unless all parts do."""
+    """Yield for each axis the indices with wrong entries, such as "level 1", unless all indices have wrong entries."""
     for axis, dim in _AXES[call.row.kind].items():
         count = call.sampling.weights.shape[dim]
         if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < wrong.dim() - (name == "grad_locations")):

@@ -1,4 +1,4 @@
-"""Turns recorded calls of the vendor's and the extensions' functions into calls of the operators."""
+"""Convert recorded calls of the vendor's and the extensions' functions to calls of the operators."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CHANNELS_FIRST_FEAT = "voxel_pooling_inference_forward_wrapper"
 
 
 class _Captured(Exception):
-    """The arguments of an operator's call."""
+    """Carries the arguments of an operator's call out of the function that calls the operator."""
 
 
 class _Capture(TorchDispatchMode):
-    """Raises the first call of an operator instead of computing it."""
+    """Raise _Captured with the arguments of the first operator, instead of computing it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "mx_driving":
@@ -55,7 +55,7 @@ def _sampling(operator: str, facts: Facts) -> tuple[Tensor, ...]:
 
 
 def _pooling(name: str, form: str, facts: Facts) -> Sequence[Any]:
-    """Call our function of the recorded one's name, and return the inputs with which it calls the operator."""
+    """Call our function for the recorded function, and return the inputs of the operator that it calls."""
     if form not in _ROWS:
         raise Problem(f"the form of {name} must be one of {', '.join(_ROWS)}; got {form}")
     arguments = [facts[parameter] for parameter in _ROWS[form].names]
@@ -69,7 +69,7 @@ def _pooling(name: str, form: str, facts: Facts) -> Sequence[Any]:
 
 
 def function_named(form: str) -> Callable[..., Any]:
-    """Return our function of a pool in record.py's table. The autograd function has the parameters of the public one."""
+    """Return our pool for this row of record.py's table. BEVPoolV3.apply takes the same arguments as bev_pool_v3."""
     if _ROWS[form].module != "mx_driving":
         return stand_in(_ROWS[form])
     return getattr(ops, "bev_pool_v3" if form == "BEVPoolV3.apply" else form)
@@ -82,12 +82,12 @@ def output_shape(row: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) 
 
 
 def in_operators_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a result in the shape that the operator gives it, if it has as many entries."""
+    """Return a result in the shape of the operator's result, if both have the same number of entries."""
     form = about.get("form", "")
     if about["operator"] == POOL:
         if t.dim() and result in ("output", "grad_output") and form in _ROWS and _ROWS[form].layout.endswith("C"):
             t = t.movedim(-1, 1)
         if t.dim() > 1 and result == "grad_feat":
             t = t.movedim(1, -1) if form == _CHANNELS_FIRST_FEAT else t
-            t = t.flatten()[: math.prod(shape)]  # without depth there may be more rows than points
+            t = t.flatten()[: math.prod(shape)]  # without depth, feat may have more rows than there are points
     return t.reshape(shape) if t.numel() == math.prod(shape) else t

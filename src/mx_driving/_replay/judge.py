@@ -1,4 +1,4 @@
-"""Judges a recorded call: each result against float64 truth, in units of what its dtype may lose."""
+"""Judge a recorded call: compare each result with float64 truth, in units of the allowed error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
 
 @dataclass
 class Judged:
-    """One result of a call. Errors are in units of what the dtype may lose: up to 1 is right."""
+    """One result of a call. Errors are in units of the allowed error: up to 1 is right."""
 
     result: str
     device: float
@@ -25,7 +25,7 @@ class Judged:
     ours: float
     nans: int
     infinities: int
-    left_out: int  # entries that nobody can judge
+    left_out: int  # entries at a jump of the gradient
     verdict: str
     why: str = ""
 
@@ -35,7 +35,7 @@ class Verdict:
     """A call and its results."""
 
     call: RecordedCall
-    nans: int  # in the inputs
+    nans: int  # number of NaN in the inputs
     infinities: int
     results: list[Judged]
     notes: list[str]
@@ -74,7 +74,7 @@ def _judge_result(bound: ErrorBound, name: str, ours: Tensor) -> Judged:
 
 
 def _explain_otherwise(bound: ErrorBound, judged: Judged) -> str:
-    """Explain a result that no known mistake gives: by sums in 16 bits, or by where the wrong entries are."""
+    """Explain a wrong result without a known mistake: by sums in 16 bits, or by the indices of the wrong entries."""
     call, name = bound.call, judged.result
     narrow = next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
     if narrow and bool((bound.error(name, call.results[name], bound.truth[name], narrow) <= 1).all()):

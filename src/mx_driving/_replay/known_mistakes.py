@@ -1,7 +1,7 @@
 """Known mistakes of implementations: differences of vendors' versions, and usual slips.
 
-Each is the operator with the mistake: a function of the operator's core, which is right, and its arguments. `explain.py` looks
-for one that gives the device's numbers.
+A mistake is a function of the operator's right core and its arguments; it returns the operator's output with the mistake.
+`explain.py` looks for a mistake that gives the device's numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Mistake = Callable[..., Tensor]
 
 
 def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
-    """Move locations by a function of them and of their maps' (width, height)."""
+    """Replace locations by move(locations, (width, height) of their maps)."""
 
     def run(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
         if s.dim() == 3:
@@ -36,7 +36,7 @@ def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
 
 
 def _clamp(*axes: bool) -> Mistake:
-    """Move locations to the border's pixels, along these axes."""
+    """Clamp locations to the border's pixels along these axes."""
     along = torch.tensor(axes)
     return _move(lambda at, size: torch.where(along, torch.minimum(torch.maximum(at, 0.5 / size), 1 - 0.5 / size), at))
 
@@ -48,7 +48,7 @@ def _interleave(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tenso
 
 
 def _poison(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
-    """Multiply and add every sample, whatever it is: a NaN or infinite location or weight makes a NaN."""
+    """Multiply and add every sample, also invalid samples: a NaN or infinite location or weight makes the sum NaN."""
     poison = (l.detach() * 0).sum(-1) + w.detach() * 0
     return core(v, s, t, l, w) + poison.sum((3, 4)).repeat_interleave(v.shape[3], 2)
 
@@ -59,7 +59,7 @@ def _leave_out_off_map(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w
 
 
 def _keep_points(choose: Callable[[Tensor], Tensor]) -> Mistake:
-    """Sum only the points that a function of their cells chooses."""
+    """Sum only the points for which `choose(cells)` is True."""
     return lambda core, v, e, f, d, cell, *sizes: core(v, e, f, d, torch.where(choose(cell.long()), cell, -1), *sizes)
 
 
@@ -69,7 +69,7 @@ def _begins(cell: Tensor) -> Tensor:
 
 
 def _has_largest(numbers: Callable[[Tensor], Tensor], cell: Tensor) -> Tensor:
-    """Choose the points whose number is the largest of their cell's."""
+    """Return True for the points with the largest of their cell's `numbers`."""
     ranks = numbers(cell)
     return ranks == torch.zeros(int(cell.max()) + 1, dtype=torch.long).scatter_reduce(0, cell, ranks, "amax")[cell]
 
@@ -151,8 +151,8 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
 
 
 def mistakes_of(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Core]]:
-    """Yield the mistakes that an implementation of an operator can make on these inputs: their words, and the operator with the
-    mistake."""
+    """Yield (description, core with the mistake) for the mistakes that an implementation of an operator can make on these
+    inputs."""
     tables = [mistakes for operators, mistakes in _MISTAKES.items() if operator in operators]
     for words, mistake in (*(item for table in tables for item in table.items()), *_orders_of_levels(operator, len(inputs[1]))):
         yield words, partial(mistake, core_of(operator))

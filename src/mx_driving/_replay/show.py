@@ -1,4 +1,4 @@
-"""Shows verdicts as a table, as sentences, and as rows of JSON and CSV files."""
+"""Show verdicts as a table, as sentences, and as rows of JSON and CSV files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = {RIGHT: "green", COARSE: "yellow", WRONG: "red"}
 
 
 def describe(verdict: Verdict) -> dict[str, Any]:
-    """Return what is shown of a call and its inputs, by name."""
+    """Return the displayed facts of a call and its inputs, by name."""
     call = verdict.call
     about = {"on": "device", **{key: key for key in ("function", "operator", "index", "caller", "reason")}}
     facts = {name: call.about.get(key, "") for name, key in about.items()}
@@ -61,7 +61,7 @@ def _in_units(error: float) -> str:
 
 
 def sentences(verdict: Verdict) -> list[str]:
-    """Return what is to be said of a call beside its row. Results with one reason share a sentence."""
+    """Return sentences about a call for the lines below its table. Results with the same reason share a sentence."""
     names: dict[tuple[str, str], list[str]] = {}
     for judged in verdict.results:
         if judged.why:

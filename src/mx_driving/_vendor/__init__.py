@@ -1,1 +1,1 @@
-"""What only users of the vendor's library need: the stand-in for torch_npu, the patcher, its `_C`, recorded calls."""
+"""Code for users of the vendor's library alone: the stand-in for torch_npu, the compiled functions, and aclnn."""

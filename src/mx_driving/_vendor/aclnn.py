@@ -65,7 +65,7 @@ _DTYPE = {
 }
 _UNDEFINED_DTYPE = -1
 _FORMAT_ND = 2
-_NO_EXECUTOR = 1  # an address at which no executor is
+_NO_EXECUTOR = 1  # an address without an executor
 
 _GRAD, _FORWARD = "aclnnMultiScaleDeformableAttentionGrad", "aclnnMultiScaleDeformableAttnFunction"
 _INPUTS = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
@@ -90,27 +90,27 @@ def _library() -> ctypes.CDLL:
 
 
 def recent_error() -> str | None:
-    """Return the sentence of this thread's last failure, once: *name* must *rule*; got *fact*."""
+    """Return the sentence of this thread's last failure, and forget it: *name* must *rule*; got *fact*."""
     message = _library().aclGetRecentErrMsg()
     return message.decode() if message is not None else None
 
 
 class Executor:
-    """A call that phase one has prepared. Holds its tensors. Phase two frees it, or the end of this object."""
+    """A call prepared by phase one. It holds the call's tensors. Phase two or this object's deletion frees the handle."""
 
     def __init__(self, handle: int, tensors: tuple[Tensor | None, ...]) -> None:
         self._handle, self._tensors = handle, tensors
         self._free = weakref.finalize(self, _library().aclDestroyAclOpExecutor, handle)
 
     def _hand_over(self) -> int:
-        """Return the handle, once: phase two frees it, and its address may then become another executor's."""
+        """Return the handle and forget it: phase two frees it, and another executor may then get its address."""
         handle, self._handle = self._handle, _NO_EXECUTOR
         self._free.detach()
         return handle
 
 
 class Stream:
-    """Runs a call at once, and remembers the first error until somebody synchronises."""
+    """Runs a call at once, and keeps the first error until `synchronize`."""
 
     def __init__(self) -> None:
         handle = c_void_p()
@@ -131,7 +131,7 @@ def synchronize(stream: Stream | None = None) -> Status:
 
 
 def _describe(name: str, t: Tensor | None) -> int | None:
-    """Return an aclTensor for a tensor, which the caller destroys; None for None."""
+    """Return a new aclTensor for a tensor; None for None. The caller destroys the aclTensor."""
     if t is None:
         return None
     checks.host_memory(name, t)
@@ -246,14 +246,14 @@ def multi_scale_deformable_attention_grad_get_workspace_size(
 def multi_scale_deformable_attention_grad(
     workspace: Tensor | None, workspace_size: int, executor: Executor | None, stream: Stream | None = None
 ) -> Status:
-    """Phase two: run what phase one prepared.
+    """Phase two: run the call that phase one prepared.
 
     The outputs are written when the call returns, unless a level does not fit: `synchronize(stream)` returns that status. An
     executor runs once; a failed check uses it up, too.
 
     Args:
         workspace: at least workspace_size contiguous bytes; None if phase one returned 0
-        workspace_size: what phase one returned, or more
+        workspace_size: the size that phase one returned, or more
         executor: from phase one
 
     Source: CANN's aclnnMultiScaleDeformableAttentionGrad.
@@ -273,7 +273,7 @@ def multi_scale_deformable_attention_grad_out(
     grad_attn_weight: Tensor | None = None,
     stream: Stream | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both phases and `synchronize` in one call. It takes what phase one takes, and raises instead of returning statuses.
+    """Both phases and `synchronize` in one call. It takes the arguments of phase one, and raises instead of returning statuses.
 
     Args:
         grad_value, grad_location, grad_attn_weight: overwritten and returned; None makes one, of the inputs' dtype
@@ -336,7 +336,7 @@ def multi_scale_deformable_attn_function_out(
     """The forward in one call, as `multi_scale_deformable_attention_grad_out`. If output is None, it makes one: [bs,
     num_queries, num_heads * channels] in value's dtype."""
     rules.tensors(("value", value), ("location", location))
-    shaped = value.dim() == 4 and location.dim() == 6  # if not, phase one says what is wrong
+    shaped = value.dim() == 4 and location.dim() == 6  # phase one refuses other shapes
     rows = (value.shape[0], location.shape[1], value.shape[2] * value.shape[3]) if shaped else ()
     output = _output(output, rows, value.dtype)
     _both_phases(_FORWARD, (value, spatial_shape, level_start_index, location, attn_weight, output), stream)

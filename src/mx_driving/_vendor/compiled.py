@@ -1,6 +1,6 @@
 """The functions of the vendor's compiled extension for the operators here, under their present and older names.
 
-Like the vendor's, they know neither autograd nor autocast; gradients are separate functions.
+As in the vendor's extension, autograd and autocast do not apply; gradients are separate functions.
 """
 
 from __future__ import annotations

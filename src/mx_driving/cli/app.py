@@ -21,7 +21,7 @@ from .verify import verify
 
 
 class _HidesTypesOfFlags:
-    """Show no type beside a flag in the help: `--quick <bool>` looks as if the flag took a value."""
+    """Hide the type of a flag in the help, because `--quick <bool>` looks as if the flag took a value."""
 
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]

@@ -20,11 +20,11 @@ from .start import matching
 
 
 def _table(rows: list[WorkloadErrors]) -> Any:
-    """A table within 80 columns: a row's operator, workload and dtype stand above its errors."""
+    """Return a table within 80 columns. The operator, workload and dtype of a row stand above its errors."""
     table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for row in rows:
-        name = re.sub(r" (?=[\[\d])", "\n", row.workload.name, count=1)  # sizes have a line of their own
-        operator = row.workload.operator.replace("_with_logits", "\n  _with_logits")  # one line would not leave room for times
+        name = re.sub(r" (?=[\[\d])", "\n", row.workload.name, count=1)  # sizes on a new line
+        operator = row.workload.operator.replace("_with_logits", "\n  _with_logits")  # room for times
         table.add_row(f"[bold]{operator}[/]\n{escape(name)}\n{row.dtype}")
         errors = "\n".join(
             f"[{'red' if not error <= row.allowed[what] else 'green'}]{error:.1e}[/] / {row.allowed[what]:.1e}"
@@ -38,7 +38,7 @@ def _table(rows: list[WorkloadErrors]) -> Any:
 
 
 def _backends(rows: list[WorkloadErrors]) -> list[str]:
-    """A line for each backend, with the operators that it served."""
+    """Return a line for each backend, with the operators that it served."""
     served: dict[str, dict[str, None]] = {}
     for row in rows:
         served.setdefault(row.backend, {})[row.workload.operator] = None
@@ -46,7 +46,7 @@ def _backends(rows: list[WorkloadErrors]) -> list[str]:
 
 
 def _facts(rows: list[WorkloadErrors]) -> dict[str, Any]:
-    """Return what --json prints."""
+    """Return the facts that --json prints."""
     failures = [failure for row in rows for failure in row.failures]
     lines = [
         {
@@ -65,7 +65,7 @@ def _facts(rows: list[WorkloadErrors]) -> dict[str, Any]:
 
 
 def _usable(name: str) -> str:
-    """The device's type, after a number has been on the device and back."""
+    """Return the type of a device. Copy a number to the device and back first, to check that it works."""
     with ruled(f"--device={name} must be a device that torch can use here", RuntimeError, AssertionError, ImportError):
         device = torch.device(name)
         torch.zeros(1, device=device).item()

@@ -69,5 +69,5 @@ def _compare(path_in: Path, report: Any, seconds: float, fed: dict[str, Any]) ->
         return _running.compare(path_in, report.path, seconds, fed, list(report.locations.values()))
     except Problem:
         raise
-    except Exception as error:  # onnxruntime has a dozen kinds of its own
+    except Exception as error:  # onnxruntime raises a dozen classes
         raise Problem(f"both files must run in onnxruntime; got {path_in}, {report.path}: {first_line(error)}") from None

@@ -28,7 +28,7 @@ def find_version(package: str) -> str | None:
 
 
 def collect() -> dict[str, Any]:
-    """Return all facts, as `--json` prints them. Only torch itself tells which CUDA it was built for."""
+    """Return all facts, as `--json` prints them. The version of CUDA is in torch alone."""
     versions = {package: find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
     return {
         "versions": {"python": platform.python_version(), **versions},
@@ -43,12 +43,12 @@ def collect() -> dict[str, Any]:
 
 
 def _kind(sentence: str) -> str:
-    """Return the kind of kernel that a sentence of `backends()` begins with: native C++, Triton, composition or reference."""
+    """Return the first words of a sentence of `backends()`: native C++, Triton, composition or reference."""
     return re.split(r"[;:,]| over ", sentence)[0]
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
-    """Return the facts as lines of at most 80 columns, as far as names and sentences are short."""
+    """Return the facts as lines. Lines have at most 80 columns, unless a name or a sentence is long."""
     versions = [f"{name} {version or 'none'}" for name, version in facts["versions"].items()]
     kernels = facts["kernels"]
     lines = [

@@ -55,13 +55,13 @@ Seconds = Annotated[float, typer.Option("--seconds", metavar="N", parser=_number
 
 
 def use_threads(threads: int) -> None:
-    """Set torch's number of threads; 0 leaves it."""
+    """Set torch's number of threads; 0 leaves it unchanged."""
     if threads:
         torch.set_num_threads(threads)
 
 
 def arrays(path: Path | None) -> dict[str, Any]:
-    """Return the arrays of --inputs by name; none without it."""
+    """Return the arrays of the file of --inputs by name; an empty dictionary without the option."""
     if path is None:
         return {}
     if by_name := read_arrays("--inputs", path):

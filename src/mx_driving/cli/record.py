@@ -1,4 +1,4 @@
-"""`mx-driving record`, which mx_driving_portable/record.py is: options, help and work."""
+"""`mx-driving record`: passes its command line to mx_driving_portable/record.py, which has the options and the help."""
 
 from __future__ import annotations
 

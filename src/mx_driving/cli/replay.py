@@ -44,7 +44,7 @@ def replay(
     from .._replay import calls as reading
     from .._replay import show as shown
 
-    if not calls:  # as a path it would be the working folder
+    if not calls:  # Path("") is the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
     path = Path(calls)
     stems = reading.find_calls(path)
@@ -81,7 +81,7 @@ def replay(
 
 
 def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[str]]:
-    """Return the verdicts on the calls, and sentences about what could not be read or judged."""
+    """Return the verdicts, and sentences about calls and results that could not be read or judged."""
     from rich.progress import track
 
     from .._replay.calls import read
@@ -89,7 +89,7 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
 
     verdicts, problems = [], []
     for name in track(stems, description="judging", console=console, transient=True, disable=console is None):
-        try:  # a device's numbers are judged, whatever limits the environment sets
+        try:  # ignore the vendor's limits, which the environment may set
             with suspended(), ruled(f"{name} must be a call that can be judged"):
                 call, left_out = read(name, stems[name])
                 problems += left_out
@@ -101,7 +101,7 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
 
 
 def _outcome(wrong: int, judged: int, problems: int) -> str:
-    """Return the last line."""
+    """Return the last line of the report."""
     if not wrong and not problems:
         return f"all is well[/]: {judged} {'call is' if judged == 1 else 'calls are'} right"
     calls = f"{wrong} of {judged} calls wrong" if judged else "no call was judged"

@@ -1,4 +1,4 @@
-"""How a program starts and fails: one sentence on standard error, and exit status 2. Status 1 is a wrong result."""
+"""Start a program. A failure prints one sentence on standard error, with exit status 2. Status 1 means a wrong result."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import typer
 
 from .._operator.problems import Problem
 
-_UsageError: Any = typer.BadParameter.__base__  # typer's own, or click's with an older typer
+_UsageError: Any = typer.BadParameter.__base__  # typer's class; click's with an older typer
 
 
 class WrongValue(typer.BadParameter):
-    """A value that an option's parser refuses. The message is the rest of a sentence that begins with the option's name."""
+    """An option's parser refuses a value. The message continues a sentence that begins with the option's name."""
 
 
 def start(program: str, command: typer.Typer | Callable[..., None]) -> None:
-    """Run a command, or an app of several, on the arguments of this process, and exit."""
+    """Run a command, or an app of several commands, on the arguments of this process, and exit."""
     app = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     if app is not command:
         app.command()(command)
@@ -33,7 +33,7 @@ def start(program: str, command: typer.Typer | Callable[..., None]) -> None:
         except typer.Abort:
             sys.exit(130)
         except _UsageError as error:
-            if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help
+            if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
                 sys.exit(2)
             message = " ".join(error.format_message().split())
             if isinstance(error, WrongValue):
@@ -44,8 +44,8 @@ def start(program: str, command: typer.Typer | Callable[..., None]) -> None:
 
 @contextmanager
 def in_a_sentence(program: str) -> Iterator[None]:
-    """End the program with a sentence instead of a traceback after a Problem, or if standard output takes no more. End it
-    quietly if the reader has gone away (`| head -1`)."""
+    """After a Problem, or if standard output cannot be written, end the program with a sentence instead of a traceback. End
+    silently if the reader has closed the pipe (`| head -1`)."""
     try:
         output = sys.stdout
         if output is None:
@@ -55,7 +55,7 @@ def in_a_sentence(program: str) -> Iterator[None]:
         try:
             yield
         finally:
-            output.flush()  # click may have put a file around sys.stdout that hides a reader's leaving
+            output.flush()  # click's wrapper of sys.stdout may hide a closed pipe
     except BrokenPipeError:
         _drop_output()
         sys.exit(1)
@@ -63,7 +63,7 @@ def in_a_sentence(program: str) -> Iterator[None]:
         _say(f"{program}: {problem}")
         sys.exit(2)
     except OSError as error:
-        if error.filename is not None:  # a file's error that nobody foresaw: our fault
+        if error.filename is not None:  # an unforeseen error of a file is our bug
             raise
         _drop_output()
         _say(f"{program}: standard output must take what is printed; got {error.strerror or error}")
@@ -76,7 +76,7 @@ def _say(sentence: str) -> None:
 
 
 def _drop_output() -> None:
-    """Drop the rest of the buffer: Python writes it at exit, and would fail again."""
+    """Drop the buffered output: Python would write it at exit, and fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -80,7 +80,7 @@ def _word(right: bool, word: str) -> str:
 
 
 def _matches(report: Any) -> Any:
-    """Return a table of errors, in units of what the dtype may lose."""
+    """Return a table of errors, in units of the dtype's tolerance."""
     table = grid(None, {"match": 0, "inputs": 0}, {"error": 0, "in float32": 0})
     table.add_column("verdict")
     for one in report.comparisons:
@@ -91,7 +91,7 @@ def _matches(report: Any) -> Any:
 
 
 def _outputs(report: Any) -> Any:
-    """Return a table: how many numbers differ by more than rounding explains, and how many may, because of near ties."""
+    """Return a table of outputs: the share of numbers that rounding does not explain, and the share allowed for near ties."""
     table = grid(None, {"output": 0}, {"largest difference": 0, "numbers off": 0, "may be off": 0})
     table.add_column("verdict")
     for one in report.outputs:
@@ -101,7 +101,7 @@ def _outputs(report: Any) -> Any:
 
 
 def _sentences(report: Any) -> list[str]:
-    """Say what the matches are, why a comparison is wrong, and what was left out. Equal sentences are said once."""
+    """Return sentences: the matches, the reasons of wrong comparisons, and what was left out. Equal sentences occur once."""
     words: dict[str, dict[str, None]] = {}
     for match in report.matches:
         words.setdefault(match.words, {})[match.name] = None
@@ -117,7 +117,7 @@ def _sentences(report: Any) -> list[str]:
 
 
 def _which(comparisons: list[Any]) -> str:
-    """Name the match, or say how many, and the inputs."""
+    """Return the name of the match, or the number of matches, and their inputs."""
     names = list(dict.fromkeys(one.match.name for one in comparisons))
     matches = names[0] if len(names) == 1 else f"{len(names)} matches"
     return ", ".join([matches, *dict.fromkeys(one.inputs for one in comparisons)])

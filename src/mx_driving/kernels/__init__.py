@@ -4,8 +4,8 @@
     kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
 
 Ten models of transformers 5 name their sampling layer "MultiScaleDeformableAttention": Deformable DETR, Grounding DINO,
-LW-DETR, MM Grounding DINO, OmDet-Turbo, PP-DocLayout v2 to v4, RF-DETR and RT-DETR. `mx_driving.patch` does more: it has the
-other models' sampling layers, and whole attention modules.
+LW-DETR, MM Grounding DINO, OmDet-Turbo, PP-DocLayout v2 to v4, RF-DETR and RT-DETR. `mx_driving.patch` does more: it also
+replaces the sampling layers of other models, and whole attention modules.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["MultiScaleDeformableAttention", "libreyolo", "mapping", "register", 
 
 NAME = "MultiScaleDeformableAttention"  # in transformers
 DEVICES = ("cpu", "cuda")
-_HUB = pathlib.Path(__file__).parent / "_hub"  # the files of a repository
+_HUB = pathlib.Path(__file__).parent / "_hub"  # the layer's files in a kernel repository
 _NEEDED = 'mx_driving.kernels.register needs the package kernels: pip install "kernels>=0.17"'
 
 
 class MultiScaleDeformableAttention(torch.nn.Module):
-    """The sampling layer of transformers, over the operator. It has no state, because `kernels` copies only `forward`."""
+    """The sampling layer of transformers, by our operator. It has no state, because `kernels` copies only `forward`."""
 
     has_backward = True
     can_torch_compile = True
@@ -60,7 +60,7 @@ class MultiScaleDeformableAttention(torch.nn.Module):
 
 @dataclass(frozen=True)
 class _Repository:
-    """An entry of a mapping of `kernels`: it loads the layer. Equal entries compare equal."""
+    """An entry of a mapping of `kernels`: it loads the layer. A dataclass, so that equal entries compare equal."""
 
     layer_name: str = NAME
 
@@ -123,7 +123,7 @@ def write(folder: str | os.PathLike[str]) -> pathlib.Path:
             variant = root / "build" / f"torch-{device}"
             shutil.copytree(_HUB, variant, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
             (variant / "metadata.json").write_text(json.dumps(_metadata(device), indent=2) + "\n", encoding="utf-8")
-    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+    except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
         fact = f"{os.fspath(folder)!r}: {getattr(error, 'strerror', None) or error}"
         fail(ValueError, "folder", "be a folder that can be made and written to", fact)
     return root

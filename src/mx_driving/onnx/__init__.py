@@ -30,8 +30,8 @@ FUSED_FORMS = tuple(form for form in FORMS if form != "grid_sample")
 def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
     """Return the `custom_translation_table` of torch.onnx.export for one form.
 
-    In every form an operator that has no node of its own is a gather. An operator with logits becomes standard operators that
-    make locations and weights, and then the bare operator in the wanted form, except with "onnxruntime".
+    An operator without a node in the form becomes gathers. Except with "onnxruntime", an operator with logits becomes standard
+    operators that compute locations and weights, and then the bare operator in the form.
 
     Args:
         form:

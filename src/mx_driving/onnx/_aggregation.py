@@ -1,7 +1,7 @@
-"""Write deformable_aggregation as multi_scale_deformable_attn, for forms that have no node of it.
+"""Write deformable_aggregation as multi_scale_deformable_attn, for forms without a node of aggregation.
 
-A map of a camera is a level, a group of channels is a head. Aggregation drops samples whose centre is not on the picture,
-attention only those without a pixel on the map. So move the locations of dropped samples far away.
+A map of a camera becomes a level, a group of channels becomes a head. Aggregation drops samples with a centre off the image;
+attention drops samples only if no pixel is on the map. So move the locations that aggregation drops far away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FAR = -10.0
 
 
 def write_as_attention(write: Writer, inputs: list[ir.Value]) -> Call:
-    """Return the inputs of attention that computes the same numbers as aggregation of these inputs."""
+    """Return inputs of attention with the same result as aggregation of `inputs`."""
     features, shapes, starts, locations, weights = inputs
     sizes = (*dims(weights)[2:], *dims(features)[2:])
     if len(sizes) != 5 or not are_fixed(sizes) or locations.dtype is None:

@@ -39,7 +39,7 @@ IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict on a match and its inputs. `judged` is None if the runtime gave no output. `why` says what is wrong."""
+    """The verdict on a match and its inputs. `judged` is None if the runtime gave no output. `why` describes the fault."""
 
     match: Match
     inputs: str
@@ -58,7 +58,7 @@ class Comparison:
 
 @dataclass
 class Checked:
-    """The report of `check`. `left`: name -> why weighted samples are no match."""
+    """The report of `check`. `left`: name -> reason why weighted samples are not a match."""
 
     matches: list[Match]
     left: dict[str, str]
@@ -70,7 +70,7 @@ class Checked:
         return all(one.right for one in (*self.comparisons, *self.outputs))
 
     def facts(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the facts that `--json` prints."""
         matches = [{"name": m.name, "words": m.words, "nodes": list(m.nodes)} for m in self.matches]
         return {
             "right": self.right,
@@ -126,7 +126,7 @@ class _Checker:
     run: Run
     folder: Path
     precision: torch.dtype | None
-    origin: str = "in this precision"  # where locations that are not finite come from
+    origin: str = "in this precision"  # the source of locations that are not finite
 
     def check(self, inputs: Arrays, left: dict[str, str]) -> Checked:
         report = Checked(self.matches, left)
@@ -153,7 +153,7 @@ class _Checker:
     def run_reference(
         self, inputs: Arrays, defaults: Arrays | None = None, model: ir.Model | None = None
     ) -> tuple[Arrays, Arrays]:
-        """Return the file's inputs, and its outputs by onnxruntime on the CPU."""
+        """Return the inputs of the file, and its outputs in onnxruntime on the CPU."""
         file = self.folder / "reference.onnx"
         ir.save(model or self.model, file, external_data="reference.data")
         try:
@@ -166,7 +166,7 @@ class _Checker:
             raise Problem(f"path_in must run in onnxruntime on these inputs; got {first_line(error)}") from None
 
     def compare_alone(self, match: Match, arrays: Arrays, file: Path) -> list[Comparison]:
-        """Run a file that has only the match."""
+        """Run a file that contains only the match, and judge its output."""
         own = {str(v.name): arrays[str(v.name)] for v in match.tensors}
         write(match, own, file)
         comparisons = []
@@ -178,7 +178,7 @@ class _Checker:
         return comparisons
 
     def compare_within(self, fed: Arrays, arrays: Arrays) -> list[Comparison]:
-        """Run the whole file with the matches' inputs and outputs as outputs, and judge each match on these inputs."""
+        """Run the whole file with the inputs and outputs of all matches as graph outputs, and judge each match."""
         model = _file.load(self.path)
         names, file = arrays.keys() | {match.name for match in self.matches}, self.folder / "within.onnx"
         computed = (v for v in _file.list_outputs(model) if v.name in names and constant(v) is None)
@@ -224,7 +224,7 @@ class _Checker:
 
 
 def _output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str) -> torch.Tensor:
-    """Return a match's output in the shape of the operator's. Outputs of plugins have separate axes of heads and channels."""
+    """Return the output of a match in the operator's shape. Plugins return heads and channels in separate axes."""
     value, *_, locations, _ = inputs
     shape = value.shape[0], locations.shape[1], math.prod(value.shape[2:])
     if name not in outputs:

@@ -1,7 +1,7 @@
-"""Attention with constant value, locations or weights: exporters fold all nodes that depend on no input.
+"""Attention with constant value, locations or weights: exporters fold nodes that do not depend on an input.
 
-Each level then has its own constant map, grid or weights. This module joins them to one tensor for the operator, outside the
-graph. A trial leaves the constants in place. A replacement writes the tensor into the file.
+Each level then has a constant map, grid or weights. This module concatenates these constants to a tensor for the operator,
+outside the graph. A trial leaves the constants in place. A replacement writes the tensor into the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
-    """Yield role -> constant tensor for each possible batch, and at last an empty dictionary."""
+    """Yield role -> constant tensor for each possible batch, then an empty dictionary."""
     nodes = [producer(part, *MOVES) for samples, _ in pairs for part in split_levels(samples)]
     samplers = [node for node in nodes if is_node(node, "GridSample")]
     values = {
@@ -42,7 +42,7 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
 
 
 def _array(value: ir.Value) -> Array | None:
-    """Return the numbers of a constant, or of a part or a view of a constant; else None."""
+    """Return the array of a constant, or of a part or a view of a constant; else None."""
     if (array := constant(value)) is not None or constant([*sources(value, *MOVES)][-1]) is None:
         return None if array is None else array.copy()  # a copy, because the file of weights is closed later
     assert value.graph is not None
@@ -63,7 +63,7 @@ def _as_large_as_samples(array: Array | None, samples: ir.Value) -> Array | None
 
 
 def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> ir.TensorProtocol | None:
-    """Return one tensor with all levels; None if the batch does not fit."""
+    """Concatenate the constants of all levels. Return None if their sizes do not fit the batch."""
     axis = 1 if role == "value" else 3
     if any(array.ndim != 4 or array.size == 0 or array.shape[0] % batch for array in arrays):
         return None
@@ -75,7 +75,7 @@ def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> ir.TensorProto
 
 
 def _order_axes(array: Array, batch: int, role: str) -> Array:
-    """Return a level with the operator's axes: batch and heads apart, and height and width as one axis of keys."""
+    """Return a level in the operator's layout: separate axes for batch and heads, and one axis of keys for height and width."""
     if role == "value":
         return array.reshape(batch, -1, array.shape[1], array.shape[2] * array.shape[3]).transpose(0, 3, 1, 2)
     if role == "locations":

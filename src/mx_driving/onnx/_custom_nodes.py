@@ -1,8 +1,8 @@
 """The operators as single nodes in ONNX: ours for onnxruntime, NVIDIA's plugin for TensorRT, the vendor's for its converter.
 
-It imports onnxscript, so only `onnx.translations` imports it. Our kernels are in native/src/onnxruntime/operators.cpp.
-TensorRT's parser reads an unknown node as a plugin of that name. The plugin has the domain that onnxruntime's TensorRT provider
-uses.
+Only `onnx.translations` imports this module: it needs onnxscript. Our kernels are in native/src/onnxruntime/operators.cpp.
+TensorRT's parser reads an unknown node as the plugin of the same name. The plugin's domain is that of onnxruntime's TensorRT
+provider.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._forms import NPU, OURS, TENSORRT
 
 op: Any = opset18
 _TYPE, _SCHEMA = onnx.TensorProto, onnx.defs.OpSchema
-_VERSION = 1  # of the nodes: a new number when inputs or attributes change
+_VERSION = 1  # version of the nodes: increase it when inputs or attributes change
 _FLOATING = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
 _INTEGER = ["tensor(int32)", "tensor(int64)"]
 _TYPES = {"floating": _FLOATING, "index": _INTEGER, "number": _FLOATING + _INTEGER}  # key: Tensor.elements in description.py
@@ -30,7 +30,7 @@ _ATTENTION = OPERATORS[NAMES[OURS]]
 def _make_node(
     domain: str, name: str, inputs: list[tuple[str, list[str], bool]], attributes: list[onnx.defs.OpSchema.Attribute]
 ) -> Op:
-    """Return the function that writes a node. An input is (name, types, optional). The output has the first input's type."""
+    """Return a function that writes the node. `inputs`: (name, types, optional). The output has the first input's type."""
     option, parameter = _SCHEMA.FormalParameterOption, _SCHEMA.FormalParameter
     schema = _SCHEMA(
         name,
@@ -48,7 +48,7 @@ def _make_node(
 
 
 def _translate_to_ours(row: Operator) -> Callable[..., Any]:
-    """Return the function that writes our node. Sizes are attributes, or an input if a size is free."""
+    """Return a function that writes our node. Sizes are attributes; if a size is free, they are an input."""
     inputs = [(name, _TYPES[t.elements], t.optional) for name, t in zip(row.inputs, row.tensors, strict=True)]
     inputs += [("sizes", ["tensor(int64)"], True)] if row.sizes else []
     attributes = [_SCHEMA.Attribute(size, _SCHEMA.AttrType.INT, required=False) for size in row.sizes]
@@ -66,7 +66,7 @@ def _translate_to_ours(row: Operator) -> Callable[..., Any]:
 
 
 def _element(size: Any) -> Any:
-    """Return a fixed or free size as a tensor of one element."""
+    """Return a size, fixed or free, as a tensor of one element."""
     one = op.Constant(value_ints=[size if isinstance(size, int) else 1])
     return one if isinstance(size, int) else op.Reshape(op.Cast(size, to=_TYPE.INT64), one)
 
@@ -81,7 +81,7 @@ def _cast(tensor: Any, dtype: int) -> Any:
 
 
 def _translate_to_theirs(domain: str, takes_halves: bool, splits_heads: bool) -> Callable[..., Any]:
-    """Return the function that writes the node: in float16 if the node and all tensors allow it, else in float32."""
+    """Return a function that writes the node: in float16 if the node takes it and all tensors have it, else in float32."""
     types = {"floating": ["tensor(float)"] + ["tensor(float16)"] * takes_halves, "index": ["tensor(int32)"]}
     inputs = [(name, types[t.elements], False) for name, t in zip(_ATTENTION.inputs, _ATTENTION.tensors, strict=True)]
     node = _make_node(domain, NAMES[domain], inputs, [])

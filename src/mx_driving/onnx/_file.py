@@ -24,14 +24,14 @@ from ._identities import take_out
 from ._order import check, sort_nodes, walk_graphs
 from ._pools import POOLS, give_shape
 
-_FEW = 8192  # the most numbers of a table that is folded, as in onnxscript
+_FEW = 8192  # most elements of a folded table, as in onnxscript
 # Plugin -> the index of an input with the axis of queries.
 _SHAPED_PLUGINS = {**dict.fromkeys((NODES[TENSORRT], *JOINED, *AGGREGATES), 3), **dict.fromkeys(WITH_LOGITS, 2)}
 _Sizes = dict[str, list[int | str | None]]
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return the path if it is valid. An empty path would be the working folder, and onnx reads only names in UTF-8."""
+    """Return the path if it is valid. An empty path would mean the working folder; onnx reads only UTF-8 names."""
     text = os.fspath(path)
     if not text:
         raise ValueError(f"{name} must be the path of a file; got ''")
@@ -45,7 +45,7 @@ def check_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Silence the warnings and tracebacks that other libraries log about shapes that they cannot infer."""
+    """Silence other libraries' warnings and tracebacks about shapes that they cannot infer."""
     loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "onnxruntime.tools.symbolic_shape_infer")]
     levels = [logger.level for logger in loggers]
     try:
@@ -60,7 +60,7 @@ def silent() -> Iterator[None]:
 
 
 class _Unreadable(Exception):
-    """A file breaks a rule. The arguments are the rule and the fact."""
+    """A file that breaks a rule. The arguments are the rule and the fact."""
 
 
 @silent()
@@ -113,7 +113,7 @@ def _parse(path: Path) -> onnx.ModelProto:
 
 
 def _infer_shapes(model: ir.Model) -> ir.Model:
-    """Infer shapes with onnx. It stops at each plugin, so set the shape of the plugin's output and repeat."""
+    """Infer shapes with onnx. Inference stops at a plugin: set the shape of the plugin's output and repeat."""
     model = ShapeInferencePass()(model).model
     while [node for node in model.graph if (give_shape if node.op_type in POOLS else _give_shape)(node)]:
         model = ShapeInferencePass()(model).model
@@ -121,7 +121,7 @@ def _infer_shapes(model: ir.Model) -> ir.Model:
 
 
 def _ask_onnxruntime(model: ir.Model) -> bool:
-    """Set types and shapes of the outputs of onnxruntime's own nodes, which onnx does not know. Return whether any was set."""
+    """Set types and shapes of outputs of onnxruntime's own nodes, which onnx cannot infer. Return whether any was set."""
     nodes = (node for node in model.graph if node.domain.startswith("com.microsoft"))
     unknown = {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}
     try:
@@ -134,12 +134,12 @@ def _ask_onnxruntime(model: ir.Model) -> bool:
         kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
         if kind in ir.DataType.__members__:
             value.dtype = ir.DataType[kind]
-            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape  # [] may be an unknown number of axes
+            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape  # [] may mean an unknown number of axes
     return bool(answers)
 
 
 def _list_outputs_in_session(model: ir.Model, values: list[ir.Value]) -> Any:
-    """Return onnxruntime's description of these values. Large weights become inputs, so that the session is made fast."""
+    """Return onnxruntime's types and shapes of these values. Large weights become inputs, to create the session quickly."""
     import onnxruntime
 
     graph = ir.convenience.extract(model.graph, model.graph.inputs, values)
@@ -218,7 +218,7 @@ def _set_defaults_aside(model: ir.Model) -> None:
 
 
 def _name_plugins(proto: onnx.ModelProto) -> bool:
-    """Move TensorRT's plugins, which exporters write in onnx's domain, to the domain of onnxruntime's provider."""
+    """Move TensorRT's plugins from onnx's domain, in which exporters write them, to the domain of onnxruntime's provider."""
     nodes = (node for root in (proto.graph, *proto.functions) for graph in walk_graphs(root) for node in graph.node)
     plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type)]
     for node in plugins:
@@ -232,7 +232,7 @@ def _name_plugins(proto: onnx.ModelProto) -> bool:
 
 
 def restore_plugins(model: ir.Model) -> bool:
-    """Restore the domain that plugins have in the file. Return whether there are plugins."""
+    """Restore the plugins' domain as in the file. Return whether there are plugins."""
     plugins = [node for node in walk_nodes(model) if SAID_DOMAIN in node.metadata_props]
     for node in plugins:
         node.domain = node.metadata_props.pop(SAID_DOMAIN)
@@ -248,7 +248,7 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
         check(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
-    if all(node.domain != OURS for node in walk_nodes(model)):  # onnxruntime imports every domain that its process knows
+    if all(node.domain != OURS for node in walk_nodes(model)):  # onnxruntime imports every registered domain
         model.graph.opset_imports.pop(OURS, None)
     version = model.graph.opset_imports.get(OURS, 1)
     if version != 1:
@@ -256,7 +256,7 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
 
 
 def first_paragraph(error: Exception) -> str:
-    """Return the first paragraph of an error's message in one line. The rest of onnx's messages is the context."""
+    """Return the first paragraph of an error's message in one line. onnx's messages continue with context."""
     return " ".join(str(error).strip().split("\n\n")[0].split())
 
 
@@ -283,7 +283,7 @@ def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
 
 
 def _find_fault(tensor: ir.ExternalTensor) -> str | None:
-    """Return what is wrong with the file of a tensor. As in onnx_ir, it must not be in another folder or be a link."""
+    """Return the fault of a tensor's file, or None. As in onnx_ir, the file must be in the model's folder and no link."""
     end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
     if not Path(os.path.realpath(tensor.path)).is_relative_to(os.path.realpath(tensor.base_dir)):
         return f"{tensor.location}, which lies in another folder"
@@ -300,7 +300,7 @@ def _all_sizes_are_fixed(model: ir.Model) -> bool:
 
 
 def _follow_sizes(model: ir.Model) -> None:
-    """Add sizes that onnx does not infer because the file computes a shape, from constants or from a named batch."""
+    """Add sizes that onnx does not infer because the file computes a shape from constants or from a named batch."""
     try:
         copy = model.clone()
         take_out(copy)
@@ -314,7 +314,7 @@ def _follow_sizes(model: ir.Model) -> None:
 
 
 def _fold(model: ir.Model) -> ir.Model:
-    """Fold constants twice: folded constants give sizes, which make more constants.
+    """Fold constants twice: folded constants give sizes, and known sizes are further constants.
 
     Use recorded shapes only where inference gives none: onnx's inference stops at a contradiction, as in files of paddle2onnx.
     """
@@ -332,18 +332,18 @@ def _fold(model: ir.Model) -> ir.Model:
 
 
 def _is_small_table(node: ir.Node) -> bool | None:
-    """Return True for a table that onnxscript does not fold by itself, such as paddings. None means that onnxscript chooses."""
+    """Return True for a table that onnxscript would not fold, such as paddings; None leaves the choice to onnxscript."""
     shape = constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
     return True if shape is not None and np.prod(shape) <= _FEW else None
 
 
 def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
-    """Return sizes that onnxruntime infers from names of sizes, and the names of inputs' sizes that it merged.
+    """Return sizes that onnxruntime infers from symbolic sizes, and the symbols of input sizes that onnxruntime merged.
 
-    It may merge two names, but it must not replace a free size of an input by a number.
+    onnxruntime may merge two symbols, but it must not replace a free size of an input by a number.
     """
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
-    del proto.graph.value_info[:]  # which has names invented by onnx's inference
+    del proto.graph.value_info[:]  # it has names that onnx's inference invented
     names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
     for merge in (True, False):
         inference = _infer(proto, merge)
@@ -354,7 +354,7 @@ def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
 
 
 def _infer(proto: onnx.ModelProto, merge: bool) -> Any:
-    """Infer shapes as `infer_shapes`, which would write a file into the working folder if a size stays unknown."""
+    """Infer shapes as `infer_shapes` does, but write no file into the working folder if a size stays unknown."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
 
     whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
@@ -365,7 +365,7 @@ def _infer(proto: onnx.ModelProto, merge: bool) -> Any:
         while inference.run_:
             whole = inference._infer_impl()
         inference._update_output_from_vi()
-    except Exception:  # it fails in many ways: sizes stay unknown, and attention that needs them is reported as left
+    except Exception:  # inference fails in many ways: sizes stay unknown, and attention that needs them is reported as left
         return None
     return inference if whole else None
 
@@ -387,5 +387,5 @@ def _add(model: ir.Model, inferred: _Sizes) -> None:
 
 
 def _choose_size(recorded: int | str | None, inferred: int | str | None) -> int | str | None:
-    """Return a number if there is one. paddle2onnx records sizes that contradict the nodes."""
+    """Return a number if either size is a number. paddle2onnx records sizes that contradict the nodes."""
     return next((size for size in (inferred, recorded) if isinstance(size, int)), inferred or recorded)

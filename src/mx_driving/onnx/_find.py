@@ -1,4 +1,4 @@
-"""Find deformable attention among the weighted sums of an ONNX graph, and say why other sums are none."""
+"""Find deformable attention among the weighted sums of an ONNX graph, and give a reason for each other sum."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ._samples import split_levels
 from ._search import Pairs, Sampling, find_candidates, find_sums, find_table_candidates, find_tables
 from ._trial import prove
 
-_LIKELIEST = 24  # candidates that are tried; in all known files the right candidate is among the first five
+_LIKELIEST = 24  # most candidates to try; in all known files the right candidate is among the first five
 
 
 def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, Sampling | str]]:
-    """Yield (name of the sum's tensor, the sampling that passes its trial, or the reason why no sampling does).
+    """Yield (name of the sum's tensor, sampling that passes its trial). If no sampling passes, yield (name, reason).
 
-    GridSample nodes that belong to no weighted sum of the main graph come first. A caller may replace a sampling before it asks
-    for the next. `tables=False` leaves out the form "gather".
+    GridSample nodes outside the weighted sums of the main graph come first. The caller may replace a sampling before it takes
+    the next. `tables=False` leaves out the form "gather".
     """
     with bypass(model):
         yield from _search(model, tables)
@@ -46,7 +46,7 @@ def _search(model: ir.Model, tables: bool) -> Iterator[tuple[str, Sampling | str
 
 
 def _prove_sum(model: ir.Model, node: ir.Node, pairs: Pairs) -> Sampling:
-    """Return the first candidate that passes its trial. Constants of the levels are joined to one tensor."""
+    """Return the first candidate that passes its trial. Concatenate constants of the levels first."""
     return _first(lambda constants: _prove_one(model, find_candidates(node, pairs, constants)), find_constants(pairs))
 
 
@@ -66,7 +66,7 @@ def _first(attempt: Callable[[Any], Sampling], choices: Iterable[Any]) -> Sampli
 
 
 def _single_samplers(graph: ir.Graph, sums: dict[ir.Node, Pairs]) -> list[ir.Node]:
-    """Return GridSample nodes that belong to no weighted sum."""
+    """Return the GridSample nodes that are in none of the sums."""
     samples = (samples for pairs in sums.values() for samples, _ in pairs)
     seen = {producer(part, *MOVES) for value in samples for part in split_levels(value)}
     return [node for node in graph if is_node(node, "GridSample") and node not in seen]

@@ -1,7 +1,7 @@
 """Write multi_scale_deformable_attn into an existing ONNX graph, in one of several forms.
 
 `translations` has the forms for graphs that torch exports. Here sizes are known when a node is written, so gathers need no
-nodes that compute shapes.
+nodes for shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_attention(node: ir.Node) -> bool:
 
 
 def has_logits(node: ir.Node) -> bool:
-    """Return whether the node has offsets and logits. In forks of BEVFormer_tensorrt a plugin of that name has locations."""
+    """Return whether the node has offsets and logits. Plugins of this name in forks of BEVFormer_tensorrt have locations."""
     inputs = [v for v in node.inputs if v is not None]
     return node.op_type in WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 
@@ -47,7 +47,7 @@ def is_aggregation(node: ir.Node) -> bool:
 
 
 def name_operator(node: ir.Node) -> str:
-    """Return our operator for a node of ours or of another library."""
+    """Return the name of our operator that the node computes; the node may be another library's."""
     if node.domain == OURS:
         return node.op_type
     return AGGREGATION if is_aggregation(node) else f"{MULTI_SCALE}_with_logits" if has_logits(node) else MULTI_SCALE
@@ -61,7 +61,7 @@ class Call(NamedTuple):
     starts: ir.Value
     locations: ir.Value
     weights: ir.Value
-    sums_in_float32: bool = False  # true for attention that is summed in float32 in a 16-bit file
+    sums_in_float32: bool = False  # true if a 16-bit file sums in float32
 
     @property
     def inputs(self) -> tuple[ir.Value, ...]:
@@ -86,7 +86,7 @@ def _ours(write: Writer, call: Call) -> ir.Value:
 
 
 def _call_theirs(write: Writer, call: Call, domain: str, halves: bool = False, **attributes: str) -> ir.Value:
-    """Write NVIDIA's node or the vendor's, in float32; in float16 if the node takes it and all tensors and sums are float16."""
+    """Write NVIDIA's or the vendor's node, in float32. With `halves`, use float16 if all tensors and sums are float16."""
     dtypes = {call.dtype(), *(v.dtype for v in call.floating)}
     if _DOUBLE in dtypes:
         raise Unfit(f"its tensors are float64; {domain}::{NODES[domain]} has float32, which would lose digits")
@@ -102,7 +102,7 @@ def _npu(write: Writer, call: Call) -> ir.Value:
 
 
 def _tensorrt(write: Writer, call: Call, plugin_version: str | None = None) -> ir.Value:
-    """Write NVIDIA's plugin, whose output has an axis for heads and one for channels."""
+    """Write NVIDIA's plugin. Its output has separate axes for heads and channels."""
     version = {"plugin_version": plugin_version} if plugin_version else {}
     blocks = _call_theirs(write, call, TENSORRT, halves=True, **version)
     return write.cast(write.like(blocks, "Reshape", write.table("shape", [0, 0, -1])), call.dtype())
@@ -135,7 +135,7 @@ class _Gathers:
         return self.write.table("number", x, self.dtype.numpy())
 
     def per_sample(self, numbers: Any, dtype: Any = np.int64) -> ir.Value:
-        """Return a table with one or two numbers for each level, repeated for its points."""
+        """Return a table of one or two numbers per level, repeated for the level's points."""
         return self.write.table("levels", numbers.repeat(self.points, 0), dtype)
 
     def floats(self, value: ir.Value, *sizes: int) -> ir.Value:
@@ -143,12 +143,12 @@ class _Gathers:
         return shaped if value.dtype == self.dtype else self.op("Cast", shaped, to=self.dtype.value)
 
     def rows(self) -> ir.Value:
-        """Return a row of zeros, and then value as rows of a head's channels."""
+        """Return rows of one head's channels: a row of zeros, then the rows of value."""
         zeros = self.number(np.zeros((1, self.channels)))
         return self.op("Concat", zeros, self.floats(self.call.value, -1, self.channels), axis=0)
 
     def bases(self) -> ir.Value:
-        """Return the index of the row of a level's first pixel, [bs, 1, heads, samples]. Row 0 is zeros."""
+        """Return for each sample the row of its level's first pixel, [bs, 1, heads, samples]. Row 0 is zeros."""
         op, table = self.op, self.write.table
         starts = self.starts.repeat(self.points)
         bases = table("bases", starts * self.heads + np.arange(self.heads)[:, None] + 1)
@@ -181,7 +181,7 @@ class _Gathers:
         inside = op("And", *self.pick_both(both))
         distances = op("Sub", self.number(1.0), op("Abs", op("Sub", positions, pixels)))
         coefficient = op("Where", inside, op("Mul", op("Mul", *self.pick_both(distances)), weights), zero)
-        # Pixels off the map become 0, because they may be too large for an integer.
+        # Replace pixels off the map by 0, because their numbers may overflow an integer.
         x, y = (op("Cast", op("Where", inside, v, zero), to=ir.DataType.INT64.value) for v in self.pick_both(pixels))
         widths = self.per_sample(self.sides[:, 0] * self.heads)
         row = op("Add", op("Mul", y, widths), op("Mul", x, self.write.table("heads", self.heads)))

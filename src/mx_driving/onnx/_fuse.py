@@ -24,15 +24,15 @@ from ._writer import Writer
 
 @dataclass(frozen=True)
 class Fused:
-    """The report of `fuse`. The key `name` is that of the tensor with the sum of samples.
+    """The report of `fuse`. `name` is the name of the tensor with the sum of samples.
 
     Attributes:
         path: the file that was written.
         replaced: name -> the replaced nodes in words.
-        left: name -> why samples were not replaced, also for GridSample nodes that belong to no weighted sum.
-        nodes: name -> the names of the replaced nodes in the file that was read.
-        problem: why onnxruntime's CPU provider does not run the file, if it lacks a kernel for a node that stays; else "".
-        locations: name -> the tensor of its locations in the file that was read.
+        left: name -> reason why samples were not replaced, also for GridSample nodes outside weighted sums.
+        nodes: name -> names of the replaced nodes in the input file.
+        problem: the error of onnxruntime's CPU provider if it lacks a kernel for another node; else "".
+        locations: name -> name of the tensor of locations in the input file.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class Fused:
         return "\n".join(lines + [f"  onnxruntime does not run it on a CPU: {self.problem}"] * bool(self.problem))
 
     def facts(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the facts that `--json` prints."""
         replaced = [{"name": n, "words": words, "nodes": list(self.nodes[n])} for n, words in self.replaced.items()]
         return {
             "right": True,
@@ -73,7 +73,7 @@ def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> 
 
 
 def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.Value]:
-    """Return value, locations and weights expanded to one batch and one number of queries, if the source broadcasts."""
+    """Return value, locations and weights. If the source broadcasts, expand them to a common batch and number of queries."""
     value, locations, weights = ends
     samples = [sampling.sizes(tensor) for tensor in sampling.ends]
     weights = _expand_like(write, weights, locations, 2, samples[2])
@@ -83,7 +83,7 @@ def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.
 
 
 def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, last: tuple[int, ...]) -> ir.Value:
-    """Expand the first axes to the sizes of another tensor, and the last axes to these sizes."""
+    """Expand the first axes to the sizes of `other`, and the last axes to `last`."""
     first = write.op("Gather", write.op("Shape", other), write.table("axes", range(axes)), axis=0)
     shape = write.op("Concat", first, write.table("shape", [1] * (2 - axes) + list(last)), axis=0)
     new = write.like(value, "Expand", shape)

@@ -8,16 +8,16 @@ from typing import Any, TypeGuard
 import numpy as np
 import onnx_ir as ir
 
-PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # int8 tools insert them: the search passes them, and the trial refuses them
+PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # inserted by int8 tools: the search walks through, the trial refuses
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # keep all elements of a tensor
 MOVES = VIEWS | {"Slice", "Split", "Gather"}
 INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
 HALVES = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
-SAID_DOMAIN = "mx_driving.domain"  # metadata of a node: the domain that the file says
+SAID_DOMAIN = "mx_driving.domain"  # key of a node's metadata: its domain in the file
 
 
 class Unfit(Exception):
-    """Samples cannot be replaced. The message is a clause of the report."""
+    """Samples that cannot be replaced. The message is a clause of the report."""
 
 
 def dims(value: ir.Value) -> tuple[int | str | None, ...]:
@@ -32,13 +32,13 @@ def are_fixed(sizes: Sequence[int | str | None]) -> TypeGuard[Sequence[int]]:
 
 
 def label(node: ir.Node) -> str:
-    """Return the domain and the kind of a node as the file has them."""
+    """Return the domain and the kind of a node as in the file."""
     domain = node.metadata_props.get(SAID_DOMAIN, node.domain)
     return f"{domain}::{node.op_type}" if domain else node.op_type
 
 
 def is_node(node: ir.Node | None, *kinds: str) -> TypeGuard[ir.Node]:
-    """Return whether the node is standard and of these kinds. onnxruntime had GridSample before opset 16."""
+    """Return whether the node is a standard node of these kinds. Before opset 16, GridSample was onnxruntime's."""
     if node is None or node.op_type not in kinds:
         return False
     return node.domain in ("", "ai.onnx") or (node.domain, node.op_type) == ("com.microsoft", "GridSample")
@@ -49,7 +49,7 @@ def read_attribute(node: ir.Node, name: str, default: Any = None) -> Any:
 
 
 def is_cast(node: ir.Node | None) -> TypeGuard[ir.Node]:
-    """Return whether the node casts floats to floats, as exporters do around a sum of float16."""
+    """Return whether the node casts floats to floats. Exporters write such casts around a sum of float16."""
     if not is_node(node, "Cast", "CastLike") or node.inputs[0] is None:
         return False
     return node.outputs[0].dtype not in INTEGER and node.inputs[0].dtype not in INTEGER
@@ -64,7 +64,7 @@ def sources(value: ir.Value | None, *kinds: str) -> Iterator[ir.Value]:
 
 
 def producer(value: ir.Value | None, *kinds: str) -> ir.Node | None:
-    """Return the node that computes a value before casts and nodes of these kinds."""
+    """Return the node that computes the value, upstream of casts and nodes of these kinds."""
     *_, last = None, *sources(value, *kinds)
     return None if last is None else last.producer()
 
@@ -89,7 +89,7 @@ def _dequantize(node: ir.Node) -> Any:
 
 
 def number(value: ir.Value | None) -> float | None:
-    """Return the number of a constant with one element, which may be quantised; else None."""
+    """Return the number of a constant with one element, quantised or not; else None."""
     array, node = constant(value), None if value is None else value.producer()
     if array is None and is_node(node, "DequantizeLinear"):
         array = _dequantize(node)
@@ -106,13 +106,13 @@ def sources_of_chosen(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def intersect(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
-    """Return the values that are in all chains, in the order of the first."""
+    """Return the values that are in all chains, in the order of the first chain."""
     first, *others = map(dict.fromkeys, chains)
     return [v for v in first if all(v in chain for chain in others)]
 
 
 def name_unshaped(value: ir.Value) -> str:
-    """Return in words the nearest node whose output's shape cannot be inferred though those of its inputs are known; or ""."""
+    """Return in words the nearest node with inputs of known shape and an output of unknown shape; "" if there is none."""
     unshaped = (v.producer() for v in walk_back(value, lambda node: node.outputs[0].shape is None) if v.shape is None)
     known = (node for node in unshaped if node is not None and all(v is None or v.shape is not None for v in node.inputs))
     node = next(known, None)

@@ -1,4 +1,4 @@
-"""The operators as one GridSample per map, in ONNX. It imports onnxscript, so only `onnx.translations` imports it.
+"""The operators as one GridSample per map, in ONNX. Only `onnx.translations` imports this module: it needs onnxscript.
 
 GridSample's coordinate ((g + 1) * W - 1) / 2 of g = 2 * location - 1 is the operators' location * W - 0.5. Map sizes are
 read from the index tables when the graph runs: Slice and Reshape take tensors.
@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnxscript import opset18
 
-# The oldest opset that torch.onnx.export writes. torch converts nodes to other opsets, also the mode "bilinear" to "linear".
+# The oldest opset that torch.onnx.export writes. torch converts nodes to newer opsets: the mode "bilinear" becomes "linear".
 op: Any = opset18  # Any: its annotations require one tensor type per call, but our constants have several
 _OUTSIDE = -3.0  # a normalised location whose four corners are off any map
 

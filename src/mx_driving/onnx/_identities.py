@@ -1,7 +1,7 @@
-"""Bypass nodes that return one of their inputs, such as Identity, x * 1 and x + 0, while a graph is searched.
+"""Bypass nodes that return one of their inputs, such as Identity, x * 1 and x + 0, during the search of a graph.
 
-Exporters write them anywhere: paddle2onnx writes 2 * x - 1 as ((x * 2) + 0) * 1 - 1. After the search the readers are connected
-as before, because -0.0 + 0 is 0.0, and a file keeps the nodes that `fuse` does not replace.
+Exporters write such nodes anywhere: paddle2onnx writes 2 * x - 1 as ((x * 2) + 0) * 1 - 1. After the search, connect the
+readers as before: `fuse` must keep the nodes that it does not replace, and -0.0 + 0 is 0.0.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from ._graph import are_fixed, constant, dims, is_node, read_attribute
 
-_NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1, "Pow": 1}  # kind -> the number that changes nothing
+_NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1, "Pow": 1}  # kind -> the neutral number
 _COMMUTATIVE = {"Add", "Mul"}
-_OF_ONE = {"Concat", "Max", "Mean", "Min", "Sum"}  # they return a single input
+_OF_ONE = {"Concat", "Max", "Mean", "Min", "Sum"}  # with a single input, they return it
 _RESHAPE = {"Flatten", "Reshape", "Squeeze"}  # they keep the number of elements and their order
 _REPEAT = {"Expand", "Tile"}
 _BYPASSED = "bypassed"  # key of a value's metadata: the bypassed nodes that read it
@@ -26,13 +26,13 @@ _BYPASSED = "bypassed"  # key of a value's metadata: the bypassed nodes that rea
 
 class _Bypass(NamedTuple):
     node: ir.Node
-    index: int  # of the input that the node returns
-    uses: tuple[Any, ...]  # pairs of a node that reads the output and the index of that input
+    index: int  # index of the returned input
+    uses: tuple[Any, ...]  # (reader of the output, index of the reader's input)
 
 
 @contextlib.contextmanager
 def bypass(model: ir.Model) -> Iterator[None]:
-    """Connect the readers of nodes that change nothing with the inputs of these nodes, in the block."""
+    """In the block, connect the readers of nodes that change nothing to the inputs of these nodes."""
     bypasses = _bypass_all(model)
     try:
         yield
@@ -63,12 +63,12 @@ def _connect(node: ir.Node, index: int) -> _Bypass:
         user.replace_input_with(position, value)
     value.meta.setdefault(_BYPASSED, []).append(node)
     if not output.is_graph_output():
-        node.replace_input_with(index, None)  # the node does not count as a reader
+        node.replace_input_with(index, None)  # the bypassed node is no reader
     return _Bypass(node, index, uses)
 
 
 def _restore(node: ir.Node, index: int, uses: tuple[Any, ...]) -> None:
-    """Connect the readers with the node again. Their input may have been replaced in the meantime."""
+    """Connect the readers to the node again, and the node to the readers' present input, which may be a new tensor."""
     (user, position), *_ = uses
     value = user.inputs[position]
     node.replace_input_with(index, value)
@@ -98,7 +98,7 @@ def find_returned(node: ir.Node, opset: int) -> int | None:
 
 
 def _is_neutral(value: ir.Value | None, other: ir.Value | None, number: int) -> bool:
-    """Return whether the other input has this number everywhere, and does not broadcast the value to a larger shape."""
+    """Return whether `other` has this number everywhere, and does not broadcast `value` to a larger shape."""
     array = constant(other)
     if value is None or array is None or not array.size or array.flat[0] != number or (array != number).any():
         return False
@@ -142,7 +142,7 @@ def _is_inference(node: ir.Node, opset: int) -> bool:
 
 
 def _read_table(node: ir.Node, index: int, name: str, default: int) -> np.ndarray | int:
-    """Return a table of an input, or of the attribute that older opsets have; the default if it is not a constant."""
+    """Return the table of an input, or of an attribute in older opsets; the default if the input is not a constant."""
     if name in node.attributes:
         return np.array(node.attributes[name].value)
     array = constant(node.inputs[index]) if index < len(node.inputs) else None
@@ -150,7 +150,7 @@ def _read_table(node: ir.Node, index: int, name: str, default: int) -> np.ndarra
 
 
 def _keeps_shape(node: ir.Node, value: ir.Value) -> bool:
-    """Return whether a node of a kind that only reshapes, repeats or slices has an output of its input's shape."""
+    """Return whether a node that reshapes, repeats or slices has an output of the input's shape."""
     before, after = dims(value), dims(node.outputs[0])
     if value.shape is None or node.outputs[0].shape is None or len(before) != len(after):
         return False

@@ -34,12 +34,12 @@ class Match:
     """Deformable attention in a file: standard operators that passed a trial, or one node of a form.
 
     Attributes:
-        name: the tensor that it computes.
-        words: its nodes in words.
-        inputs: role -> tensor, which is an input of the match's file.
-        tables: name -> sizes or index table, which is a constant in the match's file.
-        nodes: the names of its nodes.
-        part: the model that `write` writes as the match's file.
+        name: the name of the computed tensor.
+        words: a description of the nodes.
+        inputs: role -> tensor; an input of the match's file.
+        tables: name -> sizes or index table; a constant of the match's file.
+        nodes: the names of the nodes.
+        part: the model that `write` writes to the match's file.
         source: the sampling or the node.
     """
 
@@ -61,7 +61,7 @@ class Match:
 
     @property
     def locations(self) -> list[str]:
-        """Return the names of the tensors of locations. Empty for our own nodes, which have a rule for NaN."""
+        """Return the names of the tensors of locations; empty for our own nodes, which define the result for NaN."""
         is_ours = isinstance(self.source, ir.Node) and self.source.domain == OURS
         return [] if is_ours else [str(v.name) for role, v in self.inputs.items() if role in _PLACES]
 
@@ -101,9 +101,9 @@ def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
         raise Unfit(f"it is a pool, {label(node)}; attention is verified")
     row = SAMPLING[SCALE if has_logits(node) else name_operator(node)]
     if has_logits(node):
-        LogitInputs(node)  # raises Unfit
+        LogitInputs(node)  # may raise Unfit
     elif node.domain != OURS:
-        read_inputs(node)  # the same
+        read_inputs(node)  # may raise Unfit
     roles = _LOGITS if has_logits(node) else row.inputs
     tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
     tables = {str(v.name): v for role, v in tensors.items() if role in row.tables}
@@ -113,7 +113,7 @@ def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
 
 
 def find_again(match: Match, model: ir.Model) -> Match:
-    """Return the match in another file, found by the names of its tensors.
+    """Find the match in another file by the names of its tensors.
 
     Raises:
         ValueError: a name is missing.
@@ -127,7 +127,7 @@ def find_again(match: Match, model: ir.Model) -> Match:
 
 
 def write(match: Match, arrays: Arrays, path: Path) -> None:
-    """Write the match as a file. Inputs have their roles as names and the sizes of the arrays. The output is "output"."""
+    """Write the match as a file. Inputs are named by role and have the sizes of the arrays. The output is "output"."""
     graph = match.part.graph
     roles = {str(v.name): role for role, v in match.inputs.items()}
     ends = {str(v.name): v for v in graph.inputs}
@@ -150,7 +150,7 @@ def write(match: Match, arrays: Arrays, path: Path) -> None:
 
 
 def read_bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
-    """Return the five inputs of the bare operator. `arrays` has arrays by names of tensors."""
+    """Return the five inputs of the bare operator. `arrays`: name of a tensor -> array."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if isinstance(match.source, Sampling):
         return _trial.make_bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
@@ -197,9 +197,9 @@ def _as_sampling(match: Match, arrays: Arrays) -> Sampling:
 
 
 def prepare_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
-    """Prepare the model for onnxruntime, with the matches' inputs as further outputs. Return these inputs by name."""
+    """Prepare the model for onnxruntime: add the inputs of matches to its outputs. Return these inputs by name."""
     for node in [node for node in model.graph if is_other(node) and node.domain != OURS]:
-        with contextlib.suppress(Unfit):  # the report names it as left
+        with contextlib.suppress(Unfit):  # the report lists the node in `left`
             use_our_nodes(model, [node])
     values = {str(v.name): v for match in matches for v in match.tensors}
     computed = (v for v in values.values() if v.producer() is not None and constant(v) is None)

@@ -18,8 +18,8 @@ from ._writer import Writer
 
 _STANDARD = {"", "ai.onnx", "ai.onnx.ml", OURS}
 _LIKE_OURS = re.compile("deform|msda|bev_?pool|voxel_?pool|cumsum", re.IGNORECASE)
-_AXES, _AGGREGATION_AXES = (4, 2, 1, 6, 5), (3, 3, 2, 5, 6)  # of the operators' inputs
-_IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes that change no number
+_AXES, _AGGREGATION_AXES = (4, 2, 1, 6, 5), (3, 3, 2, 5, 6)  # number of axes of each input
+_IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes without influence on the result
 
 
 def find_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -28,20 +28,20 @@ def find_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 
 def is_other(node: ir.Node) -> bool:
-    """Return whether the node is another library's for our operators, by its name. A node of an unknown name may be."""
+    """Return whether the node's name is, or looks like, that of another library's node for our operators."""
     is_unknown = node.domain not in _STANDARD and "conv" not in node.op_type.lower() and _LIKE_OURS.search(node.op_type)
     return is_attention(node) or is_aggregation(node) or node.op_type in WITH_LOGITS | POOLS or bool(is_unknown)
 
 
 def name_unknown(graph: ir.Graph) -> str:
-    """Return in words which nodes no library that we know has; "" if there are none."""
+    """Return in words the nodes that belong to no known library; "" if there are none."""
     nodes = [node for node in graph if node.domain not in {*_STANDARD, "com.microsoft"} and not is_other(node)]
     kinds = list(dict.fromkeys(map(label, nodes)))
     return f"; not known: its nodes {', '.join(kinds)}" if kinds else ""
 
 
 def is_of_form(node: ir.Node, form: str) -> bool:
-    """Return whether the node is what this form writes."""
+    """Return whether the node is a node of this form."""
     if form == "onnxruntime":
         return node.domain == OURS
     return node.domain == DOMAIN.get(form) and node.op_type == NODES.get(node.domain)
@@ -100,7 +100,7 @@ def _has_heads_apart(node: ir.Node) -> bool:
 
 
 def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
-    """Replace the node by our node with logits, or compute locations and weights for a node of another form."""
+    """Replace the node by our node with logits; for another form, compute locations and weights first."""
     inputs = LogitInputs(node)
     with Writer(model, node.outputs[0]) as write:
         new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.call(write), **options)

@@ -1,6 +1,6 @@
-"""Locations that are NaN or infinite, such as torch's older exporter makes by a linspace of one step for a level of one row.
+"""Locations that are NaN or infinite. torch's older exporter writes them: a linspace of one step for a level of one row.
 
-Implementations read different numbers there. So nothing that depends on such locations is compared.
+Implementations sample different numbers at such locations. So leave out every number that depends on them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ._graph import INTEGER, constant, walk_back
 from ._matches import Arrays
 
 Run = Callable[[ir.Model], Arrays]  # model -> outputs by name
-_INSTEAD = 0.37  # on every map, and not where any implementation samples for NaN
+_INSTEAD = 0.37  # a location on every map; no implementation samples here for NaN
 _FAR = -10.0  # off every map
-_NEAREST, _RUNS = 64, 16  # tensors that a run returns; most runs
+_NEAREST, _RUNS = 64, 16  # tensors that a run returns; most runs of `_find_origin`
 
 
 def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor, ...], Tensor, int]:
-    """Return the inputs and the output with zeros for queries that have a location that is not finite, and their number."""
+    """Move queries with NaN or infinite locations off the map, and zero their output. Return inputs, output, their number."""
     value, shapes, starts, locations, weights = inputs
     left_out = ~locations.isfinite().flatten(2).all(2)
     locations = torch.where(left_out.reshape(*left_out.shape, *[1] * (locations.ndim - 2)), _FAR, locations)
@@ -49,7 +49,7 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
 def _replace(graph: ir.Graph, value: ir.Value) -> None:
     uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
     is_wide = value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime has these kernels for two dtypes
+    dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime's kernels take float32 and float64
     wide = value if is_wide else tape.op("Cast", [value], {"to": dtype.value})
     zero = tape.op("Sub", [wide, wide])
     instead = tape.op("Constant", [], {"value": ir.tensor(np.array(_INSTEAD, dtype.numpy()))})
@@ -72,13 +72,13 @@ def find(model: ir.Model, names: Iterable[str], run: Run) -> list[str]:
 
 
 def run_with_finite(model: ir.Model, names: list[str], run: Run) -> tuple[Arrays, str]:
-    """Return the outputs with finite numbers in place of NaN and infinity in these tensors, and where these come from."""
+    """Replace NaN and infinity in these tensors by finite numbers. Return the outputs, and the source of the NaN in words."""
     origin = _find_origin(model, names[0], run)
     return run(_replace_in_copy(model, names)), origin
 
 
 def _find_origin(model: ir.Model, name: str, run: Run) -> str:
-    """Return in words where the NaN or infinity of a tensor comes from."""
+    """Return in words the source of a tensor's NaN or infinity."""
     value = next(v for v in _values(model) if v.name == name)
     for _ in range(_RUNS):
         near = [v for v in itertools.islice(walk_back(value, lambda _: True), _NEAREST) if v.dtype not in INTEGER]
@@ -93,7 +93,7 @@ def _find_origin(model: ir.Model, name: str, run: Run) -> str:
 
 
 def _read(model: ir.Model, values: list[ir.Value], run: Run) -> Arrays:
-    """Run the model and return the numbers of these tensors."""
+    """Run the model and return the arrays of these tensors."""
     constants = {str(v.name): array for v in values if (array := constant(v)) is not None}
     copy, names = model.clone(), {str(v.name) for v in values} - constants.keys()
     copy.graph.outputs.extend(v for v in _values(copy) if v.name in names and not v.is_graph_output())
@@ -101,7 +101,7 @@ def _read(model: ir.Model, values: list[ir.Value], run: Run) -> Arrays:
 
 
 def _follow(value: ir.Value, arrays: Arrays) -> ir.Value:
-    """Return the first tensor with NaN or infinity among those that the tensor is computed from."""
+    """Walk upstream from a tensor to the first tensor with NaN or infinity."""
     is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
     while node := value.producer():
         bad = [v for v in node.inputs if v is not None and v.name in arrays and is_bad(arrays[str(v.name)]).any()]

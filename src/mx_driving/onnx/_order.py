@@ -1,4 +1,4 @@
-"""Meet demands that onnx's checker has and onnxruntime has not: sorted nodes, shapes of inputs and outputs, a graph's name."""
+"""Satisfy rules of onnx's checker that onnxruntime does not have: sorted nodes, shapes of inputs and outputs, a name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _find_cycle(nodes: list[ir.Node]) -> list[str]:
 
 
 def check(path: Path, proto: onnx.ModelProto, has_changed: bool = False) -> None:
-    """Check the file by onnx; a copy of proto if that is not the file's, or lacks what onnxruntime does not ask for."""
+    """Check the file with onnx. Check a completed copy of proto if proto has changed, or is incomplete for the checker."""
     _check_types(proto.graph)
     unsaid = [v for v in (*proto.graph.input, *proto.graph.output) if _lacks_shape(v)]
     onnx.checker.check_model(_complete(proto) if has_changed or unsaid or not proto.graph.name else path)
@@ -78,7 +78,7 @@ def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
 
 
 def _complete(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with a name and shapes, and inputs for tensors outside, which the checker would look for."""
+    """Return a copy with a name, with shapes, and with inputs in place of external tensors, whose files the checker opens."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     graph = copy.graph

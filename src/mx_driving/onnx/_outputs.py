@@ -1,10 +1,10 @@
-"""Compare a file's outputs on a runtime with those of onnxruntime, within the error that rounding may cause.
+"""Compare a runtime's outputs of a file with onnxruntime's, within the error of rounding.
 
-Rounding anywhere in a file acts like a small change of its weights and inputs. So change them by a few ulps, several times:
-rounding may move the outputs as far as these changes do. If a ranking nearly ties, rounding exchanges whole queries. Therefore
-count the numbers of an output that moved further; the outputs of the changed files tell how many may.
+Rounding anywhere in a file acts like a small change of its weights and inputs. So change weights and inputs by a few ulps,
+several times: rounding may move the outputs as far as these changes do. If a ranking nearly ties, rounding exchanges whole
+queries. So count the numbers that moved further; the outputs of the changed files give the allowed count.
 
-Only change arrays of two or more axes: scales of a Resize, ends of a Range and other numbers that decide a shape have fewer.
+Only change arrays of two or more axes. Numbers that decide a shape, such as scales of a Resize, have fewer axes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ._matches import Array, Arrays
 
 _SEEDS = 3
 _ULPS = 4.0  # the largest change of weights and inputs
-_FURTHER = 16.0  # allowed error as a multiple of the usual change; changes within a tensor differ by less
-_SOME = 0.02  # the share of an output's numbers that may be off, because a ranking may have near ties
+_FURTHER = 16.0  # allowed error as a multiple of the usual change; changes within a tensor vary less
+_SOME = 0.02  # the share of an output's numbers that may be off because of near ties in a ranking
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Output:
     """The verdict on an output of the whole file.
 
     Attributes:
-        off: the share of its numbers that rounding does not explain.
+        off: the share of numbers that rounding does not explain.
         near: the same share in outputs of changed files.
-        note: which of its numbers are not compared.
+        note: the numbers that are not compared, in words.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Output:
 
 
 def change(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
-    """Change the model's weights in place, and yield changed inputs. Changes are ulps of the dtypes, or of a larger eps."""
+    """Change the model's weights in place, and yield changed inputs. Changes are ulps of the dtype, or of a larger eps."""
     weights = {v: np.asarray(v.const_value.numpy()) for v in model.graph.initializers.values() if v.const_value is not None}
     for seed in range(_SEEDS):
         random = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def judge(name: str, true: Array, near: list[Array], got: Array | None, other: A
         true: onnxruntime's output.
         near: outputs with changed weights and inputs. Outputs of other shapes are ignored.
         got: the runtime's output.
-        other: the output with finite locations in place of NaN and infinity. Numbers that differ here are not compared.
+        other: the output with finite locations in place of NaN and infinity. Numbers that differ from it are not compared.
     """
     if got is None:
         return Output(name, np.inf, 1, 0, "the runtime does not give it")
@@ -112,7 +112,7 @@ def find_largest_ulp(true: Array) -> float:
 
 
 def find_distances(a: Array, b: Array) -> Array:
-    """Return absolute differences. They are infinite if only one number is finite, and for unequal integers."""
+    """Return absolute differences: infinite if only one of two numbers is finite, or if two integers differ."""
     if b.dtype.kind != "f":
         return np.where(a == b, 0.0, np.inf)
     return entry_differences(*(torch.from_numpy(np.asarray(array, np.float64)) for array in (a, b))).numpy()

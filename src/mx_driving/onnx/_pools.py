@@ -1,7 +1,7 @@
 """Rewrite pools of other libraries as our bev_pool_v3: bev_pool_v2 of BEVDet's plugins, and Autoware's QuickCumsumCuda.
 
-Their sums follow intervals: the kernel adds all points of an interval to the cell of its first point. Our node adds each point
-to the point's own cell. So standard operators list the points of all intervals, and the first point of the interval of each.
+Their sums follow intervals: the kernel adds all points of an interval to the cell of its first point. Our node adds a point to
+the point's own cell. So write standard operators that list the points of all intervals, and for each point its first point.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def _read(node: ir.Node) -> tuple[list[ir.Value], list[int]]:
 
 
 def _list_points(write: Writer, starts: ir.Value, lengths: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Return the points of all intervals, and the first point of the interval of each."""
+    """Return the points of all intervals, and for each point the first point of its interval."""
     op, zero = write.op, write.table("zero", 0)
     lengths = op("Cast", lengths, to=ir.DataType.INT64.value)
-    is_filled = op("Greater", lengths, zero)  # the position of an empty interval would be that of the next one
+    is_filled = op("Greater", lengths, zero)  # an empty interval begins where the next begins
     starts = op("Compress", op("Cast", starts, to=ir.DataType.INT64.value), is_filled, axis=0)
     lengths = op("Compress", lengths, is_filled, axis=0)
     count = op("ReduceSum", lengths, keepdims=0)

@@ -33,14 +33,14 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """`difference` is a share of the largest magnitude, without the queries that are off: near ties of a ranking move them."""
+    """`difference` is a share of the largest magnitude. It leaves out queries that are off: near ties move them."""
 
     difference: float
     off: int
     before: float  # milliseconds
     after: float
     rounds: int
-    note: str = ""  # tells which numbers are not compared
+    note: str = ""  # the numbers that are not compared, in words
 
     def __str__(self) -> str:
         off = f", {self.off} queries change places" if self.off else ""
@@ -51,7 +51,7 @@ class Compared:
 
 
 def session(path: Path, provider: str = "CPUExecutionProvider", devices: Sequence[Any] = (), **settings: str) -> Any:
-    """Return a session that knows our nodes and uses as many threads as torch: of a provider, or of devices of a plugin."""
+    """Return a session with our nodes and torch's number of threads, on a provider or on the devices of a plugin."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -64,14 +64,14 @@ def session(path: Path, provider: str = "CPUExecutionProvider", devices: Sequenc
 
 
 def run(running: Any, arrays: Arrays) -> dict[str, Any]:
-    """Return the outputs by name. Arrays that are no inputs of the file are ignored."""
+    """Return the outputs by name. Arrays that are not inputs of the file are ignored."""
     names = {one.name for one in running.get_inputs()}
     outputs = running.run(None, {name: array for name, array in arrays.items() if name in names})
     return dict(zip((one.name for one in running.get_outputs()), outputs, strict=True))
 
 
 def inputs(running: Any, arrays: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """Return `arrays`, which must have all inputs without a default. If it is empty, make random floats, ones, a batch of 1."""
+    """Return `arrays`; they must contain all inputs without a default. If empty, make random floats, ones, and a batch of 1."""
     defaults, random = defaults or {}, np.random.default_rng(0)
     required = {one.name: one for one in running.get_inputs()}
     allowed = {**required, **{one.name: one for one in running.get_overridable_initializers()}}
@@ -110,14 +110,14 @@ def _made(described: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
 
 
 def _marked(out: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Replace the largest number of a dtype, with which models mark invalid anchors, by infinity."""
+    """Replace the largest number of a dtype by infinity. Models mark invalid anchors with the largest number."""
     tensor = torch.from_numpy(out)
     return torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
 
 
 def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the floating outputs. Columns of an output may be boxes, scores and classes with different magnitudes, so each
-    column is an entry."""
+    """Return the floating outputs as a dictionary. Each column has its own key, because columns may be boxes, scores or classes
+    with different magnitudes."""
     columns_by_name = {}
     for index, out in enumerate(outputs):
         if out.dtype.kind == "f" and out.size:
@@ -140,7 +140,7 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
 
 
 def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = None, locations: Sequence[str] = ()) -> Compared:
-    """Run both files in turn. Leave out what depends on tensors `locations` of the first file where these are not finite."""
+    """Run both files in turn. Leave out numbers that depend on NaN or infinity in the tensors `locations` of the first file."""
     running = {"before": session(before), "after": session(after)}
     fed = inputs(running["before"], arrays or {})
     theirs, ours = (one.run(None, fed) for one in running.values())
@@ -154,7 +154,7 @@ def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = N
 
 
 def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[Any], ours: list[Any]) -> tuple[list[Any], str]:
-    """Return their outputs with our numbers where they depend on locations that are not finite, and a note that says so."""
+    """In `theirs`, replace numbers that depend on NaN or infinite locations by ours. Return the outputs and a note."""
     from . import _file, _not_finite
 
     model = _file.load(path)

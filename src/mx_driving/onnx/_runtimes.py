@@ -1,4 +1,4 @@
-"""Runtimes of ONNX files: functions of a file and its inputs by name, which return the outputs by name."""
+"""Runtimes of ONNX files: functions (path, inputs by name) -> outputs by name."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from . import _running
 from ._matches import Arrays
 
 Run = Callable[[Path, Arrays], Arrays]
-# OpenVINO's default may be 16 bits.
+# Compute in float32: OpenVINO's default may be 16 bits.
 _OPTIONS = {"OpenVINOExecutionProvider": {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'}}
 _REGISTERED: set[str] = set()  # providers of plugin libraries, which onnxruntime accepts only once
 
 
 class Failed(Exception):
-    """A runtime gave no outputs. The message is a clause of the report."""
+    """A runtime that gave no outputs. The message is a clause of the report."""
 
 
 def find_runtime(runtime: str) -> Run:
-    """Return the runtime of a name, or of a program's command line."""
+    """Return the runtime with this name, or a runtime that runs this command line."""
     name, _, provider = runtime.partition(":")
     if runtime in _PYTHON or name == "onnxruntime":
         need(f"--runtime {name}", name, name)
@@ -45,7 +45,7 @@ def find_runtime(runtime: str) -> Run:
 
 
 def _sentenced(run: Run) -> Run:
-    """Convert all errors of a runtime to Failed."""
+    """Return a runtime that raises Failed in place of all errors."""
 
     def running(path: Path, arrays: Arrays) -> Arrays:
         try:
@@ -59,7 +59,7 @@ def _sentenced(run: Run) -> Run:
 
 
 def _onnxruntime(provider: str) -> Run:
-    """Return a run with onnxruntime's CPU provider, or with another provider, also from a plugin package."""
+    """Return a runtime with a provider of onnxruntime, built in or from a plugin package."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     providers, plugins = onnxruntime.get_available_providers(), _plugins()
     if provider and provider not in (*providers, *plugins):
@@ -72,11 +72,11 @@ def _onnxruntime(provider: str) -> Run:
 
 
 def _plugins() -> dict[str, Any]:
-    """Return provider -> package, for the packages onnxruntime_ep_* that are installed."""
+    """Return provider -> package for the installed packages onnxruntime_ep_*."""
     names = [module.name for module in pkgutil.iter_modules() if module.name.startswith("onnxruntime_ep_")]
     plugins = {}
     for name in names:
-        with contextlib.suppress(ImportError, AttributeError):  # a package may have only dependencies
+        with contextlib.suppress(ImportError, AttributeError):  # a package may consist of dependencies alone
             package = importlib.import_module(name)
             plugins |= dict.fromkeys(package.get_ep_names(), package)
     return plugins

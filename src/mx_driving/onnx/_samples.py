@@ -1,9 +1,9 @@
 """Read how a file computes samples: with GridSample, or with gathers and the arithmetic of bilinear interpolation.
 
-Files for runtimes that lack GridSample, or have a wrong one, gather four corners at floors of the locations and weigh them.
-They read the map of each level, or one table with the maps of all levels. torch's default export and `fuse` write the operator
-with a table, as four sums over samples, one for each corner. Indices into the table are floors of locations * sizes - 0.5,
-where the sizes of the maps are a constant.
+Files for runtimes without a correct GridSample gather four corners at floors of the locations, and weight the corners. They
+gather from the map of each level, or from one table with the maps of all levels. torch's default export and `fuse` write a
+table and four sums over samples, a sum for each corner. Indices into the table are floors of locations * sizes - 0.5; the
+sizes of the maps are a constant.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Samples:
     images: list[ir.Value]  # candidates for value: the sampled tensor and its sources, the nearest first
     locations: list[ir.Value]  # candidates for locations, the nearest first
     maps: list[Maps]  # candidates for heights and widths
-    points: int  # points of each map
+    points: int  # number of points per map
 
 
 def split_levels(value: ir.Value) -> list[ir.Value]:
-    """Return the samples of each level that Concat joins to value, in order; empty if a part is not samples."""
+    """Return the inputs of the Concat that joins the samples of levels to `value`; empty if a part is not samples."""
     parts = list(_side_by_side(value))
     return parts if all(is_node(producer(v, *MOVES), "GridSample") or _gathers(v) for v in parts) else []
 
@@ -71,7 +71,7 @@ def _side_by_side(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Samples:
-    """Read the samples of one level. `constants` has value and locations of all levels if they are constants."""
+    """Read the samples of one level. `constants`: role -> constant tensor of all levels."""
     node = producer(part, *MOVES)
     if is_node(node, "GridSample"):
         return _read_grid_sample(node, constants)
@@ -95,7 +95,7 @@ def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Sampl
 
 
 def _points(grid: ir.Value) -> Any:
-    """Return the third size of a grid, from its shape or from the Split that makes it."""
+    """Return size 2 of a grid, from its shape or from the Split that computes it."""
     node = grid.producer()
     if isinstance(dims(grid)[2], int) or not is_node(node, "Split") or len(node.inputs) < 2:
         return dims(grid)[2]
@@ -104,14 +104,14 @@ def _points(grid: ir.Value) -> Any:
 
 
 def _beside(node: ir.Node | None, kind: str, factor: float, indices: tuple[int, ...] = (0, 1)) -> ir.Value | None:
-    """Return the other input of a node that has this kind and the constant `factor` as an input; else None."""
+    """Return x if the node is of this kind with inputs x and the constant `factor`; else None."""
     if not is_node(node, kind):
         return None
     return next((node.inputs[1 - i] for i in indices if number(node.inputs[i]) == factor), None)
 
 
 def _before_scaling(grid: ir.Value) -> ir.Value:
-    """Return x if grid is 2 * x - 1."""
+    """Return x if `grid` is computed as 2 * x - 1."""
     node = producer(grid, *MOVES)
     doubled = _beside(node, "Sub", 1.0, (1,)) or _beside(node, "Add", -1.0)
     x = _beside(producer(doubled, *MOVES), "Mul", 2.0)
@@ -163,7 +163,7 @@ def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Samples:
 
 
 def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
-    """Return possible heights and widths: sizes of two axes, or factors of one axis, whose width is a constant of a Mul."""
+    """Return possible (height, width): sizes of two axes, or a factorisation of one axis with a Mul's constant as width."""
     axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
     areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
     products = [v.producer() for index in indices for v in _indices_of_rows(index) if v.dtype in INTEGER]
@@ -174,7 +174,7 @@ def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple
 
 
 def find_row(corner: ir.Node) -> ir.Node | None:
-    """Return the Gather whose weighted rows a ReduceSum adds; else None."""
+    """Return the Gather of the weighted rows that a ReduceSum adds; else None."""
     product = producer(corner.inputs[0], *PAIRS) if is_node(corner, "ReduceSum") else None
     if not is_node(product, "Mul"):
         return None
@@ -215,7 +215,7 @@ def list_shares(corner: ir.Node) -> list[ir.Value]:
 
 
 def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
-    """Return tensors of six axes from which the index is computed, and the constant sizes of maps in the computation."""
+    """Return the tensors of six axes and the constant sizes of maps from which the row's index is computed."""
     chains: list[list[ir.Value]] = []
     sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
     both: dict[Maps, None] = {}
@@ -236,7 +236,7 @@ def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
 
 
 def _scaled(row: ir.Node) -> Iterator[tuple[ir.Value, np.ndarray[Any, Any]]]:
-    """Yield (factor, constant) for each product of floats from which the index of a row is computed."""
+    """Yield (factor, constant) for each product of floats upstream of a row's index."""
     assert row.inputs[1] is not None
     for value in _indices_of_rows(row.inputs[1]):
         node = value.producer()

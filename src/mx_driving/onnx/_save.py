@@ -22,7 +22,7 @@ from ._order import check
 
 
 def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
-    """Write the model. Return onnxruntime's error if it lacks a kernel for another node of the file.
+    """Write the model. If onnxruntime lacks a kernel for another node of the file, return its error.
 
     Weights stay in the model's file or in a file beside it. Sizes are those of the original file; our nodes get fixed sizes.
     """
@@ -32,7 +32,7 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
     RemoveUnusedNodesPass()(model)
     _import_domains(model)
     weights = f"{path_out.name}.data" if list(list_external(model)) else None
-    files = [weights, path_out.name] if weights else [path_out.name]  # the model last, so that a model is never incomplete
+    files = [weights, path_out.name] if weights else [path_out.name]  # the model last: its weights exist first
     _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
@@ -47,9 +47,9 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
 
 
 def _why_not(model: ir.Model, path: Path) -> tuple[str | None, bool]:
-    """Return the error of onnx's checker or of onnxruntime, or None; and whether onnxruntime lacks a kernel.
+    """Return (error of onnx's checker or of onnxruntime or None, whether onnxruntime lacks a kernel).
 
-    A file whose nodes need other libraries is not loaded. Nodes of other forms are loaded as our node.
+    Do not load a file with nodes of other libraries. Load nodes of other forms as our nodes.
     """
     try:
         check(path, onnx.load(path, format="protobuf", load_external_data=False))
@@ -73,7 +73,7 @@ def with_ours(path: Path) -> Path:
 
 
 def _refused(path: Path, has_ours: bool) -> tuple[str | None, bool]:
-    """Return onnxruntime's error, or None; and whether it lacks a kernel."""
+    """Return (onnxruntime's error or None, whether onnxruntime lacks a kernel)."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     lacks_kernel = onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented
     options = onnxruntime.SessionOptions()
@@ -89,7 +89,7 @@ def _refused(path: Path, has_ours: bool) -> tuple[str | None, bool]:
 
 
 def _import_domains(model: ir.Model) -> None:
-    """Import exactly the domains of forms whose nodes the model has."""
+    """Make the model import the domains of its nodes, and no other domains of our forms."""
     for domain in NODES:
         if any(node.domain == domain for node in ir.traversal.RecursiveGraphIterator(model.graph)):
             model.graph.opset_imports.setdefault(domain, 1)
@@ -114,7 +114,7 @@ def _restore_sizes(model: ir.Model) -> None:
 
 
 def _spare(read: set[Path], path_in: Path, targets: list[Path]) -> None:
-    """Refuse to overwrite a file that path_in reads, whatever the file is called."""
+    """Refuse to overwrite a file that path_in reads, also under another name of the file."""
     for old in targets:
         if old.exists() and any(old.samefile(path) for path in read):
             raise ValueError(f"path_out must leave the files of path_in alone; got {targets[0]}, and {path_in} reads {old}")

@@ -1,7 +1,7 @@
 """Find candidates for deformable attention in an ONNX graph: weighted sums of samples.
 
-Files differ in how they move values (Reshape, Transpose, Split, Gather ...), so the search requires no order of nodes. It walks
-from a sum back to tensors that may be the operator's inputs. `_trial.py` then compares the sum with the operator.
+Files move values in different ways (Reshape, Transpose, Split, Gather ...), so the search requires no order of nodes. It walks
+upstream from a sum to tensors that may be the operator's inputs. `_trial.py` then compares the sum with the operator.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ._samples import (
     split_levels,
 )
 
-_MAPS = 1000  # most combinations of level sizes; nearly none has a total that is a tensor's number of keys
+_MAPS = 1000  # most combinations of level sizes; hardly any adds up to a tensor's number of keys
 Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The operator's inputs and output in a graph, and its sizes. An input that is not in the graph is a constant."""
+    """The operator's inputs, output and sizes in a graph. An input outside the graph is a constant."""
 
     value: ir.Value  # [bs, num_keys, num_heads, channels], or the last two in one axis
     locations: ir.Value  # [bs, num_queries, num_heads, num_levels, num_points, 2], or levels and points in one axis
-    weights: ir.Value  # as locations, without the last axis
+    weights: ir.Value  # the axes of locations without the last
     output: ir.Value  # [bs, num_queries, num_heads * channels]
     maps: Maps
     points: tuple[int, ...]  # points of each level
@@ -51,7 +51,7 @@ class Sampling:
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
-        """Return role -> end, without constants that are not in the graph."""
+        """Return role -> input, for the inputs in the graph."""
         ends = zip(("value", "locations", "weights"), self.ends, strict=True)
         return {role: end for role, end in ends if end.graph is not None or end.const_value is None}
 
@@ -85,7 +85,7 @@ def _factors(node: ir.Node) -> Pairs:
 
 
 def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
-    """Return a dictionary from each node with a leaf, and each Add of such nodes, to the leaves in order."""
+    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes."""
     totals: dict[ir.Node, list[Any]] = {}
     for node in graph:
         if first := read_leaf(node):
@@ -99,20 +99,20 @@ def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Nod
 
 
 def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
-    """Return a dictionary from each ReduceSum over weighted samples, and each Add of such sums, to pairs in order of levels."""
+    """Return node -> pairs in order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
     return _add_up(graph, lambda node: next((pair for pair in _factors(node) if split_levels(pair[0])), None))
 
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
-    """Return a dictionary from the last Add of a sum of four corners to the ReduceSum nodes of the corners."""
+    """Return node -> the four corners' ReduceSum nodes, for the last Add of each sum of four corners."""
     corners = _add_up(graph, lambda node: node if find_row(node) else None)
     return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
 
 
 def find_candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Value]) -> list[Sampling]:
-    """Return the samplings that shapes allow, the likeliest first. A trial decides.
+    """Return the samplings that the shapes allow, the likeliest first.
 
-    `constants` has value, locations or weights of all levels if they are constants.
+    `constants`: role -> constant tensor of all levels.
     """
     levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
     weights = [constants["weights"]] if "weights" in constants else intersect(sources_of_chosen(w) for _, w in pairs)
@@ -128,7 +128,7 @@ def _is_cast(sampling: Sampling) -> bool:
 
 
 def _doubt(sampling: Sampling) -> int:
-    """Return a penalty: sizes of batch and queries that differ from those of locations, because names may differ, and casts."""
+    """Return a penalty: the number of casts, and of batch and query sizes that differ from those of locations."""
     bs, queries = dims(sampling.locations)[:2]
     sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
     different = sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
@@ -136,7 +136,7 @@ def _doubt(sampling: Sampling) -> int:
 
 
 def _candidates(node: ir.Node, levels: list[Samples], weights: list[ir.Value]) -> Iterator[Sampling]:
-    """Yield samplings. If two sizes are equal, there are several."""
+    """Yield the samplings that fit. Equal sizes allow several samplings."""
     images, locations = intersect(level.images for level in levels), intersect(level.locations for level in levels)
     for choice in itertools.islice(itertools.product(*(level.maps for level in levels)), _MAPS):
         maps = tuple(size for sizes in choice for size in sizes)
@@ -173,7 +173,7 @@ def _without_casts(values: list[ir.Value]) -> Iterable[ir.Value]:
 
 
 def _ends(value: ir.Value, *last: tuple[int, ...]) -> bool:
-    """Return whether the sizes after the first two axes are one of `ends`. A free size matches any size."""
+    """Return whether the sizes after the first two axes are in `last`. A free size matches any size."""
     return any(len(dims(value)) == 2 + len(sizes) and all(map(_may_be, dims(value)[2:], sizes)) for sizes in last)
 
 
@@ -192,7 +192,7 @@ def _width(value: ir.Value, keys: int, heads: int) -> int:
 
 
 def _outputs_of_sum(node: ir.Node, width: int) -> Iterator[ir.Value]:
-    """Yield the sum and its views with three axes, up to the first value with another reader."""
+    """Yield the sum and its views with three axes, up to the first value with several readers."""
     value = node.outputs[0]
     while True:
         if len(shape := dims(value)) == 3 and _may_be(shape[2], width):

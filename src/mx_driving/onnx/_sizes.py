@@ -1,7 +1,7 @@
-"""Choose batch and queries for a trial, if a file leaves them free.
+"""Choose the batch and the number of queries for a trial, if a file leaves them free.
 
-A graph specialised to at most 100 queries would pass a trial with 7. So also try a size above every number with which a node
-cuts, picks, pads or compares a free size. If that size is too large for a trial, the attention is left.
+A graph specialised to at most 100 queries would pass a trial with 7. So also try a size above every number with which a
+node cuts, picks, pads or compares a free size. If such a size is too large for a trial, leave the attention.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Shapes = tuple[tuple[int, ...], ...]  # the shapes of value, locations and weigh
 
 FEW = 2, 7  # batch and queries
 _AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)  # (index of the tensor in ends, its axis of batch (0) or queries (1))
-_ELEMENTS = 2**26  # most elements of value or samples in a trial, 0.25 GB in float32; a quarter in trials of sizes
+_ELEMENTS = 2**26  # most elements of value or samples in a trial: 0.25 GB in float32; a quarter in trials of sizes
 _ENDLESS = 2**31 - 1  # "to the end", in 32 bits or in 64
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
-_SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs only decide the shape
+_SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide only the shape
 
 
 def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
@@ -41,7 +41,7 @@ def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
 def make_shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[int, int]] = ()) -> Shapes:
     """Return shapes of value, locations and weights.
 
-    Axes (tensor, axis) in `ones` have size 1, as have axes that the file fixes to 1.
+    Axes (tensor, axis) in `ones`, and axes that the file fixes to 1, have size 1.
     """
     ones = {*ones, *((i, axis) for i, axis in _AXES if dims(sampling.ends[i])[axis] == 1)}
     whole = _whole(sampling, bs, queries)
@@ -141,7 +141,7 @@ def _cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
     """Return (axis, number) for the numbers with which the node cuts, picks or extends axes. None is an unknown axis."""
 
     def read(index: int, name: str) -> list[Any]:
-        """Return the numbers of an input, or of the attribute that older opsets have."""
+        """Return the numbers of an input, or of an attribute in older opsets."""
         return list(read_attribute(node, name, ())) or (_table(node.inputs[index]) if index < len(node.inputs) else [])
 
     axis = read_attribute(node, "axis", 0)

@@ -1,10 +1,10 @@
-"""Prove that a part of an ONNX graph computes multi_scale_deformable_attn: run both on random inputs.
+"""Prove that a subgraph of an ONNX graph computes multi_scale_deformable_attn: run both on random inputs.
 
 The subgraph is multilinear in value and weights, so agreement on random inputs means equality with probability 1. Only
 locations may branch, by floors and clips. They are drawn on the maps, across every border and far away, to hit every branch.
 
-A part in 16 bits runs in float32, because the trial is then more exact and onnxruntime has all kernels. A part in float64 runs
-in float32 only if onnxruntime lacks a kernel for it.
+A subgraph in 16 bits runs in float32, which is more exact and has all kernels in onnxruntime. A subgraph in float64 runs in
+float32 only if onnxruntime lacks a float64 kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ._writer import make_tables
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
 _SIZES = {"Shape", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Range", "Size"}
-# Steps that are not linear in every input: the inputs that value and weights may reach, because the others decide.
+# Nodes that are not linear in every input -> the inputs that may depend on value and weights.
 _BRANCHES = {
     **dict.fromkeys(("Expand", "Pad", "Div", "GatherElements", "GatherND"), (0,)),
     **dict.fromkeys(("Abs", "And", "Clip", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), ()),
@@ -39,11 +39,11 @@ _BRANCHES = {
     "Where": (1, 2),
 }
 _QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `mx-driving fuse --json` names in the float file"
-_SAMPLES = 500  # least samples of a level, for each kind of locations
+_SAMPLES = 500  # least number of samples per level, for each kind of locations
 
 
 def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
-    """Return whether the part may have this node. `linear` has the values that depend on value or weights."""
+    """Return whether the node may be in the subgraph. `linear` has the tensors that depend on value or weights."""
     if is_node(node, *MOVES) and not is_node(node, *PAIRS):
         return not any(v in linear for v in node.inputs[1:])
     if is_node(node, *_COMPUTE):
@@ -56,7 +56,7 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
 
 
 def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Return the nodes between the operator's inputs and output in order, and the outputs of Shape nodes before them."""
+    """Return the nodes between the operator's inputs and output in order, and the outputs of Shape nodes that they read."""
     ends, names = {*sampling.ends}, _sizes.name_sizes(sampling, _sizes.make_shapes(sampling, *_sizes.FEW))
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
@@ -100,7 +100,7 @@ def _hold_to_rules(sampling: Sampling, nodes: list[ir.Node]) -> None:
 
 
 def _follow(ends: set[ir.Value], nodes: list[ir.Node]) -> set[ir.Value]:
-    """Return the values that the nodes compute from elements of the ends, not only from their shapes."""
+    """Return the tensors that the nodes compute from the elements of `ends`, not only from the shapes of `ends`."""
     reached = set(ends)
     for node in nodes:
         if not is_node(node, "Shape", "Size") and any(v in reached for v in node.inputs):
@@ -109,7 +109,7 @@ def _follow(ends: set[ir.Value], nodes: list[ir.Node]) -> set[ir.Value]:
 
 
 def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
-    """Return the output of a Shape node if the file has these sizes; else None."""
+    """Return the output of a Shape node, with free sizes taken from `names`; None if a size is missing."""
     node = shape_of.producer()
     assert node is not None
     assert node.inputs[0] is not None
@@ -119,7 +119,7 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
 
 
 def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) -> Tensor:
-    """Return locations near the outermost pixels of the maps, in one axis or both."""
+    """Return locations near the outermost pixels of the maps, in x, in y or in both."""
     points = torch.tensor(sampling.points)
     sides = torch.tensor([(width, height) for height, width in sampling.maps]).repeat_interleave(points, 0)
     first_or_last = torch.randint(2, (*sizes, 2), generator=random) * (sides - 1)
@@ -139,7 +139,7 @@ def _draw_locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Ten
 
 
 def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
-    """Return value, locations and weights in the axes of the file: constants of the file, or random numbers."""
+    """Return value, locations and weights in the file's layout: constants of the file, or random numbers."""
     random = torch.Generator().manual_seed(seed)
     value, located, weights = _sizes.broadcast(sampling, shapes)
     tensors = (
@@ -156,7 +156,7 @@ def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[T
 
 
 def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    """Return indices of samples that pad all levels to the same number of points, and a mask with 0 for padding."""
+    """Pad all levels to the same number of points: return the indices of samples, and a mask with 0 for padding."""
     most, starts = max(points), [0, *itertools.accumulate(points)]
     indices = [
         (start + min(p, count - 1), float(p < count)) for start, count in zip(starts, points, strict=False) for p in range(most)
@@ -165,7 +165,7 @@ def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
 
 
 def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the five inputs of the operator from value, locations and weights in the axes of the graph."""
+    """Convert value, locations and weights in the graph's layout to the five inputs of the operator."""
     value, locations, weights = inputs
     bs, queries = max(map(len, inputs)), max(locations.shape[1], weights.shape[1])
     value = value.expand(bs, *value.shape[1:])
@@ -182,13 +182,13 @@ def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Te
 
 
 def cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
-    """Return the part of the graph between the ends and the output as a model."""
+    """Return the subgraph between `ends` and `output` as a model."""
     graph = ir.convenience.extract(model.graph, ends, [output])
     return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
 
 
 def _open_session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> tuple[Any, set[ir.DataType]]:
-    """Return a session of the part of the graph, and the dtypes that became float32 in it."""
+    """Return a session of the subgraph, and the dtypes that the session replaces by float32."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -227,7 +227,7 @@ def _to_float32(tensor: Any) -> Any:
 def _run(
     session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run the part of the graph. Return its output, and the inputs in the dtypes of the trial."""
+    """Run the subgraph. Return its output, and the inputs in the dtypes of the trial."""
     running, narrow = session
     names = _sizes.name_sizes(sampling, tuple(tuple(t.shape) for t in tensors))
     doubles = [end.dtype == ir.DataType.DOUBLE and end.dtype not in narrow for end in sampling.ends]
@@ -241,7 +241,7 @@ def _run(
 
 
 def prove(model: ir.Model, sampling: Sampling) -> Sampling:
-    """Return the sampling if the part of the graph equals the operator within rounding; else raise Unfit."""
+    """Return the sampling if the subgraph equals the operator within rounding; else raise Unfit."""
     nodes, sizes = collect_part(sampling)
     pairs = _sizes.choose_trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
     session = _open_session(model, sampling, sizes)
@@ -255,7 +255,7 @@ def prove(model: ir.Model, sampling: Sampling) -> Sampling:
 
 
 def _broadcasts(session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value]) -> bool:
-    """Return whether the part of the graph broadcasts sizes of 1. The operator does not, and most parts fail."""
+    """Return whether the subgraph broadcasts sizes of 1. The operator does not broadcast, and most subgraphs fail."""
     runs = False
     for shapes in _sizes.vary_ones(sampling):
         try:
@@ -283,7 +283,7 @@ def _as_unfit() -> Iterator[None]:
 def _compare(
     session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value], seed: int, shapes: _sizes.Shapes
 ) -> None:
-    """Raise Unfit unless the part of the graph equals the operator on random inputs."""
+    """Raise Unfit unless the subgraph equals the operator on random inputs."""
     result, inputs = _run(session, sampling, sizes, draw_inputs(sampling, seed, shapes))
     dtype = max((t.dtype for t in inputs), key=lambda dtype: torch.finfo(dtype).eps)
     called = make_bare_inputs(sampling, tuple(t.double() for t in inputs))

@@ -13,7 +13,7 @@ from ._graph import dims
 
 
 def list_names(model: ir.Model) -> set[str]:
-    """Return all names of tensors and nodes, also of subgraphs, which must not hide a name of the outer graph."""
+    """Return all names of tensors and nodes, also of subgraphs: names in a subgraph must not hide outer names."""
     graphs = list(model.graphs())
     nodes = [node for graph in graphs for node in graph]
     values = [*(v for g in graphs for v in (*g.inputs, *g.initializers.values())), *(v for n in nodes for v in n.outputs)]
@@ -49,7 +49,7 @@ class Writer:
         return self.table("spatial_shapes", shapes), self.table("level_start_index", starts)
 
     def copy(self, value: ir.Value, dtype: ir.DataType | None = None) -> ir.Value:
-        """Write a constant that is not in the graph as a table, in its own dtype or in another."""
+        """Write a constant from outside the graph as a table, in its dtype or in `dtype`."""
         assert value.const_value is not None
         numbers, dtype = value.const_value.numpy(), dtype or value.const_value.dtype
         return self.table(str(value.name).rpartition("/")[2], numbers, dtype.numpy())
@@ -59,13 +59,13 @@ class Writer:
         return self.tape.op(kind, inputs, attributes or None, domain=domain, name=name, output=ir.Value(name=name))
 
     def like(self, value: ir.Value, kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """Write a node of the value and the inputs. Its output has the value's dtype."""
+        """Write a node with inputs `value, *inputs`. Its output has the dtype of `value`."""
         new = self.op(kind, value, *inputs, **attributes)
         new.type = value.type
         return new
 
     def reshape(self, value: ir.Value, *sizes: int) -> ir.Value:
-        """Reshape the value to its first two axes and then these sizes."""
+        """Reshape the value: keep the first two axes, then these sizes."""
         if dims(value)[2:] == sizes:
             return value
         new = self.like(value, "Reshape", self.table("shape", [0, 0, *sizes]))
@@ -73,7 +73,7 @@ class Writer:
         return new
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Cast a value. A new table is replaced by a table of the dtype."""
+        """Cast a value. If it is a table that we wrote, write a table in the dtype instead of a Cast."""
         if value.dtype == dtype:
             return value
         if value in self.tape.initializers:
@@ -91,7 +91,7 @@ class Writer:
                 node.replace_input_with(index, None)
 
     def put_in_place(self, new: ir.Value) -> None:
-        """Replace the old tensor by `new`, which gets its readers, name, sizes and dtype."""
+        """Replace the old tensor: `new` gets the old tensor's readers, name, sizes and dtype."""
         old, producer = self.old, self.old.producer()
         assert producer is not None
         graph = producer.graph

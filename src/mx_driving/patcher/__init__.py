@@ -1,7 +1,7 @@
-"""The vendor's names for patching a model's libraries, as far as they mean something without its device.
+"""The vendor's names for patching a model's libraries, except for names that have no meaning without the vendor's device.
 
-`msda` is `mx_driving.patch`; `numpy_type` and `patch_mmcv_version` mend old libraries. Patches that only make a library faster
-on the device, or that this package has not, leave the library as it is and say so in a warning. Other names are refused.
+`msda` is `mx_driving.patch`; `numpy_type` and `patch_mmcv_version` mend old libraries. Patches that only speed a library
+up on the device, and patches that this package lacks, warn and leave the library unchanged. Other names raise an error.
 
     from mx_driving.patcher import Patch, PatcherBuilder, index, msda
 

@@ -46,7 +46,7 @@ class Patch:
 
     Args:
         func: called with the module and the options. Its name is the patch's name.
-        options: for the function.
+        options: the function's options.
         priority: patches of a module are applied from the lowest to the highest.
         patch_failure_warning: whether to warn of a failure, which never stops the program.
     """
@@ -68,7 +68,7 @@ class Patch:
         try:
             self.func(module, self.options)
             self.is_applied = True
-        except Exception as error:  # a patch that fails must not stop a training, at the vendor's either
+        except Exception as error:  # as in the vendor's, a failing patch must not stop training
             if self.patch_failure_warning:
                 warnings.warn(f"mx_driving.patcher cannot apply {self.name} to {module.__name__}: {error}", stacklevel=4)
 
@@ -81,7 +81,7 @@ class Patcher:
     ) -> None:
         self.module_patches = module_patches
         self.blacklist = blacklist
-        self.allow_internal_format = allow_internal_format  # the vendor's layouts of tensors; not used
+        self.allow_internal_format = allow_internal_format  # allows the vendor's memory formats; not used
 
     def apply(self) -> None:
         """Import the modules and apply their patches. Warn of a module that cannot be imported or patched."""
@@ -96,7 +96,7 @@ class Patcher:
                     entry._apply(module)
 
     def transfer_to_npu(self) -> None:
-        """Let the names of CUDA be the stand-in's for torch_npu. Do nothing where it is not installed (`compat.install`)."""
+        """Redirect torch.cuda to the torch_npu stand-in, if `compat.install` has installed it."""
         npu = sys.modules.get("mx_driving._vendor.npu")
         if npu is not None and npu.installed():
             importlib.import_module("torch_npu.contrib.transfer_to_npu")
@@ -129,13 +129,13 @@ class PatcherBuilder:
         return self
 
     def with_profiling(self, *args: Any, **named: Any) -> PatcherBuilder:
-        """Refused: it is a profile of the device."""
+        """Raise an error: there is no device to profile. Use torch.profiler."""
         raise NotImplementedError(
             "PatcherBuilder.with_profiling profiles an Ascend device; on a PC, put torch.profiler.profile() around the training"
         )
 
     def brake_at(self, *args: Any, **named: Any) -> PatcherBuilder:
-        """Refused: a stop after a number of steps is the training loop's."""
+        """Raise an error: the training loop must stop itself after a number of steps."""
         raise NotImplementedError(
             "PatcherBuilder.brake_at is not in this package; on a PC, let the training's own configuration say how many steps"
         )
@@ -151,7 +151,7 @@ def msda(module: types.ModuleType, options: dict[str, Any]) -> None:
 
 
 def patch_mmcv_version(expected_version: str) -> None:
-    """Import mmdet and mmdet3d while mmcv claims the version that they expect. Skip what is not installed."""
+    """Set mmcv's version to `expected_version` while mmdet and mmdet3d are imported. Skip libraries that are not installed."""
     try:
         mmcv: Any = importlib.import_module("mmcv")
     except ImportError:
@@ -167,14 +167,14 @@ def patch_mmcv_version(expected_version: str) -> None:
 
 
 def numpy_type(np: types.ModuleType, options: dict[str, Any]) -> None:
-    """Give numpy the names of Python's types back that it had before 1.24: np.bool, np.int, np.float and the like."""
+    """Restore numpy's aliases of Python's types, which numpy 1.24 removed: np.bool, np.int, np.float and the like."""
     for kind in (bool, int, float, complex, object, str):
         if kind.__name__ not in vars(np):
             setattr(np, kind.__name__, kind)
 
 
 def _leave(name: str, reason: str) -> Function:
-    """Return a patch that leaves the library as it is and warns why."""
+    """Return a patch that changes nothing and warns with a reason."""
 
     def leave(module: types.ModuleType, options: dict[str, Any]) -> None:
         warnings.warn(f"mx_driving.patcher leaves {module.__name__} as it is: {name} {reason}", stacklevel=3)
@@ -202,7 +202,7 @@ optimizer_hooks = _leave("optimizer_hooks", _FASTER)
 optimizer_wrapper = _leave("optimizer_wrapper", _FASTER)
 index = _leave("index", _FASTER)
 batch_matmul = _leave("batch_matmul", _FASTER)
-# those of the vendor's that do something here
+# the vendor's patches that have an effect here
 default_patcher_builder = (
     PatcherBuilder().add_module_patch("mmcv.ops", Patch(msda)).add_module_patch("numpy", Patch(numpy_type))
 )

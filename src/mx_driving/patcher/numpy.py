@@ -1,4 +1,4 @@
-"""The vendor's path of its patches of numpy."""
+"""The vendor's import path of patches of numpy."""
 
 from ._patcher import numpy_type
 

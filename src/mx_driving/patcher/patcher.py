@@ -1,4 +1,4 @@
-"""The vendor's path of its classes."""
+"""The vendor's import path of Patch, Patcher and PatcherBuilder."""
 
 from ._patcher import Patch, Patcher, PatcherBuilder
 

@@ -25,7 +25,7 @@ _CONTENTS: dict[str, Mapping[str, Any]] = {
     "torch_npu.testing": {},
     "torch_npu.testing.testcase": vars(_testing),
 }
-_SUBMODULES = ("npu", "npu.amp", "npu.utils", "optim", "contrib")  # that `import torch_npu` alone brings
+_SUBMODULES = ("npu", "npu.amp", "npu.utils", "optim", "contrib")  # imported by `import torch_npu`
 
 _changes = Changes()
 
@@ -35,10 +35,10 @@ def _refusal(name: str) -> str:
 
 
 def _contents(name: str) -> dict[str, Any] | None:
-    """Return the contents of a module. Names of torch_npu that the stand-in has not are refused in a sentence."""
+    """Return the contents of a module of the stand-in. A missing name of torch_npu raises an error with a sentence."""
     if name.partition(".")[0] != "torch_npu":
         return None
-    if name not in _CONTENTS:  # under another name, or `from torch_npu import x` would swallow the sentence
+    if name not in _CONTENTS:  # another name: `from torch_npu import x` would hide the sentence
         raise ModuleNotFoundError(_refusal(name), name="torch_npu")
 
     def refuse(attribute: str) -> Any:
@@ -59,12 +59,12 @@ _finder = _StandInModules(_contents, packages=True)
 
 
 def installed() -> bool:
-    """Return whether the stand-in is there."""
+    """Return whether the stand-in is installed."""
     return _finder.installed
 
 
 def install() -> None:
-    """Let `import torch_npu` give the stand-in, and torch know its device. A second call does nothing."""
+    """Make `import torch_npu` import the stand-in, and make torch accept its device. A second call does nothing."""
     if installed():
         return
     loaded = sys.modules.get("torch_npu")

@@ -1,4 +1,4 @@
-"""The names of `torch.npu`, and the small modules beside it. There is one device, which is the CPU: every index means it."""
+"""The names of `torch.npu`, and the small modules beside it. There is one device, the CPU; every device index means the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 class Stream(torch.cpu.Stream):
-    """A queue that is always done: work on a CPU is done when the call returns."""
+    """A stream without pending work: a call on the CPU returns when its work is done."""
 
     def __init__(self, device: Any = None, priority: int = 0, **named: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Stream(torch.cpu.Stream):
 
 
 class Event:
-    """A moment. `elapsed_time` is wall-clock time between two, in milliseconds."""
+    """A point in time. `elapsed_time` returns the wall-clock time between two events in milliseconds."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self._at = 0.0
@@ -46,7 +46,7 @@ class Event:
 
 
 class autocast(torch.autocast):
-    """Of the CPU. Its dtype on a device is float16."""
+    """torch.autocast on the CPU, with the device's default dtype float16."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
@@ -67,7 +67,7 @@ class _ClipsGradients:
 
 
 def _answer(name: str, answer: Any) -> Callable[..., Any]:
-    """Make a function of one answer. Each name has a function of its own: torch.compile refuses one with two names."""
+    """Return a function that returns `answer`. torch.compile refuses a function with two names, so each name gets its own."""
 
     def function(*args: Any, **named: Any) -> Any:
         return answer
@@ -77,7 +77,7 @@ def _answer(name: str, answer: Any) -> Callable[..., Any]:
 
 
 def _free_and_total_memory(device: Any = None) -> tuple[int, int]:
-    """Return the free and the whole memory of this machine, in bytes; 1 where the system does not tell."""
+    """Return the free and the total memory of this machine in bytes; (1, 1) if the system does not report them."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
@@ -85,11 +85,11 @@ def _free_and_total_memory(device: Any = None) -> tuple[int, int]:
         return 1, 1
 
 
-_NAME = "Ascend910B, mx_driving's stand-in on a CPU"  # begins like an Atlas A2's: the vendor's tests skip themselves elsewhere
+_NAME = "Ascend910B, mx_driving's stand-in on a CPU"  # begins as an Atlas A2's name: the vendor's tests skip other devices
 _stream = Stream()
 _ANSWERS = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
-    # torch built for CUDA calls the driver, which is not there, at each step of an optimizer
+    # without them, torch built for CUDA calls the missing driver at each step of an optimizer
     **dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), False),
     **dict.fromkeys(("current_stream", "default_stream"), _stream),
     **dict.fromkeys(("init", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"), None),
@@ -100,10 +100,10 @@ _ANSWERS = {
     "memory_summary": "memory of the stand-in for npu and cuda is this machine's, and is not counted",
     "device_count": 1,
     "get_device_name": _NAME,
-    # older than any that Triton compiles for: torch and this package ask it before they use Triton
+    # torch and this package read it before they use Triton: older than any capability that Triton supports
     "get_device_capability": (0, 0),
 }
-# The tables below replace names of torch.cuda, too, after transfer_to_npu.
+# After transfer_to_npu the tables below also replace names of torch.cuda.
 NAMES: dict[str, Any] = {
     **{name: _answer(name, answer) for name, answer in _ANSWERS.items()},
     **{name: getattr(torch, name) for name in ("ByteTensor", "CharTensor", "ShortTensor", "IntTensor", "LongTensor")},
@@ -123,7 +123,7 @@ NAMES: dict[str, Any] = {
 }
 NPU = {
     **NAMES,
-    "native_device": "cpu",  # mmengine puts it in the place of "npu" in a device's name
+    "native_device": "cpu",  # mmengine replaces "npu" by it in a device's name
     "config": types.SimpleNamespace(allow_internal_format=False),
     "is_autocast_enabled": lambda: torch.is_autocast_enabled("cpu"),
     "get_autocast_dtype": lambda: torch.get_autocast_dtype("cpu"),

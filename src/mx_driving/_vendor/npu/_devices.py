@@ -1,8 +1,8 @@
-"""Device names that mean the CPU: "npu" and "npu:0", after `transfer_to_npu` also "cuda", wherever torch takes a device.
+"""Make device names mean the CPU wherever torch takes a device: "npu" and "npu:0", after `transfer_to_npu` also "cuda".
 
 torch parses a device's name in C++, so each function that takes one is wrapped, as the vendor's own transfer_to_npu does it.
-`torch.utils.rename_privateuse1_backend("npu")` would make the name known, but for ever and without kernels, and torch would
-take the process for one with an accelerator. A TorchFunctionMode would serve one thread only and slow down every call.
+`torch.utils.rename_privateuse1_backend("npu")` would make the name known, but it cannot be undone, there are no kernels, and
+torch would report an accelerator. A TorchFunctionMode would serve one thread only and slow down every call.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from . import _device_module
 
 Function = Callable[..., Any]
 
-_Device = torch.device  # before it is replaced
+_Device = torch.device  # torch's own class
 _types = {"npu"}
-_scripted: list[int] = []  # wrappers that torch.jit.script knows
+_scripted: list[int] = []  # wrappers registered with torch.jit.script
 
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "normal")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
@@ -31,7 +31,7 @@ _AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled"
 
 
 def stands_for_cpu(device: Any) -> bool:
-    """Return whether it is a name, or a device, of one of the types that mean the CPU."""
+    """Return whether `device` is a device, or the name of a device, of a type that means the CPU."""
     if isinstance(device, str):
         kind, colon, index = device.partition(":")
         return kind in _types and (not colon or index.isdecimal())
@@ -39,7 +39,7 @@ def stands_for_cpu(device: Any) -> bool:
 
 
 def on_cpu(device: Any) -> Any:
-    """Return the CPU for a device that stands for it; anything else as it is. Look into dictionaries, too (torch.load)."""
+    """Return "cpu" for a device that stands for the CPU; return anything else unchanged. Map dictionaries, too (torch.load)."""
     if isinstance(device, dict):
         return {key: on_cpu(value) for key, value in device.items()}
     return "cpu" if stands_for_cpu(device) else device
@@ -50,10 +50,10 @@ def _is_index(device: Any) -> bool:
 
 
 def mapped(function: Function, copy: Function | None = None) -> Function:
-    """Return `function` with names of devices in its arguments taken for the CPU.
+    """Return `function` with device arguments that stand for the CPU replaced by the CPU.
 
     Args:
-        copy: of a result, where an argument names the device. A move between memories is a copy.
+        copy: copies the result if an argument stands for the CPU, because a move to a device makes a copy.
     """
 
     @functools.wraps(function)
@@ -69,7 +69,7 @@ def mapped(function: Function, copy: Function | None = None) -> Function:
 
 
 def _rewritten(function: Function, rewrite: Callable[[dict[str, Any]], None]) -> Function:
-    """Return `function` with its arguments, a dictionary by name, changed by `rewrite`."""
+    """Return `function` with its arguments changed by `rewrite`, which takes a dictionary name -> argument."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -82,7 +82,7 @@ def _rewritten(function: Function, rewrite: Callable[[dict[str, Any]], None]) ->
 
 
 def _leave_out_devices(arguments: dict[str, Any]) -> None:
-    """Leave out devices that name the CPU, or are indices, and take gloo for a backend that needs the device."""
+    """Remove device arguments that mean the CPU. Replace a backend that needs the device by gloo."""
     for name in {"device_ids", "output_device", "device_id"} & arguments.keys():
         devices = arguments[name] if isinstance(arguments[name], (list, tuple)) else [arguments[name]]
         if all(_is_index(d) or stands_for_cpu(d) or str(d) == "cpu" for d in devices):
@@ -94,35 +94,35 @@ def _leave_out_devices(arguments: dict[str, Any]) -> None:
 
 
 def _choose_float16(arguments: dict[str, Any]) -> None:
-    """Give torch.autocast its default on the device, float16, which is bfloat16 on a CPU."""
+    """Make float16 the default dtype of torch.autocast, as on the device. The CPU's default is bfloat16."""
     if stands_for_cpu(arguments["device_type"]):
         arguments.update(device_type="cpu", dtype=arguments.get("dtype") or torch.float16)
 
 
 def _fork_cpu(arguments: dict[str, Any]) -> None:
-    """Let torch.random.fork_rng keep the CPU's state alone, which is the device's."""
+    """Make torch.random.fork_rng keep only the CPU's state: the device's state is the CPU's."""
     if stands_for_cpu(arguments.get("device_type")):
         arguments.update(devices=(), device_type="cpu")
 
 
 def _set_no_default(arguments: dict[str, Any]) -> None:
-    """Let the CPU be the default device without torch's mode, through which torch.compile traces no wrapper."""
+    """Set no default device if it is the CPU: torch.compile does not trace our wrappers under torch's device mode."""
     device = arguments["device"]
     arguments["device"] = None if _is_index(device) or str(on_cpu(device)) == "cpu" else device
 
 
 def tensor_npu(self: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
-    """Tensor.npu: a copy, as of a move between memories. Autograd goes through it."""
+    """Tensor.npu: return a copy, as a move to a device does. The copy is differentiable."""
     return self.clone()
 
 
 def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
-    """Module.npu: parameters and buffers get memory of their own; the parameters stay the same objects."""
+    """Module.npu: copy the memory of parameters and buffers. The parameters stay the same objects."""
     return self._apply(torch.clone)
 
 
 def _data_parallel(self: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
-    """DataParallel.__init__: without devices it calls the module."""
+    """DataParallel.__init__ without devices: forward then calls the module."""
     torch.nn.Module.__init__(self)
     self.module, self.device_ids = module, []
 
@@ -133,7 +133,7 @@ def _call_module(module: Any, inputs: Any, *args: Any, module_kwargs: Any = None
 
 
 def _make_device(*args: Any, **named: Any) -> Any:
-    """torch.device. An index alone is one of the device, as where torch has an accelerator."""
+    """torch.device. An index without a type means the device, as in torch with an accelerator."""
     first = next(iter((*args, *named.values())), None)
     return _Device("cpu") if stands_for_cpu(first) or _is_index(first) else _Device(*args, **named)
 
@@ -168,12 +168,12 @@ def _proxy(real: type, make: Function) -> _Proxy:
     return _Proxy(real.__name__, (), own)
 
 
-# torch.load: a storage that was saved on the device lies on the CPU already. This comes before torch's own, which begin at 10.
+# torch.load: a storage that was saved on the device lies on the CPU already. Torch's own priorities begin at 10; 5 comes first.
 _package = (5, lambda storage: None, lambda storage, location: storage if stands_for_cpu(location) else None)
 
 
 def _replace(changes: Changes, owner: Any, name: str, stand_in: Any) -> None:
-    """Set an attribute, and register it with torch.jit.script, which compares by identity: torch.distributed.optim scripts."""
+    """Set an attribute. Register it with torch.jit.script, which looks functions up by identity (torch.distributed.optim)."""
     operator = _torch_private.find_scripted(getattr(owner, name))
     changes.set(owner, name, stand_in)
     if operator is not None:
@@ -188,7 +188,7 @@ def _wrap(changes: Changes, owner: Any, wrap: Callable[..., Function], *names: s
 
 
 def install(changes: Changes) -> None:
-    """Wrap what takes a device."""
+    """Wrap the functions and classes of torch that take a device."""
     constructors = _torch_private.device_constructors()
     for owner in (torch, torch.fft, torch.nested):
         for name, function in list(vars(owner).items()):
@@ -222,7 +222,7 @@ def install(changes: Changes) -> None:
 
 
 def _name_device(changes: Changes, name: str) -> None:
-    """Give tensors, modules and storages their methods of the device's name."""
+    """Add the methods named after the device to tensors, modules and storages."""
     changes.set(torch.Tensor, name, tensor_npu)
     changes.set(torch.Tensor, f"is_{name}", property(lambda self: True))
     changes.set(torch.nn.Module, name, module_npu)
@@ -231,7 +231,7 @@ def _name_device(changes: Changes, name: str) -> None:
 
 
 def transfer(changes: Changes) -> None:
-    """Let the names of CUDA mean the CPU, too, as importing `torch_npu.contrib.transfer_to_npu` does."""
+    """Make CUDA's device names mean the CPU, too, as importing `torch_npu.contrib.transfer_to_npu` does."""
     _types.add("cuda")
     for name, value in _device_module.NAMES.items():
         torchs_own_state = name.startswith("_") or name in ("init", "is_initialized")
@@ -246,7 +246,7 @@ def transfer(changes: Changes) -> None:
 
 
 def uninstall() -> None:
-    """Undo what `Changes` cannot."""
+    """Undo the changes that `Changes` does not record."""
     _types.discard("cuda")
     _torch_private.STORAGE_PLACES.remove(_package)
     while _scripted:

@@ -1,4 +1,4 @@
-"""`torch_npu.testing.testcase`: the vendor's TestCase, with its rules of what is equal."""
+"""`torch_npu.testing.testcase`: the vendor's TestCase, with its tolerances."""
 # ruff: noqa: PT009 (it is a unittest.TestCase)
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COMPARED = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "floa
 
 
 def _describe_difference(x: Any, y: Any, prec: float, least: float) -> str:
-    """Return why two arrays count as different; "" if they do not.
+    """Return in words how two arrays differ; "" if they are equal within `prec`.
 
     An element may err by `prec`, absolutely or relatively to the larger of the two. The arrays differ if both kinds of error
     occur, each in more than a fraction `prec` of all elements.
@@ -32,7 +32,7 @@ def _describe_difference(x: Any, y: Any, prec: float, least: float) -> str:
     nans = np.isnan(x)
     if not np.array_equal(nans, np.isnan(y)):
         return "NaN stands at different places"
-    with np.errstate(invalid="ignore"):  # inf - inf, an error to the vendor, too
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN and fails, as in the vendor's
         error = np.where(nans, 0, np.abs(y - x))
         scale = np.where(nans, 1, np.maximum(np.abs(x), np.abs(y)))
         absolute, relative = int((~(error <= prec)).sum()), int((~(error / (scale + least) <= prec)).sum())
@@ -53,7 +53,7 @@ def _as_array(value: Any, other: Any) -> Any:
 
 
 class TestCase(unittest.TestCase):
-    """unittest's, with a seed for each test and with comparisons of tensors and arrays."""
+    """unittest.TestCase that seeds each test and compares tensors and arrays."""
 
     maxDiff = None
     exact_dtype = False
@@ -73,8 +73,8 @@ class TestCase(unittest.TestCase):
     ) -> None:
         """Check that tensors, arrays, numbers, or sequences of them are equal within the vendor's tolerance.
 
-        `prec`, and `prec16` for 16 bits, is what an element may err, absolutely or relatively, and what fraction of the
-        elements may err by more. `auto_trans_dtype` converts x to y's dtype. `message` is said where NaN stand apart.
+        `prec` (`prec16` for 16 bits) is the allowed error of an element, absolute or relative, and also the allowed fraction of
+        elements with a larger error. `auto_trans_dtype` converts x to y's dtype. `message` is for NaN in different places.
         """
         if isinstance(x, Sequence) and isinstance(y, Sequence):
             for one, other in zip(x, y, strict=False):
@@ -82,7 +82,7 @@ class TestCase(unittest.TestCase):
             return
         if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
             x = x.to(y.dtype) if auto_trans_dtype else x
-            if x.dtype == y.dtype == torch.bfloat16:  # numpy has none
+            if x.dtype == y.dtype == torch.bfloat16:  # numpy has no bfloat16
                 if x.shape != y.shape or not torch.allclose(x, y, rtol=prec16, atol=prec16):
                     self.fail(f"result error: bfloat16 elements err by more than {prec16}, or shapes differ")
                 return
@@ -101,8 +101,8 @@ class TestCase(unittest.TestCase):
     def assertEqual(
         self, x: Any, y: Any, prec: Any = None, message: str = "", allow_inf: bool = False, exact_dtype: bool | None = None
     ) -> None:
-        """Check that tensors, numbers, and containers of them are equal within `prec` (1e-5), and anything else as unittest
-        does. Infinities must be allowed, as at the vendor's."""
+        """Check that tensors, numbers, and containers of them are equal within `prec` (1e-5). Check other objects as unittest
+        does. Infinities fail without allow_inf, as in the vendor's."""
         if isinstance(prec, str):  # a message, by unittest's order
             prec, message = None, prec
         prec, exact = self.precision if prec is None else prec, self.exact_dtype if exact_dtype is None else exact_dtype
