@@ -58,7 +58,7 @@ def needs() -> str:
 
 
 def known(packages: bool = False) -> str:
-    """The projects whose code `patch` knows, with their classes and functions. `packages`: those of PyPI, with what is replaced."""
+    """The projects whose code `patch` knows, with classes and functions; `packages`: of PyPI alone, with what is replaced."""
     from mx_driving._patch._attention import ATTENTION_FORMS
     from mx_driving._patch.known import TABLE
 
