@@ -42,7 +42,7 @@ def is_transformed(t: Tensor) -> bool:
 
 def has_no_memory(t: Tensor) -> bool:
     """Return whether a tensor of the plain type has no numbers: torch's zero tensors, and those of functionalization."""
-    return t._is_zerotensor() or torch._is_functional_tensor(t)
+    return t._is_zerotensor() or torch._is_functional_tensor(t)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def without_gradients(t: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._torch_private import has_hooks
+from .. import _torch_private
 from ._forms import FUNCTION, MODULE, Form, find_role
 from ._parameters import Parameters
 
@@ -73,7 +73,7 @@ class Fit:
             return core.func in self.cores and not core.args and core.keywords in ({}, {"method": "default"})
         if core in self.cores:
             return True
-        return type(core) in self.cores and "forward" not in core.__dict__ and not has_hooks(core)
+        return type(core) in self.cores and "forward" not in core.__dict__ and not _torch_private.has_hooks(core)
 
 
 def _has_value(value: Any, values: tuple[Any, ...]) -> bool:
@@ -99,7 +99,7 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
 
 def _is_exported_by_tracing() -> bool:
     """Return whether the older exporter of torch.onnx runs, which knows no operator of ours."""
-    return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()
+    return _torch_private.is_tracing() and torch.onnx.is_in_onnx_export()
 
 
 def select_names(fit: Fit, parameters: Parameters) -> list[str]:

@@ -119,7 +119,7 @@ def read_tables(arguments: Arguments, device: torch.device) -> tuple[Tensor, Ten
         tables = [t.clone() if isinstance(t, Tensor) and t.is_inference() else t for t in (shapes, starts)]
         shapes, starts = tables
     if is_table(shapes):
-        return shapes, starts if is_table(starts) else geometry.starts_of(shapes)  # pyright: ignore[reportReturnType]
+        return shapes, starts if is_table(starts) else geometry.starts_of(shapes)  # pyright: ignore
     shapes, dense = make_tables(shapes if sizes is None else sizes, device)  # pyright: ignore[reportArgumentType]
     return shapes, starts if is_table(starts) else dense  # pyright: ignore[reportReturnType]
 
