@@ -114,7 +114,7 @@ struct Function {
     List<Argument, MOST_ARGUMENTS> arguments;
     int first_input = 0, num_inputs = 0;
     int first_written = 0;                // the index of the output or of the first gradient
-    List<sizes::Name, MOST_AXES> numbers; // sizes that no input has; bindings without an output tensor pass them as numbers
+    List<sizes::Name, MOST_AXES> numbers; // output axes that no input has; a caller without output tensors gives their lengths
     std::string_view option;              // the option's name, or empty
     List<std::string_view, 2> choices;    // the option's values
 };

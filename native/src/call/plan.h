@@ -30,7 +30,7 @@ struct PackedLevels {
 // Fields that the chosen way does not use are zero.
 struct Plan {
     PackedLevels packed_value; // read by the forward, and by the gradients of samples if sample_gradients is set
-    bool near_as_computed;     // packed rows have the computed type: near levels in the forward, all in the backward
+    bool near_as_computed;     // packed rows have the type of sums: of near levels in the forward, of all in the backward
     bool sample_gradients;     // the gradients of samples have a separate pass
     ValueGradient value_gradient;
     PackedLevels packed_gradient; // has the computed type. WITH_SAMPLES: contains all rows or none; value is packed, too

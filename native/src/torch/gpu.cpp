@@ -107,7 +107,8 @@ void GpuCall::launch() {
         if (i == output - 2 && !function.with_logits) *next++ = &infos[i].data; // Only logits come with reference points.
         *next++ = &infos[i].data;
     }
-    for (int i = 0; function.backward && i < 2; ++i) *next++ = &infos[output].data; // Deterministic sums alone use these.
+    for (int i = 0; function.backward && i < 2; ++i)
+        *next++ = &infos[output].data; // Placeholders: only deterministic sums read two more.
     int32_t queries = int32_t(size(sizes::num_queries)), keys = int32_t(size(sizes::num_keys));
     *next++ = &queries;
     *next++ = &keys;

@@ -157,7 +157,7 @@ def _attention_with_logits(
     samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
     pixels = geometry.pixels(samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
-    offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 represents such steps up to 32 pixels
+    offsets = torch.where(near, offsets + 0.125, offsets)  # exact in bfloat16 below 32 pixels
     return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
 
 

@@ -55,7 +55,7 @@ class Attention(Form):
     sample: Callable[[Any, Arguments], Sampled]
     keeps: bool = False  # the mask is True where a key counts, instead of where it is hidden
     weights: bool = False  # forward returns its weights, too
-    residual: bool = False  # forward drops out, and adds the identity
+    residual: bool = False  # forward applies dropout to its output, and adds the residual: `identity`, or else the query
     usual: Callable[[Any, Arguments], bool] = lambda module, arguments: _has_a_reference_for_each_level(module, arguments)
     references: tuple[tuple[int, int], ...] = ((LEVELS, 2), (LEVELS, 4), (1, 4))  # last sides of the reference
     uneven: frozenset[str] = frozenset()  # arguments of the constructor that are the numbers of points of each level

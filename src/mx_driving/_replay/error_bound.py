@@ -59,7 +59,7 @@ class ErrorBound:
             compute: the dtype of the sums; by default the operator's: float64 if an input is float64, else float32.
             queries: the queries of `got` and `expected`; None for all.
         """
-        extent = self._extent if compute is None else 0  # a trial of 16-bit sums has no error of positions
+        extent = self._extent if compute is None else 0  # sums tried in 16 bits have exact positions
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))

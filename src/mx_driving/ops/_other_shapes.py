@@ -72,4 +72,5 @@ def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: T
     need_shape("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)
     need_shape("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, shapes.shape[0], None)
     if checks.is_readable(shapes) and checks.is_readable(starts):
-        checks.levels("spatial_shape", "scale_start_index", shapes, starts, rows)  # the operator joins the maps of all cameras
+        # The operator sees the maps of all cameras as one table, and would not notice a level that runs into the next camera.
+        checks.levels("spatial_shape", "scale_start_index", shapes, starts, rows)

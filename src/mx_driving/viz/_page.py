@@ -28,7 +28,7 @@ from ._samples import SampledCall, Samples
 
 CallLooks = Look | Sequence[Look]  # a call, or a call for each camera
 _NOTHING = 65535  # a location that reads nothing; others are -0.5 to 1.5 in 65534 steps
-_LARGEST = 32767  # the largest weight of a call
+_LARGEST = 32767  # stands for the largest weight of a call; other weights are scaled in proportion
 
 
 def page(

@@ -129,7 +129,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         return last;
     }
 
-    // Sets the constants of a sample. Padding reads pixel 0 of the zero row.
+    // Sets the constants of a sample. A sample past the last one is padding, and reads the row of zeros.
     template <class FirstRow> void set_lane(int64_t sample, FirstRow &&first_row, int64_t row_step) {
         WindowLanes<T> &to = lanes[sample / N];
         const int64_t lane = sample % N;

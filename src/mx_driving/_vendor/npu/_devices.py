@@ -168,7 +168,7 @@ def _proxy(real: type, make: Function) -> _Proxy:
     return _Proxy(real.__name__, (), own)
 
 
-# torch.load: a storage that was saved on the device lies on the CPU already. Torch's own priorities begin at 10; 5 comes first.
+# For torch.serialization.register_package: priority, tag, and where torch.load puts a storage. 5 comes before torch's own.
 _package = (5, lambda storage: None, lambda storage, location: storage if stands_for_cpu(location) else None)
 
 

@@ -32,7 +32,7 @@ def _describe_difference(x: Any, y: Any, prec: float, least: float) -> str:
     nans = np.isnan(x)
     if not np.array_equal(nans, np.isnan(y)):
         return "NaN stands at different places"
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN and fails, as in the vendor's
+    with np.errstate(invalid="ignore"):  # as in the vendor's TestCase, equal infinities differ: inf - inf is NaN
         error = np.where(nans, 0, np.abs(y - x))
         scale = np.where(nans, 1, np.maximum(np.abs(x), np.abs(y)))
         absolute, relative = int((~(error <= prec)).sum()), int((~(error / (scale + least) <= prec)).sum())
