@@ -112,13 +112,13 @@ def is_table(t: Any) -> bool:
     return isinstance(t, Tensor) and t.dtype in INDEX
 
 
-def read_tables(arguments: Arguments, device: torch.device) -> tuple[Tensor, Tensor]:
+def read_tables(arguments: Arguments, device: torch.device, prefer_list: bool = False) -> tuple[Tensor, Tensor]:
     """Return spatial_shapes and level_start_index. Libraries give the shapes as a list, as a tensor, or as both."""
     shapes, sizes, starts = (arguments.get(role) for role in ("shapes", "sizes", "starts"))
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the operator saves tables, and their own code does not
         tables = [t.clone() if isinstance(t, Tensor) and t.is_inference() else t for t in (shapes, starts)]
         shapes, starts = tables
-    if is_table(shapes):
+    if is_table(shapes) and not (prefer_list and sizes is not None):
         return shapes, starts if is_table(starts) else geometry.starts_of(shapes)  # pyright: ignore
     shapes, dense = make_tables(shapes if sizes is None else sizes, device)  # pyright: ignore[reportArgumentType]
     return shapes, starts if is_table(starts) else dense  # pyright: ignore[reportReturnType]
@@ -259,7 +259,7 @@ class Core(Form):
     def answer(self, module: Any, arguments: Arguments) -> Tensor:
         locations = arguments["locations"]
         value = self.layout.ours(arguments["value"], locations.shape[2])
-        shapes, starts = read_tables(arguments, value.device)
+        shapes, starts = read_tables(arguments, value.device, self.kind == FUNCTION)
         if self.uneven:  # a level with more points than another is listed several times: levels may overlap
             value, order = put_keys_last(value), repeat_levels(arguments["counts"])
             shapes, starts = shapes[order], starts[order]
