@@ -807,11 +807,12 @@ def main(command: str = "record.py", words: list[str] | None = None) -> None:
     options["functions"] = dict(name.partition("=")[::2] for name in options.pop("function"))
     sys.argv = ["-m" if module else program, *arguments]
     try:
-        sys.modules["__main__"], code = _load_program(program, module)
+        main_module, code = _load_program(program, module)
         start(**options)  # the recording ends after the program's threads and its functions of atexit
     except (ValueError, OSError) as error:
         parser.exit(2, f"{command}: {error}\n")
-    exec(code, vars(sys.modules["__main__"]))
+    sys.modules["__main__"] = main_module
+    exec(code, vars(main_module))
 
 
 if __name__ == "__main__":
