@@ -124,7 +124,8 @@ def test_patch_knows_every_core_and_attention_module():
 def test_each_row_of_the_table_names_a_form():
     assert {row.form for row in TABLE.values()} <= set(FORMS)
     assert all(re.fullmatch("[0-9a-f]{12}", key) and row.seen for key, row in TABLE.items())
-    assert all(row.difference < 1e-12 or row.form == "bevdet" for row in TABLE.values())  # which computes in float32
+    limits = {"bevdet": 1e-7}  # its code and ours sum in float32
+    assert all(row.difference < limits.get(row.form, 1e-12) for row in TABLE.values())
 
 
 class _Outputs(torch.nn.Module):
