@@ -107,7 +107,7 @@ class _Function:
         self.has_options = bool(operator.options)
         self.numbers = [i for i, t in enumerate(operator.tensors) if t.elements == "number"]
 
-    def call(self, inputs: Sequence[Any], options: Sequence[str], tensors: list[Tensor | None]) -> None:
+    def call(self, args: tuple[Any, ...], inputs: Sequence[Any], options: Sequence[str], tensors: list[Tensor | None]) -> None:
         apart = {}
         for i, (axes, factors) in self.products.items():
             t = tensors[i]
@@ -120,7 +120,7 @@ class _Function:
         numbers = [words.index(word) for words, word in zip(self.choices, options, strict=True)] if options else ()
         status = self.run(self.name, packed, numbers)
         if status:
-            _refuse(status, self.operator, inputs)
+            _refuse(status, self.operator, (*inputs, *args[self.count : self.first_choice]))
 
     def split(self, args: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[str]]:
         """Return the inputs and the options. Convert integer locations to int64 if the C interface lacks their dtype."""
@@ -135,7 +135,7 @@ class _Forward(_Function):
     def __call__(self, *args: Any) -> Tensor:
         inputs, options = self.split(args) if self.numbers or self.has_options else (args, ())
         output = torch.empty(checks.output_shape(self.operator, args), dtype=self.output_dtype(inputs[0]))
-        self.call(inputs, options, [*inputs, output])
+        self.call(args, inputs, options, [*inputs, output])
         return output
 
     def output_dtype(self, value: Tensor) -> torch.dtype:
@@ -152,7 +152,7 @@ class _Backward(_Function):
         (inputs, options), mask = self.split(rest[:-1]), rest[-1]
         gradients = empty_gradients([inputs[i] for i in self.operator.differentiable], mask)
         outputs = [g if needed else None for g, needed in zip(gradients, mask, strict=True)]
-        self.call(inputs, options, [grad, *inputs, *outputs])
+        self.call(rest[:-1], inputs, options, [grad, *inputs, *outputs])
         return tuple(gradients)
 
 
