@@ -198,10 +198,13 @@ EXPECTED = ["reference", "native-baseline"] + (["native-avx2"] if platform.machi
 
 
 def wanted_implementations(small: bool = False) -> list[str]:
-    """Names of the implementations to test. Without a GPU, `triton` is among them if inputs are `small` or if it is named."""
+    """Names of the implementations to test. Without a GPU, `triton` is among them if inputs are `small` or if it is named.
+
+    `native` stands for the kernels of the instruction set that calls use.
+    """
     named = os.environ.get("MX_DRIVING_TEST_BACKENDS")
     if named:
-        return named.split(",")
+        return [f"native-{_backends.native.isa()}" if name == "native" else name for name in named.split(",")]
     found = dict.fromkeys([*EXPECTED, *implementations()])
     if not ON_GPU and not small:
         found.pop("triton", None)
