@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from mx_driving._measure import accuracy
 from mx_driving._measure.accuracy import WorkloadErrors, check_one
-from mx_driving._measure.rivals import Rival, ours, plain_form
-from mx_driving._measure.workloads import AGGREGATION, CHECKED, EXAMPLES, WORKLOADS, some_queries
+from mx_driving._measure.rivals import Rival, make_ours, make_plain
+from mx_driving._measure.workloads import AGGREGATION, CHECKED, EXAMPLES, WORKLOADS, take_queries
 from mx_driving._operator.description import OPERATORS
 from mx_driving.cli.app import app
 
@@ -47,12 +47,12 @@ LIFTED = ["BEVDet-R50, 80 channels", "BEVFusion 8 x 22, without depth"]
 def test_rivals_compute_the_same(name):
     """Each computes what we do, on some queries of a workload: plain torch, and the bare operator on ready samples."""
     workload = named(name)
-    args = some_queries(workload.operator, workload.inputs(), 0, 40)
+    args = take_queries(workload.operator, workload.inputs(), 0, 40)
     output = getattr(torch.ops.mx_driving, workload.operator)(*args)
     assert output.abs().max() > 1e-3
-    for function, given, _ in (Rival(plain_form(workload.operator), args, ()), *ours(workload, args).values()):
+    for function, given, _ in (Rival(make_plain(workload.operator), args, ()), *make_ours(workload, args).values()):
         torch.testing.assert_close(function(*given), output, rtol=1e-4, atol=1e-5)
-    assert len(ours(workload, args)) == (2 if workload.row.bare else 1)
+    assert len(make_ours(workload, args)) == (2 if workload.description.bare else 1)
 
 
 @pytest.mark.parametrize(
@@ -64,21 +64,21 @@ def test_errors(name, dtype):
     workload = named(name)
     found = check_one(workload, dtype, "cpu", quick=True, timed=False)
     assert found.failures == []
-    assert list(found.errors) == ["output", *workload.gradients]
+    assert list(found.errors) == ["output", *workload.differentiable_names]
 
 
 @pytest.mark.parametrize("name", [*LOGITS[1:], *LIFTED])
 def test_the_reference_may_do_some_queries_at_a_time(name, monkeypatch):
     """What queries share, such as a projection, has a gradient that is added up over them; the rest is joined."""
     workload = named(name)
-    args = some_queries(workload.operator, workload.inputs(), 0, 30)
+    args = take_queries(workload.operator, workload.inputs(), 0, 30)
     op = getattr(torch.ops.mx_driving, workload.operator)
     grad = torch.randn(op(*args).shape, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(accuracy, "CHANNELS", 30)
-    whole = accuracy._in_float64(workload, args, grad)
+    whole = accuracy._compute_in_float64(workload, args, grad)
     monkeypatch.setattr(accuracy, "CHUNK", 12)
     monkeypatch.setattr(accuracy, "CHANNELS", 12)
-    for got, expected in zip(accuracy._in_float64(workload, args, grad), whole, strict=True):
+    for got, expected in zip(accuracy._compute_in_float64(workload, args, grad), whole, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -117,7 +117,7 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch):
 def test_the_gather_floor_reads_and_adds_the_rows(name):
     """Against plain indexing, forward and backward."""
     workload = named(name)
-    args = some_queries(workload.operator, workload.inputs(), 0, 30)
+    args = take_queries(workload.operator, workload.inputs(), 0, 30)
     value = args[0].unsqueeze(2) if workload.operator == AGGREGATION else args[0]
     rows = corner_rows(workload.operator, args)
     if workload.operator == AGGREGATION:  # the operator's gradient of value is not zero exactly where rows are read

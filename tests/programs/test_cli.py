@@ -325,7 +325,7 @@ def long_rows(workload, dtype, *rest):
     ]
 
 
-CHECKED_WORDS = [word for w in CHECKED for word in (w.row.bare or w.operator, *w.name.split(), *w.gradients)]
+CHECKED_WORDS = [word for w in CHECKED for word in (w.description.bare or w.operator, *w.name.split(), *w.differentiable_names)]
 TIMED_WORDS = [word for w in WORKLOADS for word in f"{w.name}, bfloat16 123456.78 1234.56".split()]
 TABLES = [(["check", "--quick", "--dtype", "bfloat16"], CHECKED_WORDS), (["bench", "--dtype", "bfloat16"], TIMED_WORDS)]
 
@@ -350,7 +350,7 @@ def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, col
 
 
 def fake_check(workload, dtype, device, quick):
-    errors = dict.fromkeys(("output", *workload.gradients), 1.2e-7)
+    errors = dict.fromkeys(("output", *workload.differentiable_names), 1.2e-7)
     row = "cpu: native C++, avx512, threads of libgomp", errors, errors, 12.34567, 123.4
     return check_module.WorkloadErrors(workload, dtype, *row)
 
