@@ -21,7 +21,7 @@ from programs import python
 from recorded_calls import call, replay
 
 import mx_driving
-from mx_driving._replay import forms
+from mx_driving._replay import operator_calls
 from mx_driving_portable import record
 
 NAMED = {"stand_in.attend": cases.MULTI_SCALE}
@@ -480,7 +480,7 @@ def test_sizes_and_options_are_written_as_plain_numbers(recording, tmp_path):
 def test_the_table_has_each_function_once_and_replay_reads_each():
     keys = [(row.module, row.name) for row in record.FUNCTIONS]
     assert len(keys) == len(set(keys))
-    assert all(callable(forms.function_named(row.name)) for row in record.FUNCTIONS if row.operator == "bev_pool_v3")
+    assert all(callable(operator_calls.find_pool(row.name)) for row in record.FUNCTIONS if row.operator == "bev_pool_v3")
     for row in record.FUNCTIONS:
         assert len(row.names) == len(set(row.names))
         assert row.backward == ("backward" in row.name)
