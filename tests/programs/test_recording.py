@@ -243,7 +243,7 @@ def test_errors_pass_through_and_the_functions_come_back(attention, recording, c
             attention.attend(*inputs()[:4], torch.rand(2, 5, 8, 2, 1))
         attention.attend(*inputs())
     assert attention.attend is original
-    assert (recorder.functions["stand_in.attend"].calls, len(calls())) == (2, 1)
+    assert (recorder.functions["stand_in.attend"].num_calls, len(calls())) == (2, 1)
 
 
 def test_modules_that_have_imported_the_function_get_the_wrapper(attention, recording, calls, monkeypatch):
@@ -350,7 +350,7 @@ def test_a_budget_ends_it(attention, recording, calls, capsys, late):
     assert 0.02e6 < recorder.num_bytes < 0.06e6  # grad_output is not counted before
     assert capsys.readouterr().err.count("used up") == 1
     assert recorder.why == "the budget of 0.05 MB is used up; the program goes on"
-    assert recorder.functions["stand_in.attend"].calls == 10
+    assert recorder.functions["stand_in.attend"].num_calls == 10
 
 
 EMPTY = {"bs": (0, 5, 8, 3, [(4, 6)], 2), "queries": (2, 0, 8, 3, [(4, 6)], 2), "points": (2, 5, 8, 3, [(4, 6)], 0)}
@@ -399,12 +399,12 @@ def test_no_call_of_the_program_ends_the_recording(attention, recording, calls, 
         attention.attend(*inputs(()))
     assert not recorder.failed
     function = recorder.functions["stand_in.attend"]
-    assert (function.calls, function.recorded + function.not_kept) == (2, 2)
+    assert (function.num_calls, function.num_recorded + function.num_lost) == (2, 2)
     said = capsys.readouterr().err
-    assert f"record: {function.recorded} of 2 calls recorded" in said
-    assert len(calls()) == function.recorded >= 1
+    assert f"record: {function.num_recorded} of 2 calls recorded" in said
+    assert len(calls()) == function.num_recorded >= 1
     reason = {"no tensors": "value must be given; got nothing", "float16": "torch.float16"}.get(odd, "")
-    assert f"not recorded of stand_in.attend: 1, calls and gradients; the last: {reason}" in said or function.recorded == 2
+    assert f"not recorded of stand_in.attend: 1, calls and gradients; the last: {reason}" in said or function.num_recorded == 2
 
 
 def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(
@@ -568,7 +568,7 @@ def test_a_forked_child_records_nothing(attention, recording, calls):
         if (child := os.fork()) == 0:
             out.backward()
             attention.attend(*inputs(())).sum()
-            os._exit(recorder.functions["stand_in.attend"].calls)
+            os._exit(recorder.functions["stand_in.attend"].num_calls)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1  # the child's call is not counted
     assert list(calls()) == ["call-000000"]
 
