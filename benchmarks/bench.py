@@ -43,7 +43,7 @@ def floors(workload: Workload, dtype: str, args: Args) -> speed.Calls:
     """The gather loops of a workload, where their library is built."""
     if floor.why_not() is not None:
         return {}
-    if workload.row.kind == "pooling":
+    if workload.description.kind == "pooling":
         return {FLOOR: {"forward": floor.pooling_floor(args)}}
     bare, bare_args = workload.bare(args)
     calls = {FLOOR: calls_of_floor(bare, bare_args, dtype, head_major=False)}
@@ -59,7 +59,7 @@ def measure(one: Workload | ModuleWorkload, dtype: str, peers: bool, seconds: fl
 
     def others(workload: Workload, dtype: str, args: Args, grad: torch.Tensor) -> speed.Calls:
         rivals = peers_of(workload, args) if peers and dtype in ("float32", "float64") else {}
-        calls = {name: speed.calls_of(rival, grad) for name, rival in rivals.items()}
+        calls = {name: speed.make_calls(rival, grad) for name, rival in rivals.items()}
         return calls | floors(workload, dtype, args)
 
     return speed.measure(one, dtype, seconds, others)
@@ -117,7 +117,7 @@ def bench(
     work = [*calls, *((w, d) for w in modules for d in dtypes if d in ("float32", "bfloat16"))]
     use_threads(threads)
     if explain:
-        console = open_console(f"bench.py --explain: {report.machine()}")
+        console = open_console(f"bench.py --explain: {report.describe_machine()}")
         for one, name in calls:
             show(console, figures.plans_table(f"{one.name}, {name}", plans(one, name)))
         return
@@ -128,16 +128,16 @@ def bench(
         writable("--csv", out)
     if picture:
         figures.writable_picture("--plot", picture, "bench.py --plot")
-    console = open_console(f"bench.py: {report.machine()}")
+    console = open_console(f"bench.py: {report.describe_machine()}")
     if missing := floor.why_not():
         say(console, missing)
     rows: list[Row] = []
     for one, name in track(work, description="measuring", console=console, transient=True):
         rows += measure(one, name, peers, seconds)
-    for table in report.tables(rows):
+    for table in report.make_tables(rows):
         show(console, table)
     if out:
-        report.write(rows, out)
+        report.write_rows(rows, out)
     if picture:
         figures.plot(rows, picture)
     if with_traits:

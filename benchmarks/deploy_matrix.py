@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 
 import mx_driving
-from mx_driving._measure.report import OURS, Row, write
+from mx_driving._measure.report import OURS, Row, write_rows
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
 from mx_driving._operator.description import OPERATORS
@@ -230,7 +230,7 @@ def in_one_line(error: Exception) -> str:
 
 def has_no_such_form(runtime: Runtime, workload: Workload) -> bool:
     """geometric_kernel_attention does not interpolate: its GridSample form is the gather form."""
-    return runtime.name.endswith("grid_sample") and GEOMETRIC in (workload.operator, workload.row.bare)
+    return runtime.name.endswith("grid_sample") and GEOMETRIC in (workload.operator, workload.description.bare)
 
 
 class Attempt(NamedTuple):
@@ -312,7 +312,7 @@ def main(
     for message in dict.fromkeys(row["message"] for row in rows if row["message"]):
         say(console, message)
     if csv:
-        write(rows, csv)
+        write_rows(rows, csv)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import mx_driving
 from mx_driving import _backends, reference
-from mx_driving._measure.rivals import plain_form
+from mx_driving._measure.rivals import make_plain
 from mx_driving._measure.workloads import AGGREGATION, MULTI_SCALE, POOL, WORKLOADS, Workload
 from mx_driving._operator import composition
 from mx_driving._operator.description import OPERATORS
@@ -136,7 +136,7 @@ def _import_rival(name: str) -> Function | None:
 
 
 def rivals(workload: Workload, names: list[str]) -> Iterator[tuple[str, Function]]:
-    usual = plain_form(workload.operator)
+    usual = make_plain(workload.operator)
     for name in names:
         if name == "plain":
             yield name, usual
@@ -322,7 +322,9 @@ def main() -> None:
         raise SystemExit("there is no GPU here; --dry-run checks this script without one")
     print(machine(), "mx_driving", mx_driving.__version__)
     dtypes = [dtype for dtype in DTYPES if options.dtype in (None, str(dtype).removeprefix("torch."))]
-    workloads = (*CALLS, *(w for w in WORKLOADS if w.row.kind != "pooling")) if options.all else CALLS[2:] if DRY else CALLS
+    workloads = CALLS[2:] if DRY else CALLS
+    if options.all:
+        workloads = (*CALLS, *(w for w in WORKLOADS if w.description.kind != "pooling"))
     if options.once:
         return _all([functools.partial(run_once, workload, dtype) for workload in workloads for dtype in dtypes])
     peaks = ceilings.measure(lambda call: events(call, 1), DEVICE, DRY)

@@ -20,17 +20,19 @@ def _join(operator: str, make: Callable[[torch.Generator], Args], g: torch.Gener
 
 
 GPU_WORKLOADS = (
-    Workload("Encoder, batch 2, 22,223 queries", MULTI_SCALE, lambda g: workloads.encoder(g, LARGE_DETR, 2)),
-    Workload("BEVFormer spatial cross-attention, 6 x 9680", MULTI_SCALE, lambda g: workloads.bevformer_spatial(g, 9680)),
+    Workload("Encoder, batch 2, 22,223 queries", MULTI_SCALE, lambda g: workloads.draw_encoder(g, LARGE_DETR, 2)),
+    Workload("BEVFormer spatial cross-attention, 6 x 9680", MULTI_SCALE, lambda g: workloads.draw_bevformer_spatial(g, 9680)),
     Workload(
         "Decoder, batch 2, 900 queries",
         MULTI_SCALE,
-        lambda g: _join(MULTI_SCALE, lambda g: workloads.decoder(g, LARGE_DETR, 900), g, 2),
+        lambda g: _join(MULTI_SCALE, lambda g: workloads.draw_decoder(g, LARGE_DETR, 900), g, 2),
     ),
     Workload(
-        "Sparse4D, batch 6, 900 x 13", AGGREGATION, lambda g: _join(AGGREGATION, lambda g: workloads.sparse4d(g, 900, 13), g, 6)
+        "Sparse4D, batch 6, 900 x 13",
+        AGGREGATION,
+        lambda g: _join(AGGREGATION, lambda g: workloads.draw_sparse4d(g, 900, 13), g, 6),
     ),
-    Workload("MapTR tiny", GEOMETRIC, lambda g: workloads.maptr(g, [(15, 25)], (200, 100), 8)),
+    Workload("MapTR tiny", GEOMETRIC, lambda g: workloads.draw_maptr(g, [(15, 25)], (200, 100), 8)),
 )
 
 
@@ -44,7 +46,7 @@ WITH_LOGITS = (
     Workload(
         "Encoder, batch 2, 22,223 queries, with logits",
         f"{MULTI_SCALE}_with_logits",
-        lambda g: workloads._encoder_with_logits(g, LARGE_DETR, 2),
+        lambda g: workloads._draw_encoder_with_logits(g, LARGE_DETR, 2),
     ),
     Workload("Sparse4D, batch 6, 900 x 13, with logits", f"{AGGREGATION}_with_logits", lambda g: _sparse4d_with_logits(g, 6)),
     next(w for w in workloads.WITH_LOGITS if w.name.startswith("MapTR tiny")),

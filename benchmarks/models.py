@@ -282,7 +282,7 @@ def print_rows(rows: Iterable[Row], csv: Path | None, *facts: str) -> None:
         done.append(row)
         print(*(f"{column} {cell}" for column, cell in row.items()), sep=", ", flush=True)
         if csv:
-            report.write(done, csv, *facts)
+            report.write_rows(done, csv, *facts)
 
 
 def _calls_of_modules(subject: Subject) -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:

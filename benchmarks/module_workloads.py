@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mx_driving
 from mx_driving._measure import plain
-from mx_driving._measure.workloads import DETR, SPARSE4D, pixel_centres, ring_of_cameras
+from mx_driving._measure.workloads import DETR, SPARSE4D, make_pixel_centres, make_ring_of_cameras
 from mx_driving._operator import geometry
 
 Forward = Callable[..., Tensor]
@@ -52,7 +52,7 @@ def _encoder(generator: torch.Generator, sizes: list[tuple[int, int]]) -> Subjec
     maps = [torch.randn(1, 256, *size, generator=generator) for size in sizes]
     value, shapes, starts = mx_driving.nn.flatten_levels(maps)
     query = torch.randn(value.shape, generator=generator)
-    reference = torch.cat([pixel_centres(*size) for size in sizes])[None, :, None].expand(-1, -1, len(sizes), -1)
+    reference = torch.cat([make_pixel_centres(*size) for size in sizes])[None, :, None].expand(-1, -1, len(sizes), -1)
     layers = (
         (module.sampling_offsets, query),
         (module.attention_weights, query),
@@ -143,7 +143,7 @@ def _temporal(generator: torch.Generator, size: tuple[int, int]) -> Subject:
     module = _randomised(mx_driving.nn.TemporalSelfAttention(dropout=0.0))
     maps, shapes, starts = mx_driving.nn.flatten_levels([torch.randn(2, 256, *size, generator=generator)])
     query, position = torch.randn(2, *maps[:1].shape, generator=generator)
-    cells = pixel_centres(*size)
+    cells = make_pixel_centres(*size)
     reference = torch.stack([cells + 0.5 / size[0], cells])[None, :, :, None]
     both = torch.cat([maps[:1], query + position], -1)
     layers = (
@@ -175,10 +175,10 @@ def _spatial(generator: torch.Generator, bev: tuple[int, int], sizes: list[tuple
     torch.manual_seed(0)
     module = _randomised(mx_driving.nn.SpatialCrossAttention(num_levels=len(sizes), dropout=0.0))
     value, shapes, starts = mx_driving.nn.flatten_levels([torch.randn(6, 256, *size, generator=generator) for size in sizes])
-    cells = (pixel_centres(*bev) - 0.5) * 102.4
+    cells = (make_pixel_centres(*bev) - 0.5) * 102.4
     heights = torch.linspace(-4, 2, 4)
     places = torch.cat([cells[:, None].expand(-1, 4, -1), heights[:, None].expand(len(cells), -1, -1)], -1)
-    projection, image_size = ring_of_cameras()
+    projection, image_size = make_ring_of_cameras()
     projected = torch.einsum("cij,qzj->cqzi", projection[:, :3], F.pad(places, (0, 1), value=1.0))
     reference = projected[..., :2] / projected[..., 2:].clamp(min=1e-5) / image_size[:, None, None]
     mask = (projected[..., 2] > 1e-5) & geometry.inside(reference)
@@ -232,7 +232,7 @@ def _geometric(generator: torch.Generator, size: tuple[int, int], bev: tuple[int
     torch.manual_seed(0)
     module = _randomised(mx_driving.nn.GeometricKernelAttention())
     value, shapes, starts = mx_driving.nn.flatten_levels([torch.randn(6, 256, *size, generator=generator)])
-    centres = pixel_centres(*bev).flip(-1)
+    centres = make_pixel_centres(*bev).flip(-1)
     query = torch.randn(6, len(centres), 256, generator=generator)
     reference = centres[None, :, None].expand(6, -1, module.num_heads, -1)
     layers = ((module.attention_weights, query), (module.value_proj, value))
@@ -259,7 +259,7 @@ def _aggregation(generator: torch.Generator, anchors: int, sizes: list[tuple[int
     torch.manual_seed(0)
     module = _randomised(mx_driving.nn.DeformableFeatureAggregation(attn_drop=0.0, num_levels=len(sizes)))
     maps = [torch.randn(1, 6, 256, *size, generator=generator) for size in sizes]
-    projection, image_size = (t[None] for t in ring_of_cameras())
+    projection, image_size = (t[None] for t in make_ring_of_cameras())
     feature, embed = torch.randn(2, 1, anchors, 256, generator=generator)
     centre = torch.rand(1, anchors, 2, generator=generator) * 80 - 40
     projected = torch.randn(1, anchors, 2, generator=generator)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mx_driving
 from mx_driving._agreement import output_difference
 from mx_driving._measure.report import OURS, PLAIN, Row
-from mx_driving._measure.rivals import operator_of, recorded
-from mx_driving._measure.speed import Calls, timed_rows
+from mx_driving._measure.rivals import make_rival, make_training_call
+from mx_driving._measure.speed import Calls, time_rows
 from mx_driving._measure.timing import Call
 from mx_driving._operator.problems import Problem
 
@@ -42,7 +42,7 @@ def measure_module(workload: ModuleWorkload, peers: bool, seconds: float, dtype:
         implementations |= others | compiled
     calls = {name: _directions(module, run, subject) for name, (module, run) in implementations.items()}
     _need_the_same(workload.name, calls)
-    return timed_rows(workload.name, "float32", calls | _parts(subject), seconds)
+    return time_rows(workload.name, "float32", calls | _parts(subject), seconds)
 
 
 def _ours_and_plain(subject: Subject) -> dict[str, tuple[nn.Module, Forward]]:
@@ -54,7 +54,7 @@ def _autocast_rows(name: str, subject: Subject, seconds: float) -> list[Row]:
     with torch.autocast("cpu", torch.bfloat16):
         calls = {one: _directions(module, run, subject) for one, (module, run) in _ours_and_plain(subject).items()}
     calls = {one: {way: _under_autocast(call) for way, call in by.items()} for one, by in calls.items()}
-    return timed_rows(name, AUTOCAST, calls | _parts_under_autocast(subject), seconds)
+    return time_rows(name, AUTOCAST, calls | _parts_under_autocast(subject), seconds)
 
 
 def _bfloat16_rows(name: str, subject: Subject, seconds: float) -> list[Row]:
@@ -62,7 +62,7 @@ def _bfloat16_rows(name: str, subject: Subject, seconds: float) -> list[Row]:
     inputs = tuple(_to_bfloat16(x) for x in subject.inputs)
     subject = subject._replace(module=subject.module.bfloat16(), inputs=inputs)
     calls = {one: _directions(module, run, subject) for one, (module, run) in _ours_and_plain(subject).items()}
-    return timed_rows(name, "bfloat16", calls, seconds)
+    return time_rows(name, "bfloat16", calls, seconds)
 
 
 def _to_bfloat16(x: Any) -> Any:
@@ -166,10 +166,10 @@ def _alone(layer: nn.Module, x: Tensor) -> Subject:
 
 
 def _operator(name: str, args: tuple[Tensor, ...]) -> dict[str, Call]:
-    function, _, places = operator_of(name, args)
+    function, _, places = make_rival(name, args)
     return {
         "forward": lambda: function(*args),
-        "forward + backward": recorded(function, args, places, torch.ones_like(function(*args))),
+        "forward + backward": make_training_call(function, args, places, torch.ones_like(function(*args))),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mx_driving._measure.rivals import Rival, plain_form
+from mx_driving._measure.rivals import Rival, make_plain
 from mx_driving._measure.workloads import MULTI_SCALE, Args, Workload
 from mx_driving._operator.description import OPERATORS
 
@@ -31,7 +31,7 @@ def compile_form(form: Callable[..., Tensor], operator: str, args: Args) -> Call
 
 def peers(workload: Workload, args: Args) -> dict[str, Rival]:
     """torch.compile, and torch-ms-deform-attn where it is installed."""
-    functions = {"torch.compile": compile_form(plain_form(workload.operator), workload.operator, args)}
+    functions = {"torch.compile": compile_form(make_plain(workload.operator), workload.operator, args)}
     if workload.operator == MULTI_SCALE:
         try:
             from torch_ms_deform_attn.functional import ms_deform_attn  # pyright: ignore
@@ -39,4 +39,4 @@ def peers(workload: Workload, args: Args) -> dict[str, Rival]:
             functions["torch-ms-deform-attn"] = ms_deform_attn
         except ImportError:
             pass
-    return {name: Rival(function, args, workload.learned) for name, function in functions.items()}
+    return {name: Rival(function, args, workload.differentiable) for name, function in functions.items()}

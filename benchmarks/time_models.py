@@ -16,7 +16,7 @@ import torch
 import typer
 
 from mx_driving._files import writable
-from mx_driving._measure.report import Row, machine
+from mx_driving._measure.report import Row, describe_machine
 from mx_driving.cli.options import Csv, Only, Seconds, Threads, one_of, use_threads
 from mx_driving.cli.start import matching, start
 
@@ -68,7 +68,7 @@ def main(
     use_threads(threads)
     if csv:
         writable("--csv", csv)
-    print(f"time_models.py, {height} x {width}: {machine()}", flush=True)
+    print(f"time_models.py, {height} x {width}: {describe_machine()}", flush=True)
 
     def rows() -> Iterator[Row]:
         for name in names:

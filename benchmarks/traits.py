@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import mx_driving
-from mx_driving._measure.rivals import operator_of, recorded
+from mx_driving._measure.rivals import make_rival, make_training_call
 from mx_driving._measure.timing import Call, interleaved
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 
@@ -38,14 +38,14 @@ def _with_threads(threads: int, call):
 
 
 def _calls(workload: Workload, args: Args) -> dict[str, Call]:
-    function, _, places = operator_of(workload.operator, args, workload.learned)
-    mask = [i in places for i in workload.row.differentiable]
+    function, _, places = make_rival(workload.operator, args, workload.differentiable)
+    mask = [i in places for i in workload.description.differentiable]
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
     grad = torch.ones_like(function(*args))
     return {
         "forward": lambda: function(*args),
         "backward": lambda: backward(grad, *args, mask),
-        "forward + backward": recorded(function, args, places, grad),
+        "forward + backward": make_training_call(function, args, places, grad),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Camera:
         """Return the position of the camera in the ego frame: [3]."""
         return self.camera_to_ego[:3, 3]
 
-    @property
+    @cached_property
     def projection(self) -> Tensor:
         """Return the matrix from ego points to pixels, [4, 4]."""
         ego_to_camera = torch.linalg.inv(self.camera_to_ego)

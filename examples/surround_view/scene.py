@@ -272,8 +272,12 @@ def _faces(box: Box, camera: Camera) -> list[tuple[list[tuple[float, float]], Co
             shade = 0.72 + 0.22 * float(normal[0] / normal.norm()) * 0.6 + 0.14 * float(normal[1] / normal.norm())
             quad = torch.stack([low[i], low[(i + 1) % 4], high[(i + 1) % 4], high[i]])
             faces += [(quad, shade), *_panes(quad, box)]
-    outlines = ((_outline(quad, camera), shade) for quad, shade in faces)
-    return [(outline, _shade(box.colour, shade)) for outline, shade in outlines if len(outline) > 2]
+    if not faces:  # the camera is in the box
+        return []
+    quads, shades = zip(*faces, strict=True)
+    depths = project(camera, torch.stack(quads))[1].tolist()
+    outlines = [_outline(quad, depth, camera) for quad, depth in zip(quads, depths, strict=True)]
+    return [(outline, _shade(box.colour, shade)) for outline, shade in zip(outlines, shades, strict=True) if len(outline) > 2]
 
 
 def _panes(quad: Tensor, box: Box) -> list[tuple[Tensor, float]]:
@@ -290,9 +294,8 @@ def _panes(quad: Tensor, box: Box) -> list[tuple[Tensor, float]]:
     return panes
 
 
-def _outline(quad: Tensor, camera: Camera) -> list[tuple[float, float]]:
-    """A polygon's corners in pixels, cut off at 0.1 m before the camera."""
-    depth = project(camera, quad)[1].tolist()
+def _outline(quad: Tensor, depth: list[float], camera: Camera) -> list[tuple[float, float]]:
+    """Return a polygon's corners in pixels, cut off at 0.1 m before the camera. depth: the corners' depths."""
     points = []
     for i in range(len(quad)):
         j = (i + 1) % len(quad)

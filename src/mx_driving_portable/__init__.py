@@ -1,11 +1,11 @@
-"""Is the package `mx_driving` here ours?
+"""Find files of our package `mx_driving` that the vendor's distribution replaced or removed.
 
-The vendor's distribution `mx-driving` has the same import name, and eight of its files, `__init__.py` among them, have the
-paths of ours. The later installation overwrites them, and uninstalling either removes them. After that `import mx_driving`
-runs the vendor's `__init__.py` or none at all, so nothing inside `mx_driving` could say what is the matter. This package has
-a name of its own and looks at the files; command.py imports `mx_driving` only after that.
+The vendor's distribution `mx-driving` has the same import name, and eight of its files, such as `__init__.py`, have the paths
+of our files. The later installation overwrites these files, and uninstalling either distribution removes them. Then `import
+mx_driving` runs the vendor's `__init__.py` or none, so no code inside `mx_driving` can report it. This package has its own
+name, and compares the files with pip's record; command.py imports `mx_driving` only after that.
 
-An editable installation records no Python file: nothing of it can be overwritten, and none is looked at.
+pip's record of an editable installation has no Python files, so there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ _OURS, _VENDORS = "mx-driving-portable", "mx-driving"
 _REMEDY = f"run `pip uninstall {_VENDORS} {_OURS}`, then install the one that you want"
 
 
-def _distribution(name: str) -> importlib.metadata.Distribution | None:
+def _find_distribution(name: str) -> importlib.metadata.Distribution | None:
     try:
         return importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _paths(distribution: importlib.metadata.Distribution | None) -> list[importlib.metadata.PackagePath]:
-    """Its Python files as pip recorded them: none if it is not installed, or not by pip."""
+def _list_files(name: str) -> dict[str, importlib.metadata.PackagePath]:
+    """Return the Python files of a distribution that pip recorded, by name; no files if pip did not install it."""
+    distribution = _find_distribution(name)
     files = distribution.files if distribution else None
-    return [file for file in files or () if file.suffix == ".py" and file.parts[0] == "mx_driving"]
+    return {str(file): file for file in files or () if file.suffix == ".py" and file.parts[0] == "mx_driving"}
 
 
-def _as_recorded(file: importlib.metadata.PackagePath) -> bool:
+def _equals_record(file: importlib.metadata.PackagePath) -> bool:
     if file.hash is None:
         return True
     digest = hashlib.new(file.hash.mode, pathlib.Path(file.locate()).read_bytes()).digest()
@@ -44,23 +45,22 @@ def _as_recorded(file: importlib.metadata.PackagePath) -> bool:
 
 @functools.cache
 def lost_files() -> tuple[str, ...]:
-    """Our files that are missing, and those with other content at a path that the vendor's distribution has, too.
+    """Return our files that are missing, and our files with other content at a path of the vendor's distribution.
 
-    Other changes are somebody's own, such as a line for debugging.
+    A changed file at another path is somebody's own change, such as a line for debugging.
     """
-    theirs = {str(file) for file in _paths(_distribution(_VENDORS))}
-    ours = {str(file): file for file in _paths(_distribution(_OURS))}
+    theirs = _list_files(_VENDORS)
     return tuple(
         name
-        for name, file in ours.items()
-        if not pathlib.Path(file.locate()).exists() or (name in theirs and not _as_recorded(file))
+        for name, file in _list_files(_OURS).items()
+        if not pathlib.Path(file.locate()).exists() or (name in theirs and not _equals_record(file))
     )
 
 
 @functools.cache
 def beside() -> str | None:
-    """What the vendor's distribution does to ours here, and what to do about it, in one sentence; None if all is well."""
-    vendor, lost = _distribution(_VENDORS), lost_files()
+    """Return a sentence that says how the vendor's distribution harms ours, with a remedy; None if all is well."""
+    vendor, lost = _find_distribution(_VENDORS), lost_files()
     distribution = f"the vendor's {_VENDORS} {vendor.version}" if vendor else f"the vendor's {_VENDORS}"
     if lost:
         return f"{distribution} replaced or removed files of {_OURS} ({len(lost)}, {next(iter(lost))} first): {_REMEDY}"

@@ -1,4 +1,4 @@
-"""The command `mx-driving`, which says so if the vendor's files replaced ours."""
+"""The command `mx-driving`. It refuses to start if the vendor's files replaced ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The command `mx-driving`. `record` imports neither the package nor torch: a recorded program does, as it would alone."""
+    """Run the command line. `record` imports neither mx_driving nor torch: the recorded program may import them later."""
     if sys.argv[1:2] == ["record"]:
         from . import record
 
@@ -19,7 +19,7 @@ def main() -> None:
     if lost_files():
         print(f"mx-driving: {beside()}", file=sys.stderr)
         sys.exit(2)
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; the commands that need NumPy say so themselves
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's warning; commands that need NumPy refuse to run
     try:
         from mx_driving.cli.app import main as run
     except ModuleNotFoundError as error:

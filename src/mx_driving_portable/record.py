@@ -10,13 +10,13 @@ or, around a part of a program that runs already:
     with record.recording("calls", every=101):
         train()
 
-Every `every`-th call of each function is copied to the host and written: inputs, output and, if backward() runs, the gradients.
-The calls compute what they would compute without the recorder: it adds nothing to the autograd graph. A call that cannot be
-recorded is counted and named. A full disk ends the recording, not the program. Code under torch.compile is not recorded and
-runs as compiled. A process that the program starts records if it calls `recording` itself.
+Copy every `every`-th call of each function to the host and write it: inputs, output and, if backward() runs, the gradients.
+The recorder adds nothing to the autograd graph, so results stay the same. It counts the calls that it cannot record, and
+prints the reason. A full disk ends the recording, not the program. Code under torch.compile runs compiled, and is not recorded.
+A process that the program starts is recorded if it calls `recording` itself.
 
-Written for Python 3.8 and later. The first wrapped function imports torch: the import has effects, and a program may set
-OMP_NUM_THREADS before its own.
+Written for Python 3.8 and later. The first wrapped function imports torch, because the import has effects: a program may set
+OMP_NUM_THREADS before its own import.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ _SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n",
 _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", "contextlib", "functools")
 
 
-def _function_named(operator: str) -> Function:
-    """Return a row for a function named by the user. The function must have the operator's parameters."""
+def _make_entry(operator: str) -> Function:
+    """Return an entry for a function that the user names. The function must have the operator's parameters."""
     name, direction = operator.partition("_backward")[:2]
     return Function("", name, name, _LIFT if name == _POOL else _GRADIENTS if direction else _SAMPLES)
 
@@ -201,7 +201,7 @@ def _say(sentence: str) -> None:
             print(f"record: {sentence}", file=sys.stderr, flush=True)
 
 
-def _reason(error: Exception) -> str:
+def _find_reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -210,8 +210,8 @@ def _is_ordinary(t: Any) -> bool:
     import torch
 
     is_wrapper = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False)
-    ordinary = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided
-    return ordinary and t.device.type != "meta" and not is_wrapper(t)
+    is_plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided
+    return is_plain and t.device.type != "meta" and not is_wrapper(t)
 
 
 def _is_tracing_or_capturing(args: Any) -> bool:
@@ -228,7 +228,7 @@ def _is_compiling() -> bool:
     return hasattr(torch, "compiler") and torch.compiler.is_compiling()
 
 
-def _without_extras(args: Any) -> list[Any]:
+def _remove_extras(args: Any) -> list[Any]:
     """Remove the arguments that only some sampling functions have: `self`, and transformers' list of shapes."""
     import torch
 
@@ -236,42 +236,43 @@ def _without_extras(args: Any) -> list[Any]:
     while args and not isinstance(args[0], torch.Tensor):
         del args[0]  # self
     if len(args) > 2 and isinstance(args[2], (list, tuple)) and args[2] and isinstance(args[2][0], (list, tuple)):
-        del args[2]  # transformers' list of shapes, after the tensor of shapes
+        del args[2]  # transformers' list of shapes, which follows the tensor of shapes
     return insert_starts(args)
 
 
-def _as_ints(size: Any) -> Any:
+def _to_ints(size: Any) -> Any:
     """Convert a size, or a sequence of sizes, to ints: JSON takes no NumPy numbers and no tensors."""
     if isinstance(size, (list, tuple)) or getattr(size, "ndim", 0):
         return [int(number) for number in size]
     return int(size)
 
 
-def _bind(row: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+def _bind(entry: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return the inputs, the tensors that the function writes to, and the sizes, by name."""
     import torch
 
-    names = row.names
-    positional = args if row.operator == _POOL else _without_extras(args)
+    names = entry.names
+    positional = args if entry.operator == _POOL else _remove_extras(args)
     bound = dict(zip(names, positional))  # noqa: B905, zip has no strict before Python 3.10
     bound.update({KEYWORDS.get(name, name): a for name, a in kwargs.items()})
     missing = [name for name in names if name not in bound and name not in _OPTIONAL]
     if missing:
         raise TypeError(f"{missing[0]} must be given; got {', '.join(bound) or 'nothing'}")
-    unused = {name for name in _OPTIONAL if isinstance(bound.get(name), int)} | {"memo"}  # im2col_step at a gradient's index
+    # mmcv's backward may have im2col_step at the index of a gradient.
+    unused = {name for name in _OPTIONAL if isinstance(bound.get(name), int)} | {"memo"}
     bound = {name: a for name, a in bound.items() if a is not None and name in names and name not in unused}
-    sizes = {name: _as_ints(bound.pop(name)) for name in _SIZES if name in bound}
+    sizes = {name: _to_ints(bound.pop(name)) for name in _SIZES if name in bound}
     for table in ("shapes", "starts"):
         if isinstance(bound.get(table), (list, tuple)):
             bound[table] = torch.tensor(bound[table])
     for name, a in bound.items():
         if not _is_ordinary(a):
             raise TypeError(f"{name} must be an ordinary tensor with data; got {type(a).__name__}")
-    outputs = {name: bound.pop(name) for name in row.outputs if name in bound}
+    outputs = {name: bound.pop(name) for name in entry.outputs if name in bound}
     return bound, outputs, sizes
 
 
-def _caller() -> str:
+def _find_caller() -> str:
     """Return file and line of the call: the innermost frame outside of libraries."""
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -285,46 +286,46 @@ def _caller() -> str:
 class _WrappedFunction:
     """A wrapped function and the counters of its calls."""
 
-    def __init__(self, name: str, row: Function) -> None:
-        self.name, self.row = name, row
-        self.number = itertools.count()  # next() of a count is atomic
-        self.calls = self.recorded = 0
-        self.not_kept, self.unread = 0, ""  # number of failed calls and gradients, and the last reason
+    def __init__(self, name: str, entry: Function) -> None:
+        self.name, self.entry = name, entry
+        self.number = itertools.count()  # next() of an itertools.count is atomic
+        self.num_calls = self.num_recorded = 0
+        self.num_lost, self.last_reason = 0, ""  # calls and gradients that could not be recorded, and the last reason
 
     @contextlib.contextmanager
     def counting_losses(self) -> Iterator[None]:
-        """Hide our own errors from the program, and count the calls and gradients that are lost."""
+        """Hide the recorder's errors from the program, and count the calls and gradients that are lost."""
         try:
             yield
         except Exception as error:
-            self.not_kept, self.unread = self.not_kept + 1, _reason(error)
+            self.num_lost, self.last_reason = self.num_lost + 1, _find_reason(error)
 
 
 class _OpenCall:
-    """A call that is being recorded. Copy its inputs at once; if it is recorded only for a NaN, after a look at the results."""
+    """A call that is being recorded. The copies of its inputs are made before the call, or, for the first NaN, after it."""
 
     def __init__(self, function: _WrappedFunction, index: int, args: Any, kwargs: dict[str, Any]) -> None:
         import torch
 
-        self.function, self.row, self.stem = function, function.row, ""
-        self.inputs, self.outputs, sizes = _bind(self.row, args, kwargs)
+        self.function, self.entry, self.stem = function, function.entry, ""
+        self.inputs, self.outputs, sizes = _bind(self.entry, args, kwargs)
         for name, t in self.outputs.items():
             if bool(t.any()):
                 raise TypeError(f"{name} must be zero before a function adds to it; got other numbers")
         self.versions = [(t, t._version) for t in self.inputs.values() if not t.is_inference()]
         self.copies: dict[str, Tensor] = {}
         self.about: dict[str, Any] = {
-            **{"function": function.name, "operator": self.row.operator, "form": self.row.name, "sizes": sizes},
-            **{"index": index, "device": str(next(iter(self.inputs.values())).device), "caller": _caller()},
+            **{"function": function.name, "operator": self.entry.operator, "form": self.entry.name, "sizes": sizes},
+            **{"index": index, "device": str(next(iter(self.inputs.values())).device), "caller": _find_caller()},
         }
-        self.edges = self._edges() if torch.is_grad_enabled() and not self.row.backward else {}
+        self.edges = self._find_edges() if torch.is_grad_enabled() and not self.entry.backward else {}
 
-    def _edges(self) -> dict[str, tuple[Any, int]]:
+    def _find_edges(self) -> dict[str, tuple[Any, int]]:
         """Return name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge: its
         gradient is the sum of their gradients, and no result of the operator."""
-        names = DIFFERENTIABLE[self.row.operator]
+        names = DIFFERENTIABLE[self.entry.operator]
         inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
-        # the node of a leaf is the next function of any view of the leaf
+        # The node of a leaf is the next function of a view of the leaf.
         nodes = {name: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for name, t in inputs.items()}  # pyright: ignore
         edges = {name: (nodes[name], t.output_nr) for name, t in inputs.items()}
         return {name: edge for name, edge in edges.items() if list(edges.values()).count(edge) == 1}
@@ -336,15 +337,15 @@ class _OpenCall:
         strides = {name: list(t.stride()) for name, t in self.inputs.items() if not t.is_contiguous()}
         self.about.update(reason=reason, strides=strides)
 
-    def results(self, returned: Any) -> dict[str, Tensor]:
+    def name_results(self, returned: Any) -> dict[str, Tensor]:
         """Return the results of the function by name."""
         if self.outputs:
             results = dict(self.outputs)
-        elif not self.row.backward:
+        elif not self.entry.backward:
             results = {"output": returned}
         else:
             tensors = returned if isinstance(returned, (list, tuple)) else [returned]
-            results = dict(zip(["grad_" + name for name in DIFFERENTIABLE[self.row.operator]], tensors))  # noqa: B905
+            results = dict(zip(["grad_" + name for name in DIFFERENTIABLE[self.entry.operator]], tensors))  # noqa: B905
         if not results or not all(_is_ordinary(t) for t in results.values()):
             raise TypeError(f"the function must give tensors or write to some; got {type(returned).__name__}")
         return results
@@ -357,12 +358,12 @@ def _copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu", copy=True, memory_format=contiguous) for name, t in tensors.items()}
 
 
-def _num_bytes(*tensors: dict[str, Tensor]) -> int:
+def _count_bytes(*tensors: dict[str, Tensor]) -> int:
     return sum(t.numel() * t.element_size() for some in tensors for t in some.values())
 
 
 class _GradientHooks:
-    """Hooks on the nodes that a call put into the graph. They read the gradients that leave the nodes, and change nothing."""
+    """Hooks on the nodes that a call added to the autograd graph. They read the gradients that leave the nodes."""
 
     def __init__(self, recorder: Recorder, call: _OpenCall, output: Tensor) -> None:
         self.recorder, self.call, self.output_nr = recorder, call, output.output_nr
@@ -381,7 +382,7 @@ class _GradientHooks:
 
     def _arrive(self, last: bool, hits: list[tuple[int, str]], grad_inputs: Any, grad_outputs: Any) -> None:
         if not self.left or not self.recorder.is_active():
-            return  # `left` is 0 in a second backward through the same graph
+            return  # `left` is 0 in a second backward through the graph
         import torch
 
         with self.call.function.counting_losses(), torch.no_grad():
@@ -424,7 +425,7 @@ class _WrappingFinder(importlib.abc.MetaPathFinder):
 
 
 def _make_folder(out: Any) -> pathlib.Path:
-    """Make the folder of a recording. Each process of a distributed program, or of multiprocessing, has its own folder."""
+    """Make the folder of a recording. Each process of a distributed program, or of multiprocessing, gets a subfolder."""
     folder = pathlib.Path(out)
     if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
         folder /= f"rank-{os.environ['RANK']}"
@@ -463,7 +464,7 @@ class Recorder:
         self, out: Any, every: int = EVERY, nan: bool = False, megabytes: float = MEGABYTES, functions: Any = None
     ) -> None:
         _check_options(every, megabytes, functions)
-        self.named = {name: _function_named(operator) for name, operator in (functions or {}).items()}
+        self.named = {name: _make_entry(operator) for name, operator in (functions or {}).items()}
         self.folder = _make_folder(out)
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
@@ -472,7 +473,7 @@ class Recorder:
         self.why = ""  # the reason why sampling has ended
         self.failed = self._stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
-        self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of an original or a wrapper; prevents wrapping twice
+        self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of an original or a wrapper -> (that object, its wrapper)
         self._undo: list[tuple[Any, str, Any]] = []
         self._finder = _WrappingFinder(self)
 
@@ -487,7 +488,7 @@ class Recorder:
         return self
 
     def is_active(self) -> bool:
-        """Return whether this process records. A forked child does not: its files would have the parent's names."""
+        """Return whether this process records. A forked child does not, because its files would have the parent's names."""
         return not self._stopped and os.getpid() == self._process
 
     def stop(self) -> None:
@@ -506,20 +507,21 @@ class Recorder:
             if name not in self.functions:
                 _say(f"{name} was never imported, or is no function")
         for f in self.functions.values():
-            if f.not_kept:
-                _say(f"not recorded of {f.name}: {f.not_kept}, calls and gradients; the last: {f.unread}")
-        calls, recorded = (sum(getattr(f, count) for f in self.functions.values()) for count in ("calls", "recorded"))
-        none = "" if calls else "; calls in compiled code and in child processes are not seen"
-        _say(f"{recorded} of {calls} calls recorded, {self.num_bytes / 1e6:.0f} MB in {self.folder}{none}")
+            if f.num_lost:
+                _say(f"not recorded of {f.name}: {f.num_lost}, calls and gradients; the last: {f.last_reason}")
+        num_calls = sum(f.num_calls for f in self.functions.values())
+        num_recorded = sum(f.num_recorded for f in self.functions.values())
+        remark = "" if num_calls else "; calls in compiled code and in child processes are not seen"
+        _say(f"{num_recorded} of {num_calls} calls recorded, {self.num_bytes / 1e6:.0f} MB in {self.folder}{remark}")
 
     def _write_manifest(self) -> None:
         import importlib.metadata
         import platform
 
-        packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+        packages = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
         facts = {"program": sys.argv, "python": sys.version, "system": platform.platform(), "packages": packages}
         try:
-            with (self.folder / "manifest.json").open("x") as file:  # "x": another process may have found the folder empty, too
+            with (self.folder / "manifest.json").open("x") as file:  # fails if another process took the folder meanwhile
                 file.write(json.dumps(facts, indent=1))
         except FileExistsError:
             raise ValueError(f"out must be a new or an empty folder; got {str(self.folder)!r}, one with files") from None
@@ -527,46 +529,46 @@ class Recorder:
             self._fail(error)
 
     def watches(self, module: str) -> bool:
-        return bool(self._functions_of(module))
+        return bool(self._find_functions(module))
 
     def wrap(self, module: types.ModuleType) -> None:
         """Wrap the known functions of a module."""
-        for path, (name, row) in self._functions_of(module.__name__).items():
-            self._wrap(module, path, name, row)
+        for path, (name, entry) in self._find_functions(module.__name__).items():
+            self._wrap(module, path, name, entry)
 
-    def _functions_of(self, module: str) -> dict[str, tuple[str, Function]]:
-        """Return the known functions of a module: path in the module -> (name, row)."""
+    def _find_functions(self, module: str) -> dict[str, tuple[str, Function]]:
+        """Return the known functions of a module: path in the module -> (name, entry)."""
         is_vendors, last = module.partition(".")[0] == "mx_driving", module.rpartition(".")[2]
         owner, modules = ("mx_driving", ("mx_driving",)) if is_vendors else (module, (module, last))
-        known = {row.name: (f"{owner}.{row.name}", row) for row in FUNCTIONS if row.module in modules}
-        named = {name[len(module) + 1 :]: (name, row) for name, row in self.named.items() if name.startswith(module + ".")}
+        known = {entry.name: (f"{owner}.{entry.name}", entry) for entry in FUNCTIONS if entry.module in modules}
+        named = {name[len(module) + 1 :]: (name, entry) for name, entry in self.named.items() if name.startswith(module + ".")}
         return {**known, **named}
 
-    def _wrap(self, owner: Any, path: str, name: str, row: Function) -> None:
+    def _wrap(self, owner: Any, path: str, name: str, entry: Function) -> None:
         *classes, attribute = path.split(".")
         for class_name in classes:
             owner = vars(owner).get(class_name) if owner is not None else None
         if owner is None or not hasattr(owner, "__dict__"):
             return
         if isinstance(owner, type) and attribute == "apply":
-            self._wrap_apply(owner, name, row)
+            self._wrap_apply(owner, name, entry)
             return
         original = vars(owner).get(attribute, _ABSENT)
         function = original.__func__ if isinstance(original, staticmethod) else original
         if callable(function) and not isinstance(function, types.ModuleType) and id(function) not in self._wrappers:
-            wrapper = self._wrapper(self.functions.setdefault(name, _WrappedFunction(name, row)), function)
+            wrapper = self._make_wrapper(self.functions.setdefault(name, _WrappedFunction(name, entry)), function)
             self._wrappers[id(wrapper)] = (wrapper, wrapper)
             self._wrappers[id(function)] = (function, wrapper)
         if id(function) in self._wrappers:
             new = self._wrappers[id(function)][1]
             self._set(owner, attribute, original, staticmethod(new) if function is not original else new)
 
-    def _wrap_apply(self, owner: type, name: str, row: Function) -> None:
+    def _wrap_apply(self, owner: type, name: str, entry: Function) -> None:
         """Wrap `apply` of an autograd function. Do not wrap derived classes, because they have their own forward."""
         own = vars(owner).get("apply", _ABSENT)
         if id(own) in self._wrappers:
             return
-        function = self.functions.setdefault(name, _WrappedFunction(name, row))
+        function = self.functions.setdefault(name, _WrappedFunction(name, entry))
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             original = super(owner, cls).apply if own is _ABSENT else own.__get__(None, cls)  # pyright: ignore
@@ -584,14 +586,14 @@ class Recorder:
             self._undo.append((owner, name, before))
 
     def _replace_imported_names(self) -> None:
-        """Replace the originals in modules that imported them by `from mx_driving import ...`."""
+        """Replace the originals in the modules that imported them with `from mx_driving import ...`."""
         for module in list(sys.modules.values()):
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 original, wrapper = self._wrappers.get(id(value), (None, None))
                 if original is value and original is not None and isinstance(module, types.ModuleType):
                     self._set(module, name, original, wrapper)
 
-    def _wrapper(self, function: _WrappedFunction, original: Any) -> Any:
+    def _make_wrapper(self, function: _WrappedFunction, original: Any) -> Any:
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             return self._call(function, original, args, kwargs)
@@ -599,11 +601,11 @@ class Recorder:
         return recorded
 
     def _call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call the original, and record the call if the sampling chooses it. Results and errors are the original's."""
+        """Call the original, and record the call if its number is a multiple of `every`, or for the first NaN."""
         if _is_compiling() or not self.is_active() or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)
-        function.calls = index + 1
+        function.num_calls = index + 1
         sampled = index % self.every == 0 and not self.why
         call = self._begin(function, index, sampled, args, kwargs) if sampled or self.nan else None
         self._local.inside = True
@@ -626,7 +628,7 @@ class Recorder:
 
     def _finish(self, call: _OpenCall, returned: Any) -> None:
         with call.function.counting_losses():
-            results = call.results(returned)
+            results = call.name_results(returned)
             is_first_nan = self._copy_inputs_of_first_nan(call, results)
             if call.copies and (self._fits_budget(call, results) or is_first_nan):
                 self._write_call(call, results)
@@ -638,7 +640,7 @@ class Recorder:
 
     def _fits_budget(self, call: _OpenCall, results: dict[str, Tensor]) -> bool:
         """Add the bytes of the call and its gradients. End the sampling if they exceed the budget."""
-        self.reserved += _num_bytes(call.inputs, results) * (2 if call.edges else 1)
+        self.reserved += _count_bytes(call.inputs, results) * (2 if call.edges else 1)
         if not self.why and self.reserved > self.megabytes * 1e6:
             self.why = f"the budget of {self.megabytes:g} MB is used up; the program goes on"
             _say(self.why)
@@ -657,13 +659,13 @@ class Recorder:
         """Write the gradients of a call. This runs during the program's backward."""
         if call.stem:
             self._write(f"{call.stem}-gradients", call.about, _copy_to_host(gradients))
-        elif self._copy_inputs_of_first_nan(call, gradients):  # the first NaN is in the gradients
+        elif self._copy_inputs_of_first_nan(call, gradients):  # the first NaN is a gradient's
             self._write_call(call, gradients)
 
     def _write_call(self, call: _OpenCall, results: dict[str, Tensor]) -> None:
         stem = f"call-{next(self._numbers):06d}"
         if self._write(stem, call.about, {**call.copies, **_copy_to_host(results)}):
-            call.stem, call.function.recorded = stem, call.function.recorded + 1
+            call.stem, call.function.num_recorded = stem, call.function.num_recorded + 1
         call.copies = {}
 
     def _write(self, stem: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
@@ -682,30 +684,32 @@ class Recorder:
                 with contextlib.suppress(OSError):
                     path.unlink()
                 return False
-            self.num_bytes += _num_bytes(tensors)
+            self.num_bytes += _count_bytes(tensors)
             return True
 
     def _fail(self, error: OSError) -> None:
         """Print the error and end the recording."""
         if not self.failed:
             self.failed, self.nan = True, False
-            num_calls = sum(f.recorded for f in self.functions.values())
-            self.why = f"recording into {self.folder} has ended after {num_calls} calls: {_reason(error)}; the program goes on"
+            num_calls = sum(f.num_recorded for f in self.functions.values())
+            self.why = (
+                f"recording into {self.folder} has ended after {num_calls} calls: {_find_reason(error)}; the program goes on"
+            )
             _say(self.why)
 
 
 def start(out: Any, **options: Any) -> Recorder:
-    """Record into a new folder from now on, until `stop` of the returned recorder, or the end of the program.
+    """Record into a new folder until `stop` of the returned recorder is called, or the program ends.
 
     Args:
-        out: folder to make. Each process of a distributed program makes a folder of its own in it.
-        every: record the first call of each function, and then every so many. The default is a prime, so that the layers of a
-            model come up in turn.
-        nan: also record the first call with a NaN in its output or its gradients, even when the budget is used up. The results
-            of all calls are then read, and on a device the program waits for them.
-        megabytes: the most to write.
+        out: the folder to make. Each process of a distributed program makes a subfolder.
+        every: record the calls 0, `every`, 2 * `every`, ... of each function. The default is a prime, to record the layers of
+            a model in turn.
+        nan: also record the first call with a NaN in its output or its gradients, even if the budget is used up. The recorder
+            then reads the results of all calls, and on a device the program waits for them.
+        megabytes: the budget: most bytes to write, in 10**6.
         functions: more functions to wrap, name -> operator, such as {"my_ops.msda": "multi_scale_deformable_attn"}. For a
-            function that computes gradients the operator ends in "_backward".
+            function that computes gradients, the operator ends in "_backward".
 
     Raises:
         ValueError: an argument cannot be used.
@@ -724,7 +728,7 @@ def recording(out: Any, **options: Any) -> Iterator[Recorder]:
 
 
 def _find_program(module: str) -> Any:
-    """Return the spec of the module that `python -m module` runs, or None."""
+    """Return the spec of the module that `python -m module` runs; None if there is no such module."""
     import importlib.util
 
     try:
@@ -739,7 +743,7 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     import pkgutil
 
     path, spec = os.path.join(os.getcwd(), program), None
-    importer: Any = None if module else pkgutil.get_importer(path)  # imports a folder or a zip application
+    importer: Any = None if module else pkgutil.get_importer(path)  # of a folder or a zip application; None for a file
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(path))
     if module or importer:
@@ -767,8 +771,8 @@ def _load_file(path: str) -> tuple[Any, Any]:
     return source, source.source_to_code(source.get_data(path), path)  # get_code would write a .pyc file
 
 
-def _number(text: str) -> float | str:
-    """Return the text as a number, or unchanged: the recorder then refuses it."""
+def _read_number(text: str) -> float | str:
+    """Return the number that a text says. Return other texts unchanged, so that the recorder refuses them."""
     try:
         return int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:
@@ -779,7 +783,7 @@ def main(command: str = "record.py", words: list[str] | None = None) -> None:
     """Run a program, and record it. A wrong command line ends with one sentence and exit status 2.
 
     Args:
-        command: begins the sentence.
+        command: the program's name, with which the sentence begins.
         words: the command line, without the program's name; by default that of this process.
     """
     import argparse
@@ -794,9 +798,9 @@ def main(command: str = "record.py", words: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--out", default="calls", metavar="FOLDER", help="Folder to make (default: calls).")
     first = "Record the first call of each function, and then every so many"
-    add("--every", type=_number, default=EVERY, metavar="N", help=f"{first} (default: {EVERY}).")
+    add("--every", type=_read_number, default=EVERY, metavar="N", help=f"{first} (default: {EVERY}).")
     add("--nan", action="store_true", help="Also record the first call with a NaN. A device then waits at each call.")
-    add("--megabytes", type=_number, default=MEGABYTES, metavar="N", help=f"The most to write (default: {MEGABYTES:g}).")
+    add("--megabytes", type=_read_number, default=MEGABYTES, metavar="N", help=f"The most to write (default: {MEGABYTES:g}).")
     named = "Another function, package.name=operator; may be repeated."
     add("--function", action="append", default=[], metavar="NAME", help=named)
     add("-m", dest="module", action="store_true", help="The program is a module, as in `python -m`.")
@@ -808,7 +812,7 @@ def main(command: str = "record.py", words: list[str] | None = None) -> None:
     sys.argv = ["-m" if module else program, *arguments]
     try:
         main_module, code = _load_program(program, module)
-        start(**options)  # the recording ends after the program's threads and its functions of atexit
+        start(**options)  # records until the program's threads and its atexit functions have ended
     except (ValueError, OSError) as error:
         parser.exit(2, f"{command}: {error}\n")
     sys.modules["__main__"] = main_module

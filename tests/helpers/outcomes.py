@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mx_driving._measure.report import processor
+from mx_driving._measure.report import find_processor
 
 TESTS = pathlib.Path(__file__).parents[1]
 OUTCOMES = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}
@@ -25,7 +25,7 @@ def here(packages: str) -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": processor(),
+        "processor": find_processor(),
         "packages": packages,
     }
 

@@ -1,4 +1,4 @@
-"""Extensions of one name with other arguments: TrackFormer's attention, which has no level starts, and FlashOCC's pool."""
+"""Extensions with a known name and other arguments: TrackFormer's attention, without level starts, and FlashOCC's pool."""
 
 import pathlib
 import types
@@ -15,7 +15,6 @@ from values import DTYPES
 import mx_driving
 from mx_driving import compat
 from mx_driving._foreign_functions import find_autograd_function
-from mx_driving.ops._stand_ins import differentiable
 from mx_driving_portable import record
 
 ATTENTION = cases.multi_scale(2, 5, 8, 3, [(4, 6), (2, 3)], 2)
@@ -26,7 +25,7 @@ B, D, H, W, C = SHAPE = 2, 3, 4, 6, 8
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_without_level_starts(extension, dtype):
-    """TrackFormer, TransTrack."""
+    """TrackFormer and TransTrack have such an attention."""
     inputs = cases.cast(ATTENTION, dtype)
     value, shapes, _, *rest = inputs
     grad = cases.grad_for(cases.MULTI_SCALE, inputs).to(dtype)
@@ -46,7 +45,7 @@ def points():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_pool_with_x_innermost(extension, dtype):
-    """FlashOCC. The truth is a loop over points, in float64."""
+    """FlashOCC has such a pool. The truth is a loop over points in float64."""
     places, *rest = points()
     feat, grad = torch.randn(len(places), C).to(dtype), torch.randn(SHAPE).to(dtype)
     module, true = extension("bev_pool_ext"), np.zeros(SHAPE)
@@ -62,28 +61,6 @@ def test_a_pool_with_x_innermost(extension, dtype):
         module.bev_sum_pool_forward(feat, places[:, :3], *rest)
 
 
-def test_autograd_functions_over_both_by_name_and_parameters():
-    """The function that serves them has the extension's results."""
-    value, shapes, starts, *rest = ATTENTION
-    row = find_autograd_function("MSDeformAttnFunction", TRACKFORMER)
-    assert row is not None
-    expected = results(mx_driving.multi_scale_deformable_attn, value, shapes, starts, *rest)
-    assert all(map(torch.equal, results(differentiable(row), value, shapes, *rest, 64), expected))
-    places, _, _, *sizes = points()
-    row = find_autograd_function("QuickBevPoolingCuda", FLASHOCC)
-    assert row is not None
-    feat, ranks = torch.randn(len(places), C, dtype=torch.float64), torch.arange(len(places))
-    run = differentiable(row)
-    expected = results(mx_driving.bev_pool, feat, places[:, [1, 0, 2, 3]], *sizes)
-    x, y, z, b = places.long().unbind(1)
-    output, gradient = results(run, feat, places, ranks, *sizes, "sum")
-    assert torch.equal(output.permute(0, 4, 1, 2, 3), expected[0])
-    assert torch.equal(gradient, direction_of(output)[b, z, y, x])
-    with pytest.raises(NotImplementedError, match="the maximum of points is not compiled"):
-        run(feat, places, ranks, *sizes, "max")
-    assert find_autograd_function("Other", FLASHOCC) is find_autograd_function("QuickCumsum", ["x"]) is None
-
-
 SOURCE = """
 class {name}(torch.autograd.Function):
     @staticmethod
@@ -96,15 +73,15 @@ class {name}(torch.autograd.Function):
 """
 
 
-def test_patch_serves_both_by_the_table():
-    """Over a compiled file: by `apply`, and by forward and backward, which torch.compile reads."""
+def test_patch_serves_both_by_name_and_parameters():
+    """Without the extensions, `apply` has the operators' results, also under torch.compile, which reads only forward."""
     value, shapes, starts, *rest = ATTENTION
     places, _, _, *sizes = points()
     feat, ranks = torch.randn(len(places), C, dtype=torch.float64), torch.arange(len(places))
     compiled = "MultiScaleDeformableAttention.ms_deform_attn_forward", "bev_pool_ext.bev_sum_pool_forward"
     classes = {"MSDeformAttnFunction": TRACKFORMER, "QuickBevPoolingCuda": FLASHOCC}
-    rows = zip(classes.items(), compiled, strict=True)
-    source = "".join(SOURCE.format(name=name, parameters=", ".join(words), called=called) for (name, words), called in rows)
+    pairs = zip(classes.items(), compiled, strict=True)
+    source = "".join(SOURCE.format(name=name, parameters=", ".join(words), called=called) for (name, words), called in pairs)
     module = library(*(types.ModuleType(called.partition(".")[0]) for called in compiled), source=source)
     sampled = results(mx_driving.multi_scale_deformable_attn, value, shapes, starts, *rest)
     pooled = results(mx_driving.bev_pool, feat, places[:, [1, 0, 2, 3]], *sizes)
@@ -119,10 +96,11 @@ def test_patch_serves_both_by_the_table():
         assert torch.equal(gradient, direction_of(output)[b, z, y, x])
         with pytest.raises(NotImplementedError, match="the maximum of points is not compiled"):
             pool(feat, places, ranks, *sizes, "max")
+    assert find_autograd_function("Other", FLASHOCC) is find_autograd_function("QuickCumsum", ["x"]) is None
 
 
 def maps_apart():
-    """The older interface of an aggregation, whose points have a row of the output each: Sparse4D before v3, GaussianFormer."""
+    """The older interface of an aggregation, whose output has a row for each point: Sparse4D before v3, GaussianFormer."""
     shapes, starts = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
     return torch.randn(2, 3, 30, 8), shapes, starts, torch.rand(2, 7, 3, 2), torch.rand(2, 7, 3, 2, 4)
 
@@ -147,14 +125,14 @@ def test_each_is_recorded_and_judged(extension, tmp_path):
 
 @pytest.mark.parametrize("name", compat.NAMES)
 def test_a_function_that_is_not_ours_says_so_when_it_is_called(name):
-    """Of every stand-in; FlashOCC's bev_pool_ext has a maximum."""
-    found = compat._first._contents(name) or compat._last._contents(name)
-    assert found is not None
+    """This holds for every stand-in. FlashOCC's bev_pool_ext has such a function, a maximum."""
+    contents = compat._first._contents(name) or compat._last._contents(name)
+    assert contents is not None
     for missing in ("bev_max_pool_forward", "bev_max_pool_backward"):
         with pytest.raises(
             NotImplementedError, match=f"^{name}.{missing} is not compiled; mx_driving.compat stands in for .* only$"
         ):
-            found["__getattr__"](missing)(torch.rand(1))
+            contents["__getattr__"](missing)(torch.rand(1))
 
 
 def test_the_page_names_every_stand_in():

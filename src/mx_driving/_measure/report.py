@@ -25,9 +25,9 @@ PLAIN = "plain torch"
 
 
 @cache
-def _commit() -> str:
+def _describe_commit() -> str:
     """Return the commit of the source tree that this package runs from; "" for a wheel, even inside a repository of the user.
-    Cached, because a report that overwrites a tracked file makes the commit dirty."""
+    The commit is read once, because a report that overwrites a tracked file makes the commit dirty."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
@@ -37,7 +37,7 @@ def _commit() -> str:
     return f", commit {described.stdout.strip()}"
 
 
-def processor() -> str:
+def find_processor() -> str:
     """Return the processor's name, and on Linux its family and model: virtual machines often hide the name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -47,24 +47,25 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Return date, machine, versions and commit of a measurement."""
+    kernels = f"{_backends.native.isa()}, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{date.today()}, {processor()}, {_backends.native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
+    return f"{date.today()}, {find_processor()}, {kernels}, {versions}{_describe_commit()}"
 
 
-def tables(rows: list[Row]) -> Iterator[Any]:
+def make_tables(rows: list[Row]) -> Iterator[Any]:
     """Yield a table for each workload and dtype, all of one width."""
     for (workload, dtype), workload_rows in groupby(rows, lambda row: (row["workload"], row["dtype"])):
-        shown = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
-        for direction, some in groupby(workload_rows, lambda row: row["direction"]):
-            shown.add_section()
-            for first, row in zip(chain([direction], repeat("")), some, strict=False):
-                shown.add_row(first, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.2f}")
-        yield shown
+        table = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
+        for direction, direction_rows in groupby(workload_rows, lambda row: row["direction"]):
+            table.add_section()
+            for label, row in zip(chain([direction], repeat("")), direction_rows, strict=False):
+                table.add_row(label, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.2f}")
+        yield table
 
 
-def write(rows: list[Row], path: Path, *facts: str) -> None:
-    """Write rows as CSV. The last column holds the machine and the facts that all rows share."""
-    here = ", ".join([machine(), *facts])
-    write_csv([{**row, "machine": here} for row in rows], path)
+def write_rows(rows: list[Row], path: Path, *facts: str) -> None:
+    """Write rows as CSV. The last column holds the machine and facts about all rows."""
+    machine = ", ".join([describe_machine(), *facts])
+    write_csv([{**row, "machine": machine} for row in rows], path)

@@ -24,13 +24,13 @@ class Rival(NamedTuple):
     differentiable: tuple[int, ...]
 
 
-def plain_form(operator: str) -> Callable[..., Tensor]:
+def make_plain(operator: str) -> Callable[..., Tensor]:
     """Return the operator in plain torch. For an operator with logits, compute softmax and locations first."""
     bare = OPERATORS[operator].bare
     return composition.forward(operator, getattr(plain, bare)) if bare else getattr(plain, operator)
 
 
-def recorded(function: Callable[..., Tensor], args: Args, differentiable: tuple[int, ...], grad: Tensor) -> Call:
+def make_training_call(function: Callable[..., Tensor], args: Args, differentiable: tuple[int, ...], grad: Tensor) -> Call:
     """Return a call that runs forward under autograd, then backward, and returns the output and the gradients."""
     leaves = [a.detach().requires_grad_(i in differentiable) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
     tensors = [leaves[i] for i in differentiable]
@@ -42,14 +42,15 @@ def recorded(function: Callable[..., Tensor], args: Args, differentiable: tuple[
     return run
 
 
-def operator_of(name: str, args: Args, differentiable: tuple[int, ...] | None = None) -> Rival:
-    indices = OPERATORS[name].differentiable if differentiable is None else differentiable
-    return Rival(getattr(torch.ops.mx_driving, name).default, args, indices)
+def make_rival(operator: str, args: Args, differentiable: tuple[int, ...] | None = None) -> Rival:
+    """Return our operator as an implementation. By default every differentiable input gets a gradient."""
+    indices = OPERATORS[operator].differentiable if differentiable is None else differentiable
+    return Rival(getattr(torch.ops.mx_driving, operator).default, args, indices)
 
 
-def ours(workload: Workload, args: Args) -> dict[str, Rival]:
+def make_ours(workload: Workload, args: Args) -> dict[str, Rival]:
     """Return the operator, and for an operator with logits also the bare operator on computed locations and weights."""
-    implementations = {OURS: operator_of(workload.operator, args, workload.learned)}
-    if workload.row.bare:
-        implementations[BARE] = operator_of(*workload.bare(args))
+    implementations = {OURS: make_rival(workload.operator, args, workload.differentiable)}
+    if workload.description.bare:
+        implementations[BARE] = make_rival(*workload.bare(args))
     return implementations

@@ -11,7 +11,7 @@ from .._operator.description import OPERATORS
 from .._operator.problems import Problem
 from .accuracy import check_one
 from .report import BARE, OURS, PLAIN, Row
-from .rivals import Rival, ours, plain_form, recorded
+from .rivals import Rival, make_ours, make_plain, make_training_call
 from .timing import Call, interleaved
 from .workloads import Args, Workload
 
@@ -19,14 +19,16 @@ Calls = dict[str, dict[str, Call]]  # implementation -> direction -> call
 Others = Callable[[Workload, str, Args, torch.Tensor], Calls]  # (workload, dtype, arguments, grad_output)
 
 
-def calls_of(rival: Rival, grad: torch.Tensor) -> dict[str, Call]:
+def make_calls(rival: Rival, grad: torch.Tensor) -> dict[str, Call]:
+    """Return the calls of an implementation by direction."""
     function, args, differentiable = rival
-    return {"forward": lambda: function(*args), "forward + backward": recorded(function, args, differentiable, grad)}
+    return {"forward": lambda: function(*args), "forward + backward": make_training_call(function, args, differentiable, grad)}
 
 
-def _backward(operator: str, args: Args, grad: torch.Tensor, learned: tuple[int, ...]) -> Call:
+def _make_backward_call(operator: str, rival: Rival, grad: torch.Tensor) -> Call:
     function = getattr(torch.ops.mx_driving, operator + "_backward").default
-    return lambda: function(grad, *args, [i in learned for i in OPERATORS[operator].differentiable])
+    mask = [i in rival.differentiable for i in OPERATORS[operator].differentiable]
+    return lambda: function(grad, *rival.args, mask)
 
 
 def measure(workload: Workload, dtype: str, seconds: float, others: Others = lambda *_: {}) -> list[Row]:
@@ -35,35 +37,34 @@ def measure(workload: Workload, dtype: str, seconds: float, others: Others = lam
     if failures:
         raise Problem("; ".join(failures))
     args = workload.inputs(dtype)
-    own = ours(workload, args)
-    output = own[OURS].function(*args)
+    ours = make_ours(workload, args)
+    output = ours[OURS].function(*args)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
-    calls: Calls = {name: calls_of(rival, grad) for name, rival in own.items()}
+    calls: Calls = {name: make_calls(rival, grad) for name, rival in ours.items()}
     if dtype in ("float32", "float64"):  # plain torch does not compute in 16 bits on a CPU
-        calls[PLAIN] = calls_of(Rival(plain_form(workload.operator), args, workload.learned), grad)
-    bare, bare_args = workload.bare(args)
-    calls[OURS]["backward"] = _backward(workload.operator, args, grad, workload.learned)
-    if BARE in calls:
-        calls[BARE]["backward"] = _backward(bare, bare_args, grad, OPERATORS[bare].differentiable)
-    return timed_rows(workload.name, dtype, calls | others(workload, dtype, args, grad), seconds)
+        calls[PLAIN] = make_calls(Rival(make_plain(workload.operator), args, workload.differentiable), grad)
+    calls[OURS]["backward"] = _make_backward_call(workload.operator, ours[OURS], grad)
+    if BARE in ours:
+        calls[BARE]["backward"] = _make_backward_call(workload.description.bare, ours[BARE], grad)
+    return time_rows(workload.name, dtype, calls | others(workload, dtype, args, grad), seconds)
 
 
-def timed_rows(name: str, dtype: str, calls: Calls, seconds: float) -> list[Row]:
+def time_rows(workload: str, dtype: str, calls: Calls, seconds: float) -> list[Row]:
     """Time all implementations of each direction in turn, round after round. The directions are those of this package."""
     rows = []
     for direction in calls[OURS]:
-        times = interleaved({one: by[direction] for one, by in calls.items() if direction in by}, seconds)
-        medians = {one: statistics.median(t) for one, t in times.items()}
+        times = interleaved({name: by[direction] for name, by in calls.items() if direction in by}, seconds)
+        medians = {name: statistics.median(t) for name, t in times.items()}
         rows += [
             {
-                "workload": name,
+                "workload": workload,
                 "dtype": dtype,
                 "direction": direction,
-                "implementation": one,
+                "implementation": name,
                 "milliseconds": round(median * 1e3, 4),
                 "times ours": round(median / medians[OURS], 3),
-                "rounds": len(times[one]),
+                "rounds": len(times[name]),
             }
-            for one, median in medians.items()
+            for name, median in medians.items()
         ]
     return rows

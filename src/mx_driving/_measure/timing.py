@@ -22,7 +22,7 @@ def interleaved(
     that was freed seconds ago, and returns it twenty times slower. Shuffle each round, because calls are slower for a while
     after a call that frees much memory. `within` makes the context of a call; its entry and exit are not timed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    taken = dict.fromkeys(calls, 0.0)
+    totals = dict.fromkeys(calls, 0.0)
     for name, call in calls.items():
         with within(name):
             call()
@@ -30,7 +30,7 @@ def interleaved(
     rounds, least = 0, 0.0
     while rounds < 3 or least < seconds / len(calls) / 2:
         for name in order.sample(list(calls), len(calls)):
-            if rounds >= 3 and taken[name] > 2 * least:
+            if rounds >= 3 and totals[name] > 2 * least:
                 continue
             with within(name):
                 entered = time.perf_counter()
@@ -40,7 +40,7 @@ def interleaved(
                 calls[name]()
                 ended = time.perf_counter()
             times[name].append(ended - start)
-            taken[name] += ended - entered
+            totals[name] += ended - entered
         rounds += 1
-        least = min(taken.values())
+        least = min(totals.values())
     return times

@@ -1,4 +1,4 @@
-"""The calls that models make: rows named after models, sizes from the models' own configurations."""
+"""The calls that models make. Workloads are named after models, and have the sizes of the models' own configurations."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ class Workload(NamedTuple):
     constant: tuple[str, ...] = ()
 
     @property
-    def row(self) -> Operator:
+    def description(self) -> Operator:
         return OPERATORS[self.operator]
 
     @property
-    def gradients(self) -> tuple[str, ...]:
-        return tuple(self.row.inputs[i] for i in self.row.differentiable)
+    def differentiable_names(self) -> tuple[str, ...]:
+        """Return the names of the operator's differentiable inputs."""
+        return tuple(self.description.inputs[i] for i in self.description.differentiable)
 
     @property
-    def learned(self) -> tuple[int, ...]:
+    def differentiable(self) -> tuple[int, ...]:
         """Return the indices of the inputs whose gradient the model needs."""
-        return tuple(i for i in self.row.differentiable if self.row.inputs[i] not in self.constant)
+        names = self.description.inputs
+        return tuple(i for i in self.description.differentiable if names[i] not in self.constant)
 
     def inputs(self, dtype: str = "float32") -> Args:
         """Return the arguments of all measurements."""
@@ -45,9 +47,10 @@ class Workload(NamedTuple):
 
     def bare(self, args: Args) -> tuple[str, Args]:
         """Return the bare operator and its arguments: computed locations and weights, in the dtype of logits."""
-        if not self.row.bare:
+        if not self.description.bare:
             return self.operator, args
-        return self.row.bare, cast(composition.bare_inputs(self.operator, *args), args[self.row.weights].dtype)
+        inputs = composition.bare_inputs(self.operator, *args)
+        return self.description.bare, cast(inputs, args[self.description.weights].dtype)
 
 
 def cast(args: Args, dtype: torch.dtype) -> Args:
@@ -55,7 +58,7 @@ def cast(args: Args, dtype: torch.dtype) -> Args:
     return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
 
 
-def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
+def take_queries(operator: str, args: Args, begin: int, end: int) -> Args:
     """Return the arguments for queries begin..end (anchors of aggregation, channels of pooling)."""
     row = OPERATORS[operator]
     axes = (*row.axes[row.queries][:-1], *(None for _ in row.options))
@@ -65,7 +68,7 @@ def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
     )
 
 
-def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
+def move_off_lattice(locations: Tensor, size: Tensor) -> Tensor:
     """Move locations at least 0.01 pixel away from pixel centres. The gradient of a location jumps at a pixel centre, and
     float32 and float64 may be on different sides."""
     pixels = geometry.pixels(locations.double(), size)
@@ -73,50 +76,50 @@ def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
     return ((whole + (pixels - whole).clamp(0.01, 0.99) + 0.5) / size).float()
 
 
-def _pyramid(sizes: Sizes) -> tuple[Tensor, Tensor]:
+def _make_tables(sizes: Sizes) -> tuple[Tensor, Tensor]:
     shapes = torch.tensor(sizes)
     return shapes, geometry.starts_of(shapes)
 
 
-def _attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tensor, points: int, spread: float):
+def _draw_attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tensor, points: int, spread: float):
     """Draw 8 heads of 32 channels, and points normally distributed around each query's centre by `spread` pixels."""
-    shapes, starts = _pyramid(sizes)
+    shapes, starts = _make_tables(sizes)
     levels, queries = len(sizes), centres.shape[-2]
     value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
     offsets = torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread
     size = shapes.flip(-1)[:, None]
-    locations = off_lattice(centres[..., :, None, None, None, :] + offsets / size, size)
+    locations = move_off_lattice(centres[..., :, None, None, None, :] + offsets / size, size)
     weights = torch.rand(bs, queries, 8, levels * points, generator=generator).softmax(-1)
     return value, shapes, starts, locations, weights.view(bs, queries, 8, levels, points)
 
 
-def pixel_centres(height: int, width: int) -> Tensor:
+def make_pixel_centres(height: int, width: int) -> Tensor:
     """Return pixel centres, row by row, normalised (x, y)."""
     y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing="ij")
     return torch.stack([x, y], -1).view(-1, 2)
 
 
-def encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
+def draw_encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
     """Draw a query for each pixel of each level, which samples near the pixel."""
-    return _attention(generator, bs, sizes, torch.cat([pixel_centres(*size) for size in sizes]), 4, 3.0)
+    return _draw_attention(generator, bs, sizes, torch.cat([make_pixel_centres(*size) for size in sizes]), 4, 3.0)
 
 
-def decoder(generator: torch.Generator, sizes: Sizes, queries: int) -> tuple[Tensor, ...]:
+def draw_decoder(generator: torch.Generator, sizes: Sizes, queries: int) -> tuple[Tensor, ...]:
     """Draw object queries anywhere, with points in a box of some pixels."""
-    return _attention(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
+    return _draw_attention(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
 
 
-def bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor, ...]:
+def draw_bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor, ...]:
     """Draw six cameras. The queries of a camera are pillars in the order of the BEV grid, and sweep over the image."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1).expand(6, -1, -1)
-    return _attention(generator, 6, BEVFORMER, centres, 8, 4.0)
+    return _draw_attention(generator, 6, BEVFORMER, centres, 8, 4.0)
 
 
-def sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
+def draw_sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
     """Draw six cameras of four scales, 256 channels in 8 groups. A point is visible in one camera or in two neighbours."""
     sizes = SPARSE4D
-    shapes, starts = _pyramid(sizes * 6)
+    shapes, starts = _make_tables(sizes * 6)
     features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
     heading = torch.rand(1, anchors, 1, 1, generator=generator) * 6
     extent = torch.randn(1, anchors, points, 2, generator=generator) * 0.05
@@ -125,16 +128,17 @@ def sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Ten
     y = (0.5 + 0.1 * torch.randn(1, anchors, 1, 1, generator=generator) + extent[..., 1:]).expand_as(x)
     weight = torch.rand(1, anchors, points * 24, 8, generator=generator).softmax(2)
     locations = torch.stack([x, y], -1)
-    for height, width in sizes:  # the moves are compatible: centres of coarse pixels lie between centres of fine pixels
-        locations = off_lattice(locations, torch.tensor([width, height]))
+    # The moves do not undo each other: the centres of a scale's pixels lie between the centres of finer pixels.
+    for height, width in sizes:
+        locations = move_off_lattice(locations, torch.tensor([width, height]))
     shapes, starts = shapes.view(6, 4, 2), starts.view(6, 4)
     return features, shapes, starts, locations, weight.view(1, anchors, points, 6, 4, 8)
 
 
-def maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], points: int) -> tuple[Tensor, ...]:
+def draw_maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], points: int) -> tuple[Tensor, ...]:
     """Draw BEV cells that read a few pixels of six images around their projection, at integer locations."""
-    centres = pixel_centres(*bev).flip(-1)[None]
-    value, shapes, starts, locations, weights = _attention(generator, 6, sizes, centres, points, 3.0)
+    centres = make_pixel_centres(*bev).flip(-1)[None]
+    value, shapes, starts, locations, weights = _draw_attention(generator, 6, sizes, centres, points, 3.0)
     return value, shapes, starts, (locations * shapes.flip(-1)[:, None]).long(), weights
 
 
@@ -143,12 +147,12 @@ def _round_to_sixteen_bits(t: Tensor) -> Tensor:
     return (t.bfloat16() * 4096).round().float() / 4096
 
 
-def _attention_with_logits(
+def _draw_attention_with_logits(
     generator: torch.Generator, bs: int, sizes: Sizes, reference: Tensor, points: int, spread: float, axis: str = "level"
 ) -> Args:
-    """Draw the inputs of `_attention` with offsets and logits. reference: [bs, queries, levels or pillars, 2]. Keep samples
-    away from pixel centres, where the gradient of a location jumps."""
-    shapes, starts = _pyramid(sizes)
+    """Draw the inputs of `_draw_attention` with offsets and logits. reference: [bs, queries, levels or pillars, 2]. Keep
+    samples away from pixel centres, where the gradient of a location jumps."""
+    shapes, starts = _make_tables(sizes)
     levels, queries = len(sizes), reference.shape[1]
     value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
     reference = _round_to_sixteen_bits(reference.expand(bs, -1, -1, -1))
@@ -161,38 +165,38 @@ def _attention_with_logits(
     return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
 
 
-def _encoder_with_logits(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> Args:
-    centres = torch.cat([pixel_centres(*size) for size in sizes])
-    return _attention_with_logits(generator, bs, sizes, centres[None, :, None].expand(-1, -1, len(sizes), -1), 4, 3.0)
+def _draw_encoder_with_logits(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> Args:
+    centres = torch.cat([make_pixel_centres(*size) for size in sizes])
+    return _draw_attention_with_logits(generator, bs, sizes, centres[None, :, None].expand(-1, -1, len(sizes), -1), 4, 3.0)
 
 
-def _decoder_with_logits(generator: torch.Generator, sizes: Sizes, queries: int) -> Args:
+def _draw_decoder_with_logits(generator: torch.Generator, sizes: Sizes, queries: int) -> Args:
     centres = torch.rand(1, queries, 1, 2, generator=generator).expand(-1, -1, len(sizes), -1)
-    return _attention_with_logits(generator, 1, sizes, centres, 4, 4.0)
+    return _draw_attention_with_logits(generator, 1, sizes, centres, 4, 4.0)
 
 
-def _bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> Args:
+def _draw_bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> Args:
     """Draw pillars of four reference points. Each reference point has two of a query's eight points."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1)
     height = torch.tensor([0.06, 0.02, -0.02, -0.06])
     pillars = centres[None, :, None] + torch.stack([0 * height, height], -1)
-    return _attention_with_logits(generator, 6, BEVFORMER, pillars, 8, 4.0, "point")
+    return _draw_attention_with_logits(generator, 6, BEVFORMER, pillars, 8, 4.0, "point")
 
 
-def _maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], window: tuple[int, int]) -> Args:
-    """Draw BEV cells. Each head has its own height, and reads a window of (height, width) pixels at its projection."""
-    shapes, starts = _pyramid(sizes)
+def _draw_maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], window: tuple[int, int]) -> Args:
+    """Draw BEV cells. A head has its own height, and reads a window of (height, width) pixels around its projection."""
+    shapes, starts = _make_tables(sizes)
     value = torch.randn(6, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
     above = torch.stack([torch.zeros(8), torch.linspace(-0.2, 0.2, 8)], -1)
-    reference = _round_to_sixteen_bits((pixel_centres(*bev).flip(-1)[:, None] + above).expand(6, -1, -1, -1))
+    reference = _round_to_sixteen_bits((make_pixel_centres(*bev).flip(-1)[:, None] + above).expand(6, -1, -1, -1))
     y, x = (torch.arange(n) - n // 2 for n in window)
     points = torch.cartesian_prod(x, y)
     logits = torch.rand(6, reference.shape[1], 8, len(sizes) * len(points), generator=generator)
     return value, shapes, starts, reference, points, logits
 
 
-def ring_of_cameras() -> tuple[Tensor, Tensor]:
+def make_ring_of_cameras() -> tuple[Tensor, Tensor]:
     """Return the projection [6, 4, 4] from metres to pixels, and image_size [6, 2], of six cameras that look outwards, 60
     degrees apart, 1.5 metres above the ground. Focal length and image size are those of Sparse4D's scaled and
     cropped nuScenes."""
@@ -207,26 +211,28 @@ def ring_of_cameras() -> tuple[Tensor, Tensor]:
     return _round_to_sixteen_bits(projection), torch.tensor([704.0, 256.0]).expand(6, -1).contiguous()
 
 
-def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int, sizes: Sizes) -> Args:
+def _draw_sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int, sizes: Sizes) -> Args:
     """Draw boxes of a car's size up to 50 metres away, seen by six cameras."""
-    shapes, starts = _pyramid(sizes * 6)
+    shapes, starts = _make_tables(sizes * 6)
     features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
     shapes, starts = shapes.view(6, -1, 2), starts.view(6, -1)
-    projection, image_size = (t[None] for t in ring_of_cameras())
+    projection, image_size = (t[None] for t in make_ring_of_cameras())
     angle, distance = torch.rand(2, 1, anchors, 1, generator=generator)
     distance = 4 + 46 * distance
     centres = torch.stack([distance * (6.2832 * angle).cos(), distance * (6.2832 * angle).sin(), 0 * angle + 0.8], -1)
     logits = torch.rand(1, anchors, 6, len(sizes), points, 8, generator=generator)
     key_points = torch.zeros(1, anchors, points, 3)
-    again = torch.ones(1, anchors, points, dtype=torch.bool)
-    while again.any():
-        drawn = (torch.rand(1, anchors, points, 3, generator=generator) - 0.5) * torch.tensor([4.6, 1.9, 1.7])
-        key_points = torch.where(again[..., None], _round_to_sixteen_bits(centres + drawn), key_points)
-        again = _near_a_jump(shapes, key_points, projection, logits, image_size)
+    is_near_jump = torch.ones(1, anchors, points, dtype=torch.bool)
+    while is_near_jump.any():
+        offsets = (torch.rand(1, anchors, points, 3, generator=generator) - 0.5) * torch.tensor([4.6, 1.9, 1.7])
+        key_points = torch.where(is_near_jump[..., None], _round_to_sixteen_bits(centres + offsets), key_points)
+        is_near_jump = _find_points_near_a_jump(shapes, key_points, projection, logits, image_size)
     return features, shapes, starts, key_points, projection, logits, image_size, None
 
 
-def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor) -> Tensor:
+def _find_points_near_a_jump(
+    shapes: Tensor, key_points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor
+) -> Tensor:
     """Return True for points at the border of a camera's image, or within 0.002 pixel of a jump of the location's
     gradient."""
     inputs = (key_points.double(), projection.double(), logits, image_size.double())
@@ -238,12 +244,12 @@ def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits:
     return (seen & (border | lattice)).any(-1)
 
 
-def lifted(
+def draw_lifted(
     generator: torch.Generator, grid: tuple[int, int], depths: int, cells: int, reach: float, channels: int
 ) -> tuple[Any, ...]:
     """Return the points of six cameras, half a metre apart along each pixel's ray, that lie in a square of `cells` x `cells`
     within `reach` metres. They are sorted by cell, as models have them; `grid` is (height, width) of a camera's features."""
-    projection, image_size = ring_of_cameras()
+    projection, image_size = make_ring_of_cameras()
     frustum = calibration.frustum(tuple(image_size[0].tolist()), (grid[1], grid[0]), 1 + torch.arange(depths) / 2)
     positions, side, pixels = calibration.unproject(frustum, projection)[None], 2 * reach / cells, math.prod(grid)
     lower, cell = (-reach, -reach, -3.0), (side, side, 8.0)
@@ -253,14 +259,14 @@ def lifted(
     return feat, depth, ranks_feat, ranks_depth, ranks_bev, 1, 1, cells, cells
 
 
-def without_depth(args: Args) -> Args:
+def remove_depth(args: Args) -> Args:
     """Return the arguments without depth: feat has a row for each point, as in BEVFusion."""
     feat, depth, ranks_feat, ranks_depth, *rest = args
-    each = torch.arange(len(ranks_feat), dtype=torch.int32)
-    return (depth[ranks_depth, None] * feat[ranks_feat], torch.ones(()).expand(len(each)), each, each, *rest)
+    points = torch.arange(len(ranks_feat), dtype=torch.int32)
+    return (depth[ranks_depth, None] * feat[ranks_feat], torch.ones(()).expand(len(points)), points, points, *rest)
 
 
-def _vendor_attention(
+def _draw_example(
     generator: torch.Generator, bs: int, queries: int, channels: int, heads: int, levels: int, points: int
 ) -> tuple[Tensor, ...]:
     """Draw inputs as in the vendor's documents; every level is 60 x 40."""
@@ -269,78 +275,80 @@ def _vendor_attention(
     value = torch.rand(bs, 2400 * levels, heads, channels, generator=generator) * 0.01
     locations = torch.rand(bs, queries, heads, levels, points, 2, generator=generator)
     weights = torch.rand(bs, queries, heads, levels, points, generator=generator) + 1e-5
-    return value, shapes, starts, off_lattice(locations, shapes.flip(-1)[:, None]), weights
+    return value, shapes, starts, move_off_lattice(locations, shapes.flip(-1)[:, None]), weights
 
 
-def _vendor_geometric(generator: torch.Generator) -> tuple[Tensor, ...]:
-    value, shapes, starts, locations, weights = _vendor_attention(generator, 6, 9680, 32, 8, 4, 4)
+def _draw_geometric_example(generator: torch.Generator) -> tuple[Tensor, ...]:
+    value, shapes, starts, locations, weights = _draw_example(generator, 6, 9680, 32, 8, 4, 4)
     return value, shapes, starts, locations * 40, weights
 
 
-def _vendor_aggregation(generator: torch.Generator) -> tuple[Tensor, ...]:
+def _draw_aggregation_example(generator: torch.Generator) -> tuple[Tensor, ...]:
     """Draw 1 x 2816 x 256, one camera with one 32 x 88 map, 10 anchors x 2000 points, 8 groups."""
     features = torch.rand(1, 2816, 256, generator=generator)
     locations = torch.rand(1, 10, 2000, 1, 2, generator=generator)
     weight = torch.rand(1, 10, 2000, 1, 1, 8, generator=generator)
-    locations = off_lattice(locations, torch.tensor([88, 32]))
+    locations = move_off_lattice(locations, torch.tensor([88, 32]))
     return features, torch.tensor([[[32, 88]]]), torch.tensor([[0]]), locations, weight
 
 
 # Example inputs from the vendor's documents.
 EXAMPLES = (
-    Workload("Vendor example small [1, 16, 32, 4, 1, 8]", MULTI_SCALE, lambda g: _vendor_attention(g, 1, 16, 32, 4, 1, 8)),
-    Workload("Vendor example large [6, 9680, 32, 8, 4, 4]", MULTI_SCALE, lambda g: _vendor_attention(g, 6, 9680, 32, 8, 4, 4)),
-    Workload("Vendor example aggregation 1 x 2816 x 256, 10 x 2000", AGGREGATION, _vendor_aggregation),
-    Workload("Vendor example geometric [6, 9680, 32, 8, 4, 4]", GEOMETRIC, _vendor_geometric),
+    Workload("Vendor example small [1, 16, 32, 4, 1, 8]", MULTI_SCALE, lambda g: _draw_example(g, 1, 16, 32, 4, 1, 8)),
+    Workload("Vendor example large [6, 9680, 32, 8, 4, 4]", MULTI_SCALE, lambda g: _draw_example(g, 6, 9680, 32, 8, 4, 4)),
+    Workload("Vendor example aggregation 1 x 2816 x 256, 10 x 2000", AGGREGATION, _draw_aggregation_example),
+    Workload("Vendor example geometric [6, 9680, 32, 8, 4, 4]", GEOMETRIC, _draw_geometric_example),
 )
 DETR = [(100, 134), (50, 67), (25, 34), (13, 17)]
 BEVFORMER = [(116, 200), (58, 100), (29, 50), (15, 25)]
 SPARSE4D = [(64, 176), (32, 88), (16, 44), (8, 22)]
 
 
-def _from_logits(name: str, bare: str, make: Callable[[torch.Generator], Args], *constant: str) -> Workload:
+def _add_logits(name: str, bare: str, make: Callable[[torch.Generator], Args], *constant: str) -> Workload:
     return Workload(f"{name}, with logits", f"{bare}_with_logits", make, constant)
 
 
 GRID = "reference_points"  # `constant` of workloads whose reference points are a fixed grid
 
-# Operators with logits. A row has the sizes of the bare row whose name is the begin of its name.
+# Operators with logits. A workload has the sizes of the bare workload of the same name, without ", with logits".
 WITH_LOGITS = (
-    _from_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder_with_logits(g, DETR), GRID),
-    _from_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder_with_logits(g, DETR, 300)),
-    _from_logits("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: _encoder_with_logits(g, [(200, 200)], 2), GRID),
-    _from_logits(
-        "BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: _bevformer_spatial_with_logits(g, 2500), GRID
+    _add_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: _draw_encoder_with_logits(g, DETR), GRID),
+    _add_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _draw_decoder_with_logits(g, DETR, 300)),
+    _add_logits(
+        "BEVFormer temporal self-attention", MULTI_SCALE, lambda g: _draw_encoder_with_logits(g, [(200, 200)], 2), GRID
     ),
-    _from_logits("Sparse4D v3", AGGREGATION, lambda g: _sparse4d_with_logits(g, 900, 13, SPARSE4D)),
-    _from_logits("MapTR tiny", GEOMETRIC, lambda g: _maptr_with_logits(g, [(15, 25)], (200, 100), (2, 4))),
-    _from_logits("MapTR nano", GEOMETRIC, lambda g: _maptr_with_logits(g, [(10, 16)], (80, 40), (2, 4))),
+    _add_logits(
+        "BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: _draw_bevformer_spatial_with_logits(g, 2500), GRID
+    ),
+    _add_logits("Sparse4D v3", AGGREGATION, lambda g: _draw_sparse4d_with_logits(g, 900, 13, SPARSE4D)),
+    _add_logits("MapTR tiny", GEOMETRIC, lambda g: _draw_maptr_with_logits(g, [(15, 25)], (200, 100), (2, 4))),
+    _add_logits("MapTR nano", GEOMETRIC, lambda g: _draw_maptr_with_logits(g, [(10, 16)], (80, 40), (2, 4))),
 )
 WORKLOADS = (
-    Workload("Deformable-DETR encoder", MULTI_SCALE, lambda g: encoder(g, DETR)),
-    Workload("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: decoder(g, DETR, 300)),
-    Workload("DINO decoder, 900 queries", MULTI_SCALE, lambda g: decoder(g, DETR, 900)),
-    Workload("RT-DETR decoder", MULTI_SCALE, lambda g: decoder(g, [(80, 80), (40, 40), (20, 20)], 300)),
-    Workload("Mask2Former pixel decoder", MULTI_SCALE, lambda g: encoder(g, [(32, 32), (64, 64), (128, 128)])),
-    Workload("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: encoder(g, [(200, 200)], 2)),
-    Workload("BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: bevformer_spatial(g, 2500)),
-    Workload("Sparse4D v3", AGGREGATION, lambda g: sparse4d(g, 900, 13)),
-    Workload("SparseDrive map head", AGGREGATION, lambda g: sparse4d(g, 100, 300)),
-    Workload("MapTR tiny", GEOMETRIC, lambda g: maptr(g, [(15, 25)], (200, 100), 8)),
-    Workload("MapTR nano", GEOMETRIC, lambda g: maptr(g, [(10, 16)], (80, 40), 8)),
-    Workload("BEVDet-R50, 64 channels", POOL, lambda g: lifted(g, (16, 44), 118, 128, 51.2, 64)),
-    Workload("BEVDet-R50, 80 channels", POOL, lambda g: lifted(g, (16, 44), 118, 128, 51.2, 80)),
-    Workload("BEVFusion", POOL, lambda g: lifted(g, (32, 88), 118, 360, 54.0, 80)),
-    Workload("FlashOcc", POOL, lambda g: lifted(g, (16, 44), 88, 200, 40.0, 64)),
+    Workload("Deformable-DETR encoder", MULTI_SCALE, lambda g: draw_encoder(g, DETR)),
+    Workload("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: draw_decoder(g, DETR, 300)),
+    Workload("DINO decoder, 900 queries", MULTI_SCALE, lambda g: draw_decoder(g, DETR, 900)),
+    Workload("RT-DETR decoder", MULTI_SCALE, lambda g: draw_decoder(g, [(80, 80), (40, 40), (20, 20)], 300)),
+    Workload("Mask2Former pixel decoder", MULTI_SCALE, lambda g: draw_encoder(g, [(32, 32), (64, 64), (128, 128)])),
+    Workload("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: draw_encoder(g, [(200, 200)], 2)),
+    Workload("BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: draw_bevformer_spatial(g, 2500)),
+    Workload("Sparse4D v3", AGGREGATION, lambda g: draw_sparse4d(g, 900, 13)),
+    Workload("SparseDrive map head", AGGREGATION, lambda g: draw_sparse4d(g, 100, 300)),
+    Workload("MapTR tiny", GEOMETRIC, lambda g: draw_maptr(g, [(15, 25)], (200, 100), 8)),
+    Workload("MapTR nano", GEOMETRIC, lambda g: draw_maptr(g, [(10, 16)], (80, 40), 8)),
+    Workload("BEVDet-R50, 64 channels", POOL, lambda g: draw_lifted(g, (16, 44), 118, 128, 51.2, 64)),
+    Workload("BEVDet-R50, 80 channels", POOL, lambda g: draw_lifted(g, (16, 44), 118, 128, 51.2, 80)),
+    Workload("BEVFusion", POOL, lambda g: draw_lifted(g, (32, 88), 118, 360, 54.0, 80)),
+    Workload("FlashOcc", POOL, lambda g: draw_lifted(g, (16, 44), 88, 200, 40.0, 64)),
     *WITH_LOGITS,
     *EXAMPLES,
 )
 
-# The rows of `mx-driving check`: all operators, in sizes for which the float64 reference takes seconds.
+# The workloads of `mx-driving check`: all operators, in sizes for which the float64 reference takes seconds.
 CHECKED = (
     *EXAMPLES,
     *(w for w in WITH_LOGITS if w.name.startswith(("Deformable-DETR decoder", "MapTR nano"))),
-    _from_logits("Sparse4D 2 scales", AGGREGATION, lambda g: _sparse4d_with_logits(g, 900, 13, SPARSE4D[2:])),
+    _add_logits("Sparse4D 2 scales", AGGREGATION, lambda g: _draw_sparse4d_with_logits(g, 900, 13, SPARSE4D[2:])),
     *(w for w in WORKLOADS if w.name.startswith("BEVDet-R50, 80")),
-    Workload("BEVFusion 8 x 22, without depth", POOL, lambda g: without_depth(lifted(g, (8, 22), 118, 90, 54.0, 80))),
+    Workload("BEVFusion 8 x 22, without depth", POOL, lambda g: remove_depth(draw_lifted(g, (8, 22), 118, 90, 54.0, 80))),
 )

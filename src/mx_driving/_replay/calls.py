@@ -15,11 +15,11 @@ from torch import Tensor
 from .._operator import checks
 from .._operator.description import OPERATORS, Operator, SamplingInputs
 from .._operator.problems import Problem, ruled
-from . import forms
+from .operator_calls import find_output_shape, read_inputs, to_operator_shape
 
-FORMAT = 1  # the readable record.FORMAT
+FORMAT = 1  # the version of the file format that this module reads; keep equal to record.FORMAT
 GRADIENTS = "-gradients"  # suffix of the file of a call's gradients
-_BARE = [name for name, row in OPERATORS.items() if not row.bare]
+_BARE = [name for name, operator in OPERATORS.items() if not operator.bare]
 _SCHEMA = {
     **dict.fromkeys(("function", "device", "caller", "reason", "form"), str),
     **{"index": int, "sizes": dict, "strides": dict},
@@ -38,7 +38,7 @@ class RecordedCall:
     grad_output: Tensor | None = None
 
     @property
-    def row(self) -> Operator:
+    def description(self) -> Operator:
         return OPERATORS[self.about["operator"]]
 
     @property
@@ -47,29 +47,29 @@ class RecordedCall:
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        return SamplingInputs._fields if self.row.kind != "pooling" else self.row.inputs
+        return SamplingInputs._fields if self.description.kind != "pooling" else self.description.inputs
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The names of the operator's gradients."""
-        return tuple("grad_" + self.input_names[i] for i in self.row.differentiable)
+        """Return the names of the operator's gradients."""
+        return tuple("grad_" + self.input_names[i] for i in self.description.differentiable)
 
     @property
     def has_queries(self) -> tuple[bool, ...]:
-        """For each input: whether its axis 1 is axis 1 of the output (queries, or channels of cells)."""
-        return tuple(axis is not None for axis in self.row.axes[self.row.queries][:-1])
+        """Return for each input whether its axis 1 is axis 1 of the output: queries, or channels of cells."""
+        return tuple(axis is not None for axis in self.description.axes[self.description.queries][:-1])
 
     @property
     def num_queries(self) -> int:
         return next(t.shape[1] for t, has_axis in zip(self.inputs, self.has_queries, strict=True) if has_axis)
 
     def is_by_query(self, result: str) -> bool:
-        """Return whether the result has an axis of queries; otherwise it is a sum over queries."""
+        """Return whether a result has an axis of queries. A result without that axis is a sum over queries."""
         return result == "output" or self.has_queries[self.input_names.index(result.removeprefix("grad_"))]
 
     def shape_of(self, result: str) -> tuple[int, ...]:
         if result in ("output", "grad_output"):
-            return forms.output_shape(self.row, self.inputs, self.sizes)
+            return find_output_shape(self.description, self.inputs, self.sizes)
         return tuple(self.inputs[self.input_names.index(result.removeprefix("grad_"))].shape)
 
 
@@ -95,10 +95,10 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
         raise Problem(f"{name}{GRADIENTS} must lie beside {name}, which has its inputs; got no such file")
     about, tensors = _load(file)
     with ruled(f"{name} must be a legal call of {about['operator']}"):
-        row = OPERATORS[about["operator"]]
-        inputs, sizes = forms.inputs_of(name, about, tensors)
-        checks.check_inputs(row, *inputs, *sizes)
-        checks.contents(row, (*inputs, *sizes))
+        operator = OPERATORS[about["operator"]]
+        inputs, sizes = read_inputs(name, about, tensors)
+        checks.check_inputs(operator, *inputs, *sizes)
+        checks.contents(operator, (*inputs, *sizes))
     problems = []
     if gradients_file.is_file():
         try:  # an unreadable file of gradients leaves the output to be judged
@@ -112,9 +112,9 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
 def _load(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the metadata and the tensors of a file."""
     with ruled(f"{file.name} must be a whole file that record.py wrote"):
-        whole = torch.load(file, weights_only=True, map_location="cpu")
-        _check_dict(file.name, whole)
-        metadata, tensors = whole.get("metadata"), whole.get("tensors")
+        contents = torch.load(file, weights_only=True, map_location="cpu")
+        _check_dict(file.name, contents)
+        metadata, tensors = contents.get("metadata"), contents.get("tensors")
         _check_dict(f"metadata of {file.name}", metadata, str)
         _check_dict(f"tensors of {file.name}", tensors, Tensor)
         tensors = {name: t.detach() for name, t in tensors.items()}
@@ -134,12 +134,14 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _check_dict(name: str, value: Any, kind: type = object) -> None:
+    """Check that a value is a dictionary with keys of type str and entries of type `kind`."""
     wrong = [value]
     if isinstance(value, dict):
-        wrong = [key for key in value if not isinstance(key, str)] + [v for v in value.values() if not isinstance(v, kind)]
+        wrong = [key for key in value if not isinstance(key, str)]
+        wrong += [entry for entry in value.values() if not isinstance(entry, kind)]
     if wrong:
-        of = "" if kind is object else f" of {kind.__name__}"
-        raise Problem(f"{name} must be a dict{of}; got {type(wrong[0]).__name__}")
+        entries = "" if kind is object else f" of {kind.__name__}"
+        raise Problem(f"{name} must be a dict{entries}; got {type(wrong[0]).__name__}")
 
 
 def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> list[str]:
@@ -151,14 +153,16 @@ def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> list[str]:
     if names != ["output"] and "grad_output" not in tensors:
         problems.append(f"{call.name} must hold grad_output for its gradients to be judged; got none")
         names = [name for name in names if name == "output"]
-    for name in ["grad_output"] * ("grad_output" in tensors) + names:
+    if "grad_output" in tensors:
+        names = ["grad_output", *names]
+    for name in names:
         shape = call.shape_of(name)
-        t = forms.in_operators_shape(call.about, name, tensors[name], shape)
+        t = to_operator_shape(call.about, name, tensors[name], shape)
         if t.shape == shape and t.is_floating_point():
             call.results[name] = t
         else:
-            fact = f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-            problems.append(f"{name} of {call.name} must be floating, of shape {shape}; got {fact}")
+            dtype = str(t.dtype).removeprefix("torch.")
+            problems.append(f"{name} of {call.name} must be floating, of shape {shape}; got {tuple(t.shape)} {dtype}")
     call.grad_output = call.results.pop("grad_output", None)
     if call.grad_output is None:
         call.results = {name: t for name, t in call.results.items() if name == "output"}

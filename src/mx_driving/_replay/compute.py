@@ -13,7 +13,7 @@ from .. import reference
 from .._operator.description import OPERATORS
 from .calls import RecordedCall
 
-NUMBERS = 2**22  # most numbers of the samples in a part: the reference holds several copies of a level's samples
+NUMBERS = 2**22  # most numbers of the samples of a part, because the reference holds several copies of a level's samples
 Core = Callable[..., Tensor]
 Results = dict[str, Tensor]
 
@@ -37,29 +37,31 @@ class _Reference(torch.autograd.Function):
         return (None, *(by_index.get(i) for i in range(len(ctx.needs_input_grad) - 1)))
 
 
-def core_of(operator: str) -> Core:
+def make_core(operator: str) -> Core:
+    """Return the operator's reference as a differentiable function."""
     return lambda *arguments: _Reference.apply(operator, *arguments)
 
 
-def compute(call: RecordedCall, dtype: torch.dtype, form: Core | None = None, queries: Tensor | None = None) -> Results:
+def compute(call: RecordedCall, dtype: torch.dtype, core: Core | None = None, queries: Tensor | None = None) -> Results:
     """Return the output and, if the call has a grad_output, the gradients.
 
     Args:
         dtype: the dtype to which floating inputs are converted.
-        form: the function that computes the output; None is the reference.
+        core: the function that computes the output; None is the reference.
         queries: indices of the queries to compute; None for all. Sums such as grad_value are over these queries.
     """
-    form, differentiable = form or core_of(call.row.name), () if call.grad_output is None else call.row.differentiable
+    core = core or make_core(call.description.name)
+    differentiable = () if call.grad_output is None else call.description.differentiable
     parts, sums = [], {}
-    for part in (torch.arange(call.num_queries) if queries is None else queries).split(_queries_at_a_time(call)):
+    for part in (torch.arange(call.num_queries) if queries is None else queries).split(_limit_queries(call)):
         inputs = [t[:, part] if has_axis else t for t, has_axis in zip(call.inputs, call.has_queries, strict=True)]
         inputs = [t.detach().to(dtype) if t.is_floating_point() else t for t in inputs]
         leaves = [t.requires_grad_(i in differentiable) for i, t in enumerate(inputs)]
-        output = form(*leaves, *call.sizes)
+        output = core(*leaves, *call.sizes)
         results = {"output": output.detach()}
         if call.grad_output is not None:
             tensors, grad = [leaves[i] for i in differentiable], call.grad_output[:, part].to(output.dtype)
-            product = (output * grad).sum()  # with grad_outputs torch would import sympy, 1.3 s
+            product = (output * grad).sum()  # for its argument grad_outputs torch would import sympy, 1.3 s
             gradients = torch.autograd.grad(product, tensors, allow_unused=True, materialize_grads=True)
             results.update(zip(call.gradients, gradients, strict=True))
         for name in [name for name in results if not call.is_by_query(name)]:  # sums over queries, such as grad_value
@@ -68,11 +70,12 @@ def compute(call: RecordedCall, dtype: torch.dtype, form: Core | None = None, qu
     return {**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}, **sums}
 
 
-def _queries_at_a_time(call: RecordedCall) -> int:
-    if call.row.kind == "pooling":
+def _limit_queries(call: RecordedCall) -> int:
+    """Return the most queries of a part."""
+    if call.description.kind == "pooling":
         return max(1, NUMBERS // max(1, call.inputs[4].numel(), math.prod(call.sizes)))
     bs, _, *channels = call.inputs[0].shape
-    points = call.sampling.locations.shape[2 if call.row.kind == "aggregation" else 4]
+    points = call.sampling.locations.shape[2 if call.description.kind == "aggregation" else 4]
     return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))
 
 
@@ -82,9 +85,9 @@ def compute_by_kernel(call: RecordedCall) -> Results:
     inputs, dtype = call.inputs, call.results.get("output", call.grad_output).dtype  # pyright: ignore
     if dtype.itemsize > 2:
         inputs = [t.to(dtype) if t.is_floating_point() and t.dtype.itemsize == 2 else t for t in inputs]
-    results = {"output": getattr(torch.ops.mx_driving, call.row.name).default(*inputs, *call.sizes)}
+    results = {"output": getattr(torch.ops.mx_driving, call.description.name).default(*inputs, *call.sizes)}
     if call.grad_output is not None:
-        backward = getattr(torch.ops.mx_driving, call.row.name + "_backward").default
+        backward = getattr(torch.ops.mx_driving, call.description.name + "_backward").default
         gradients = backward(call.grad_output, *inputs, *call.sizes, [True] * len(call.gradients))
         results.update(zip(call.gradients, gradients, strict=True))
     return results

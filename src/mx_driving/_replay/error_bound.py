@@ -14,12 +14,12 @@ from .calls import RecordedCall
 from .compute import compute
 
 _DRAWS = 4  # two draws of the same rounding errors may differ by this factor
-_LATTICE = 16  # ulps of a position; this close to a pixel's centre, float32 and float64 may be on different sides
+_LATTICE = 16  # ulps; a position this close to a pixel centre may be on its other side in float32
 
 
-def _num_terms(call: RecordedCall) -> dict[str, int]:
+def _count_terms(call: RecordedCall) -> dict[str, int]:
     """Return the number of terms in the longest sum of each result."""
-    if call.row.kind == "pooling":
+    if call.description.kind == "pooling":
         feat_terms, depth_terms, cell_terms = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:])
         return {"output": cell_terms, "grad_feat": feat_terms, "grad_depth": depth_terms * call.inputs[0].shape[1]}
     query_terms = math.prod(call.sampling.weights.shape[2:]) * 4
@@ -35,9 +35,9 @@ class ErrorBound:
     def __init__(self, call: RecordedCall) -> None:
         self.call = call
         self.truth = compute(call, torch.float64)
-        self._num_terms = _num_terms(call)
+        self._num_terms = _count_terms(call)
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
-        has_positions = call.row.rows == 4 and call.sampling.shapes.numel()  # bilinear samples
+        has_positions = call.description.rows == 4 and call.sampling.shapes.numel()  # bilinear samples
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
         self._scales = {name: largest_magnitude(t) for name, t in self.truth.items()}
         if "grad_locations" in self.truth:
@@ -53,7 +53,7 @@ class ErrorBound:
         self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
     ) -> Tensor:
         """Return the difference of each entry from `expected`, the truth or a suspect's result, in units of the allowed error.
-        The difference is infinite if only one of the two entries is NaN or infinite.
+        The difference is infinite if one entry is finite and the other entry is not.
 
         Args:
             compute: the dtype of the sums; by default the operator's: float64 if an input is float64, else float32.
@@ -80,7 +80,9 @@ class ErrorBound:
     @functools.cached_property
     def _on_centres(self) -> Tensor:
         locations, sizes = self.call.sampling.locations.double(), self.call.sampling.shapes.double().flip(-1)
-        sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.kind == "aggregation" else sizes[None, :, None]
+        sizes = (
+            sizes.movedim(-2, 0)[:, None, None, None] if self.call.description.kind == "aggregation" else sizes[None, :, None]
+        )
         at = geometry.pixels(locations[None], sizes)
         near = _LATTICE * torch.finfo(self._compute).eps * self._extent
         return ((at - at.round()).abs() <= near).any(0)

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from .calls import RecordedCall
-from .compute import Core, compute, core_of
+from .compute import Core, compute, make_core
 from .error_bound import ErrorBound
-from .known_mistakes import mistakes_of
+from .known_mistakes import list_mistakes
 
-_ALIKE = 2  # up to two numbers may have a common factor by chance
+_ALIKE = 2  # two wrong entries may have a common factor by chance
 _JUMPS = 1e-3  # the fraction of entries for which float32 and float64 may be on different sides of a jump
-_SOME = 121  # wrong queries of a large call that a suspect must explain first
-# axes of the weights: name -> dimension
+_SOME = 121  # in a large call, a suspicion must first explain this many wrong queries
+# The axes of the weights: name -> dimension.
 _AXES = {
     "pooling": {},
     "attention": {"batch": 0, "head": 2, "level": 3, "point": 4},
     "aggregation": {"batch": 0, "point": 2, "camera": 3, "level": 4, "group": 5},
 }
 _ZERO = "it is zero everywhere, as if the kernel had not run"
-Suspicion = tuple[str, RecordedCall, Core]  # (sentence, call, core); call and core with the mistake
+Suspicion = tuple[str, RecordedCall, Core]  # (sentence, call with the mistake, core with the mistake)
 
 
 def explain(bound: ErrorBound) -> dict[str, str]:
@@ -32,26 +32,31 @@ def explain(bound: ErrorBound) -> dict[str, str]:
     if not any(bool(bound.call.results[name].any()) for name in wrong):
         return dict.fromkeys(wrong, _ZERO)
     reasons: dict[str, str] = {}
-    for words, call, core in _suspicions(bound.call):
-        if left := [name for name in wrong if name not in reasons]:
-            reasons.update(dict.fromkeys(_explained_results(bound, call, core, left), words))
+    for sentence, call, core in _make_suspicions(bound.call):
+        if unexplained := [name for name in wrong if name not in reasons]:
+            reasons.update(dict.fromkeys(_find_explained(bound, call, core, unexplained), sentence))
     return {name: reasons.get(name) or _describe_error(bound, name) for name in wrong}
 
 
-def _suspicions(call: RecordedCall) -> Iterator[Suspicion]:
+def _make_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
+    """Yield the known mistakes, and the reading of each strided input as if it were contiguous."""
     if not all(t.numel() for t in call.inputs):
         return  # the known mistakes need inputs with entries
-    for words, core in mistakes_of(call.row.name, call.inputs):
-        yield words, call, core
+    for sentence, core in list_mistakes(call.description.name, call.inputs):
+        yield sentence, call, core
     for i, name in enumerate(call.input_names):
-        order = _memory_order(call.inputs[i], call.about.get("strides", {}).get(name, ()))
+        order = _find_memory_order(call.inputs[i], call.about.get("strides", {}).get(name, ()))
         if order is not None:
             misread = call.inputs[i].flatten()[order].view(call.inputs[i].shape)
             inputs = (*call.inputs[:i], misread, *call.inputs[i + 1 :])
-            yield f"{name} is not contiguous, and is read as if it were", replace(call, inputs=inputs), core_of(call.row.name)
+            yield (
+                f"{name} is not contiguous, and is read as if it were",
+                replace(call, inputs=inputs),
+                make_core(call.description.name),
+            )
 
 
-def _memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
+def _find_memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
     """Return the entries' indices in the order of memory for recorded strides; None if the memory has gaps or overlaps."""
     if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
         return None
@@ -60,8 +65,8 @@ def _memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
     return memory if bool((memory >= 0).all()) else None
 
 
-def _explained_results(bound: ErrorBound, suspect: RecordedCall, core: Core, wrong: list[str]) -> list[str]:
-    """Return the wrong results that the suspect reproduces. In a large call, try some wrong queries first."""
+def _find_explained(bound: ErrorBound, suspect: RecordedCall, core: Core, wrong: list[str]) -> list[str]:
+    """Return the wrong results that the suspected mistake reproduces. In a large call, try some wrong queries first."""
     call = bound.call
     by_query = [name for name in wrong if call.is_by_query(name)]
     if call.num_queries > _SOME and by_query:
@@ -72,22 +77,23 @@ def _explained_results(bound: ErrorBound, suspect: RecordedCall, core: Core, wro
             return []
     results = compute(suspect, torch.float64, core)
     explained = [name for name in wrong if _agrees(bound, name, results[name])]
-    # if all wrong entries are zero, `_describe_error` has the better explanation
+    # If all wrong entries are zero, `_describe_error` has the better explanation.
     return explained if any(bool(call.results[name][bound.wrong[name]].any()) for name in explained) else []
 
 
 def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | None = None) -> bool:
-    """Return whether the suspect's numbers equal the device's, except for a fraction of the entries: they may lie at a jump of
-    a gradient."""
+    """Return whether the suspected numbers equal the device's. A fraction of the entries may differ, because entries may lie
+    at a jump of a gradient."""
     device, wrong = bound.call.results[name], bound.wrong[name]
     if queries is not None:
         device, wrong = device[:, queries], wrong[:, queries]
-    left = bound.error(name, device, suspected, queries=queries) > 1
-    return bool(left.sum() <= _JUMPS * left.numel()) and bool((left & wrong).sum() <= _JUMPS * wrong.sum())
+    different = bound.error(name, device, suspected, queries=queries) > 1
+    is_rare = bool(different.sum() <= _JUMPS * different.numel())
+    return is_rare and bool((different & wrong).sum() <= _JUMPS * wrong.sum())
 
 
 def _describe_error(bound: ErrorBound, name: str) -> str:
-    """Describe the error without a suspect: NaN, zeros, a factor, or a unit; "" if it is none of these."""
+    """Return words about errors of a known pattern: NaN, zeros, a factor, or another unit. Return "" for other errors."""
     call, device, truth, wrong = bound.call, bound.call.results[name], bound.truth[name], bound.wrong[name]
 
     def is_right(expected: Tensor) -> bool:
@@ -96,7 +102,7 @@ def _describe_error(bound: ErrorBound, name: str) -> str:
     stray = ~device.isfinite() & truth.isfinite()
     if stray.any() and not wrong[~stray].any():
         kind = "NaN" if bool(device[stray].isnan().all()) else "NaN or infinite"
-        return f"{where(call, name, stray, kind)}, while the inputs give numbers; all other entries are right"
+        return f"{describe_place(call, name, stray, kind)}, while the inputs give numbers; all other entries are right"
     if not device.any():
         return _ZERO
     factor = float((device.double() * truth)[wrong].sum() / truth[wrong].square().sum().clamp_min(1e-300))
@@ -104,27 +110,27 @@ def _describe_error(bound: ErrorBound, name: str) -> str:
         return f"it is {factor:.4g} times the truth"
     if name == "grad_locations":
         size = call.sampling.shapes.flip(-1).double()
-        if is_right(truth / (size[:, 0] if call.row.kind == "aggregation" else size[:, None])):
+        if is_right(truth / (size[:, 0] if call.description.kind == "aggregation" else size[:, None])):
             return "it is the gradient in pixels; it must be in fractions of the map"
     if not device[wrong].any():
-        return f"all wrong entries are zero: {where(call, name, wrong, 'wrong')}"
+        return f"all wrong entries are zero: {describe_place(call, name, wrong, 'wrong')}"
     if wrong.sum() > _ALIKE and is_right(torch.where(wrong, truth * factor, truth)):
-        return where(call, name, wrong, f"{factor:.4g} times the truth")
+        return describe_place(call, name, wrong, f"{factor:.4g} times the truth")
     return ""
 
 
-def where(call: RecordedCall, name: str, entries: Tensor, what: str) -> str:
-    """Return "<number> of <total> entries are <what>", the box of their indices, and their levels, cameras, heads ..."""
+def describe_place(call: RecordedCall, name: str, entries: Tensor, state: str) -> str:
+    """Return "<number> of <total> entries are <state>", the box of their indices, and their levels, cameras, heads ..."""
     indices = entries.nonzero()
     box = zip(indices.amin(0).tolist(), indices.amax(0).tolist(), strict=True)
     text = ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in box)
-    parts = "".join(f", at {part}" for part in _parts(call, name, entries))
-    return f"{len(indices)} of {entries.numel()} entries are {what}, in [{text}]{parts}"
+    parts = "".join(f", at {part}" for part in _list_parts(call, name, entries))
+    return f"{len(indices)} of {entries.numel()} entries are {state}, in [{text}]{parts}"
 
 
-def _parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
+def _list_parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
     """Yield for each axis the indices with wrong entries, such as "level 1", unless all indices have wrong entries."""
-    for axis, dim in _AXES[call.row.kind].items():
+    for axis, dim in _AXES[call.description.kind].items():
         count = call.sampling.weights.shape[dim]
         if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < wrong.dim() - (name == "grad_locations")):
             by_part = wrong.movedim(dim, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .calls import RecordedCall
 from .compute import compute_by_kernel
 from .error_bound import ErrorBound
-from .explain import explain, where
+from .explain import describe_place, explain
 
 RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
 
@@ -25,7 +25,7 @@ class Judged:
     ours: float
     nans: int
     infinities: int
-    left_out: int  # entries at a jump of the gradient
+    left_out: int  # number of entries at a jump of the gradient, which are not judged
     verdict: str
     why: str = ""
 
@@ -74,13 +74,13 @@ def _judge_result(bound: ErrorBound, name: str, ours: Tensor) -> Judged:
 
 
 def _explain_otherwise(bound: ErrorBound, judged: Judged) -> str:
-    """Explain a wrong result without a known mistake: by sums in 16 bits, or by the indices of the wrong entries."""
+    """Explain a wrong result that no known mistake explains: by sums in 16 bits, or by the indices of the wrong entries."""
     call, name = bound.call, judged.result
     narrow = next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
     if narrow and bool((bound.error(name, call.results[name], bound.truth[name], narrow) <= 1).all()):
         judged.verdict = COARSE
         return f"error typical of sums in {str(narrow).removeprefix('torch.')}; the operator's rules have sums in float32"
-    return f"nothing known explains it; {where(call, name, bound.wrong[name], 'wrong')}"
+    return f"nothing known explains it; {describe_place(call, name, bound.wrong[name], 'wrong')}"
 
 
 def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:

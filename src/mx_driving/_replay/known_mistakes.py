@@ -1,7 +1,7 @@
 """Known mistakes of implementations: differences of vendors' versions, and usual slips.
 
-A mistake is a function of the operator's right core and its arguments; it returns the operator's output with the mistake.
-`explain.py` looks for a mistake that gives the device's numbers.
+A mistake is a function of the operator's reference and the operator's arguments. It returns the output with the mistake.
+`explain.py` finds the mistake that gives the device's numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from .._measure import plain
 from .._operator import geometry
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, POOL
-from .compute import Core, as_attention, core_of
+from .compute import Core, as_attention, make_core
 
 Mistake = Callable[..., Tensor]
 
@@ -30,7 +30,7 @@ def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
         if s.dim() == 3:
             l = torch.where(geometry.inside(l)[..., None], l, torch.nan)
         v, s, t, l, w = as_attention(v, s, t, l, w)
-        return core_of(MULTI_SCALE)(v, s, t, move(l, s.flip(-1)[:, None].to(l.dtype)), w)
+        return make_core(MULTI_SCALE)(v, s, t, move(l, s.flip(-1)[:, None].to(l.dtype)), w)
 
     return run
 
@@ -48,7 +48,7 @@ def _interleave(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tenso
 
 
 def _poison(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
-    """Multiply and add every sample, also invalid samples: a NaN or infinite location or weight makes the sum NaN."""
+    """Multiply and add every sample, also the samples off the map. A NaN or infinite location or weight makes the sum NaN."""
     poison = (l.detach() * 0).sum(-1) + w.detach() * 0
     return core(v, s, t, l, w) + poison.sum((3, 4)).repeat_interleave(v.shape[3], 2)
 
@@ -80,7 +80,7 @@ def _channels_last(core: Core, *arguments: Any) -> Tensor:
 
 
 _BORDER = "samples beyond the border read the border's pixels{}, where zeros are the rule".format
-_MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives the device's numbers is named
+_MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # of several mistakes that give the same numbers, the first is named
     (MULTI_SCALE, AGGREGATION, GEOMETRIC): {
         "x and y are swapped in the locations": lambda core, v, s, t, l, w: core(v, s, t, l.flip(-1), w),
         "shapes are read as (W, H)": lambda core, v, s, t, l, w: core(v, s.flip(-1), t, l, w),
@@ -108,7 +108,7 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
     },
     (AGGREGATION,): {
         "points beyond the picture count; only 0 < x < 1 and 0 < y < 1 must": (
-            lambda core, *inputs: core_of(MULTI_SCALE)(*as_attention(*inputs))
+            lambda core, *inputs: make_core(MULTI_SCALE)(*as_attention(*inputs))
         ),
         "channels take the groups' weights in turn, where groups are blocks of channels": _interleave,
     },
@@ -129,7 +129,7 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
         ),
         "samples off the map are left out, where the border's pixel is the rule": _leave_out_off_map,
         "pixels are sampled bilinearly, where whole pixels are the rule": (
-            lambda core, v, s, t, l, w: core_of(MULTI_SCALE)(v, s, t, (l.double() + 0.5) / s.flip(-1)[:, None], w)
+            lambda core, v, s, t, l, w: make_core(MULTI_SCALE)(v, s, t, (l.double() + 0.5) / s.flip(-1)[:, None], w)
         ),
     },
     (POOL,): {
@@ -150,18 +150,19 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
 }
 
 
-def mistakes_of(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Core]]:
-    """Yield (description, core with the mistake) for the mistakes that an implementation of an operator can make on these
-    inputs."""
+def list_mistakes(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Core]]:
+    """Yield (sentence, core with the mistake) for the mistakes that an implementation can make on these inputs."""
     tables = [mistakes for operators, mistakes in _MISTAKES.items() if operator in operators]
-    for words, mistake in (*(item for table in tables for item in table.items()), *_orders_of_levels(operator, len(inputs[1]))):
-        yield words, partial(mistake, core_of(operator))
+    mistakes = [item for table in tables for item in table.items()]
+    for sentence, mistake in (*mistakes, *_permute_levels(operator, len(inputs[1]))):
+        yield sentence, partial(mistake, make_core(operator))
 
 
-def _orders_of_levels(operator: str, levels: int) -> Iterator[tuple[str, Mistake]]:
-    """Yield other orders of the levels of an attention, in weights, locations or both: all orders of up to four levels."""
+def _permute_levels(operator: str, levels: int) -> Iterator[tuple[str, Mistake]]:
+    """Yield the mistakes of reading the levels of an attention in another order, in weights, locations or both. Yield at most
+    23 orders, which are all orders of four levels."""
     orders = itertools.permutations(range(levels)) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
         for name, i, j in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):
-            words = f"levels of {name} are read in the order {', '.join(map(str, order))}"
-            yield words, lambda core, v, s, t, l, w, i=i, j=j: core(v, s, t, l[:, :, :, i], w[:, :, :, j])
+            sentence = f"levels of {name} are read in the order {', '.join(map(str, order))}"
+            yield sentence, lambda core, v, s, t, l, w, i=i, j=j: core(v, s, t, l[:, :, :, i], w[:, :, :, j])

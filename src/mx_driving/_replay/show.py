@@ -15,13 +15,13 @@ from .judge import COARSE, RIGHT, WRONG, Verdict
 COLOURS = {RIGHT: "green", COARSE: "yellow", WRONG: "red"}
 
 
-def describe(verdict: Verdict) -> dict[str, Any]:
-    """Return the displayed facts of a call and its inputs, by name."""
+def _describe(verdict: Verdict) -> dict[str, Any]:
+    """Return facts about a call and its inputs, by name."""
     call = verdict.call
-    about = {"on": "device", **{key: key for key in ("function", "operator", "index", "caller", "reason")}}
-    facts = {name: call.about.get(key, "") for name, key in about.items()}
-    facts |= {name: _shape(t) for name, t in zip(call.input_names, call.inputs, strict=True)}
-    if call.row.kind == "pooling":
+    facts = {"on": call.about.get("device", "")}
+    facts |= {name: call.about.get(name, "") for name in ("function", "operator", "index", "caller", "reason")}
+    facts |= {name: _describe_tensor(t) for name, t in zip(call.input_names, call.inputs, strict=True)}
+    if call.description.kind == "pooling":
         cell = call.inputs[4]
         order = "sorted" if bool((cell.diff() >= 0).all()) else "not sorted"
         facts |= {"points": f"{len(cell)}, {order} by cell", "cells": "x".join(map(str, call.sizes))}
@@ -30,13 +30,13 @@ def describe(verdict: Verdict) -> dict[str, Any]:
     return {**facts, "NaN in": verdict.nans, "infinite in": verdict.infinities}
 
 
-def _shape(t: Tensor) -> str:
+def _describe_tensor(t: Tensor) -> str:
     return f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}"
 
 
-def headline(verdict: Verdict) -> str:
+def make_headline(verdict: Verdict) -> str:
     """Return lines that name a call, its function and its inputs."""
-    facts = {**describe(verdict), "caller": Path(verdict.call.about.get("caller", "")).name}
+    facts = {**_describe(verdict), "caller": Path(verdict.call.about.get("caller", "")).name}
     function = facts.pop("function")
     if function.endswith(facts["operator"]):
         del facts["operator"]
@@ -44,23 +44,23 @@ def headline(verdict: Verdict) -> str:
     return "\n  ".join([f"[bold]{escape(verdict.call.name)}[/]", *map(escape, filter(None, lines))])
 
 
-def table(verdict: Verdict) -> Any:
+def make_table(verdict: Verdict) -> Any:
     """Return a table of the results of a call, within 80 columns."""
-    shown = grid(None, {"error of, in units": 34}, {"device": 6, "float32": 7, "ours": 6})
-    shown.add_column("verdict")
+    table = grid(None, {"error of, in units": 34}, {"device": 6, "float32": 7, "ours": 6})
+    table.add_column("verdict")
     for judged in verdict.results:
         counts = [f", {n} {word}" for n, word in ((judged.nans, "NaN"), (judged.infinities, "infinite")) if n]
-        errors = map(_in_units, (judged.device, judged.float32, judged.ours))
+        errors = map(_format_error, (judged.device, judged.float32, judged.ours))
         word = f"[{COLOURS[judged.verdict]}]{judged.verdict}[/]"
-        shown.add_row("".join([judged.result, *counts]), *errors, word)
-    return shown
+        table.add_row("".join([judged.result, *counts]), *errors, word)
+    return table
 
 
-def _in_units(error: float) -> str:
+def _format_error(error: float) -> str:
     return "inf" if math.isinf(error) else f"{error:.2g}" if error < 1000 else f"{error:.0e}"
 
 
-def sentences(verdict: Verdict) -> list[str]:
+def make_sentences(verdict: Verdict) -> list[str]:
     """Return sentences about a call for the lines below its table. Results with the same reason share a sentence."""
     names: dict[tuple[str, str], list[str]] = {}
     for judged in verdict.results:
@@ -73,11 +73,11 @@ def sentences(verdict: Verdict) -> list[str]:
     return lines + [escape(f"{verdict.call.name}: {note}") for note in verdict.notes]
 
 
-def rows(verdict: Verdict) -> list[dict[str, Any]]:
-    """Return a row for each result of a call, for a CSV file and for JSON."""
+def make_rows(verdict: Verdict) -> list[dict[str, Any]]:
+    """Return the rows of a call for a CSV file and for JSON, one for each result."""
     return [
         {
-            **{"call": verdict.call.name, **describe(verdict)},
+            **{"call": verdict.call.name, **_describe(verdict)},
             **{"result": judged.result, "NaN out": judged.nans, "infinite out": judged.infinities},
             **{"not judged": judged.left_out, "device": judged.device, "float32": judged.float32, "ours": judged.ours},
             **{"verdict": judged.verdict, "why": judged.why},

@@ -37,7 +37,7 @@ class Command(_HidesTypesOfFlags, TyperCommand): ...
 class Group(_HidesTypesOfFlags, TyperGroup): ...
 
 
-app = typer.Typer(name="mx-driving", cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+app = typer.Typer(name="mx-driving", cls=Group, add_completion=False, rich_markup_mode="markdown")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -47,14 +47,18 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and instruction set.")
     ] = False,
 ) -> None:
     """The deformable sampling operators of mx_driving: check them on this machine, measure them, judge recorded calls,
     list what `patch` knows, fuse and verify ONNX files."""
+    if context.invoked_subcommand is None:
+        print(context.get_help(), end="")
+        raise typer.Exit(2)
 
 
 app.command(cls=Command)(info)

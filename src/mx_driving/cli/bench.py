@@ -45,7 +45,7 @@ def bench(
     use_threads(threads)
     if out:
         writable("--csv", out)
-    console = open_console(f"mx-driving bench: {report.machine()}")
+    console = open_console(f"mx-driving bench: {report.describe_machine()}")
     rows: list[Row] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=len(work))
@@ -53,7 +53,7 @@ def bench(
             progress.update(task, description=f"{workload.name} {name}")
             rows += measure(workload, name, seconds)
             progress.advance(task)
-    for table in report.tables(rows):
+    for table in report.make_tables(rows):
         show(console, table)
     if out:
-        report.write(rows, out)
+        report.write_rows(rows, out)

@@ -19,53 +19,51 @@ from .options import DTypes, Json, Only, Threads, use_threads
 from .start import matching
 
 
-def _table(rows: list[WorkloadErrors]) -> Any:
-    """Return a table within 80 columns. The operator, workload and dtype of a row stand above its errors."""
+def _make_table(results: list[WorkloadErrors]) -> Any:
+    """Return a table within 80 columns. The operator, workload and dtype of a result stand above its errors."""
     table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
-    for row in rows:
-        name = re.sub(r" (?=[\[\d])", "\n", row.workload.name, count=1)  # sizes on a new line
-        operator = row.workload.operator.replace("_with_logits", "\n  _with_logits")  # room for times
-        table.add_row(f"[bold]{operator}[/]\n{escape(name)}\n{row.dtype}")
+    for result in results:
+        title = re.sub(r" (?=[\[\d])", "\n", result.workload.name, count=1)  # sizes on a new line
+        operator = result.workload.operator.replace("_with_logits", "\n  _with_logits")  # room for times
+        table.add_row(f"[bold]{operator}[/]\n{escape(title)}\n{result.dtype}")
         errors = "\n".join(
-            f"[{'red' if not error <= row.allowed[what] else 'green'}]{error:.1e}[/] / {row.allowed[what]:.1e}"
-            for what, error in row.errors.items()
+            f"[{'red' if not error <= result.allowed[name] else 'green'}]{error:.1e}[/] / {result.allowed[name]:.1e}"
+            for name, error in result.errors.items()
         )
-        times = f"{row.plain_seconds / row.seconds:.1f} x"
-        table.add_row(
-            "\n".join(f"  {what}" for what in row.errors), errors, f"{row.seconds * 1e3:.2f}", times, end_section=True
-        )
+        names = "\n".join(f"  {name}" for name in result.errors)
+        speed_up = f"{result.plain_seconds / result.seconds:.1f} x"
+        table.add_row(names, errors, f"{result.seconds * 1e3:.2f}", speed_up, end_section=True)
     return table
 
 
-def _backends(rows: list[WorkloadErrors]) -> list[str]:
-    """Return a line for each backend, with the operators that it served."""
+def _describe_backends(results: list[WorkloadErrors]) -> list[str]:
+    """Return a line for each backend, with its operators. The backend's dtypes, after a semicolon, are left out."""
     served: dict[str, dict[str, None]] = {}
-    for row in rows:
-        served.setdefault(row.backend, {})[row.workload.operator] = None
-    return [f"{backend.split(';')[0]}: {', '.join(operators)}" for backend, operators in served.items()]
+    for result in results:
+        served.setdefault(result.backend, {})[result.workload.operator] = None
+    return [f"{backend.partition(';')[0]}: {', '.join(operators)}" for backend, operators in served.items()]
 
 
-def _facts(rows: list[WorkloadErrors]) -> dict[str, Any]:
+def _make_facts(results: list[WorkloadErrors], failures: list[str]) -> dict[str, Any]:
     """Return the facts that --json prints."""
-    failures = [failure for row in rows for failure in row.failures]
-    lines = [
+    rows = [
         {
-            "operator": row.workload.operator,
-            "workload": row.workload.name,
-            "dtype": row.dtype,
-            "backend": row.backend,
-            "errors": row.errors,
-            "allowed": row.allowed,
-            "milliseconds": row.seconds * 1e3,
-            "plain_torch_milliseconds": row.plain_seconds * 1e3,
+            "operator": result.workload.operator,
+            "workload": result.workload.name,
+            "dtype": result.dtype,
+            "backend": result.backend,
+            "errors": result.errors,
+            "allowed": result.allowed,
+            "milliseconds": result.seconds * 1e3,
+            "plain_torch_milliseconds": result.plain_seconds * 1e3,
         }
-        for row in rows
+        for result in results
     ]
-    return {"right": not failures, "rows": lines, "failures": failures, "beside": mx_driving_portable.beside()}
+    return {"right": not failures, "rows": rows, "failures": failures, "beside": mx_driving_portable.beside()}
 
 
-def _usable(name: str) -> str:
-    """Return the type of a device. Copy a number to the device and back first, to check that it works."""
+def _check_device(name: str) -> str:
+    """Copy a number to the device and back, to check that it works. Return the device's type."""
     with ruled(f"--device={name} must be a device that torch can use here", RuntimeError, AssertionError, ImportError):
         device = torch.device(name)
         torch.zeros(1, device=device).item()
@@ -98,28 +96,28 @@ def check(
     from rich.console import Console
     from rich.progress import Progress
 
-    device = _usable(device)
+    device = _check_device(device)
     names = matching("--only", only, [w.name for w in CHECKED])
     chosen = [w for w in CHECKED if w.name in names]
     use_threads(threads)
-    used = torch.get_num_threads()
-    where = f"on {device}, {used} thread{'s' * (used > 1)}, torch {torch.__version__}"
+    num_threads = torch.get_num_threads()
+    where = f"on {device}, {num_threads} thread{'s' * (num_threads > 1)}, torch {torch.__version__}"
     work = [(workload, name) for name in dtype or ["float32"] for workload in chosen]
     effort = f"{len(work)} calls against float64, which takes {'a minute' if quick else 'some minutes'}"
     console = Console(stderr=True) if as_json else open_console(f"mx-driving check {where}: {effort}")
-    rows: list[WorkloadErrors] = []
+    results: list[WorkloadErrors] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=len(work))
         for workload, name in work:
             progress.update(task, description=f"{workload.name} {name}")
-            rows.append(check_one(workload, name, device, quick))
+            results.append(check_one(workload, name, device, quick))
             progress.advance(task)
-    failures = [failure for row in rows for failure in row.failures]
+    failures = [failure for result in results for failure in result.failures]
     if as_json:
-        print_json(_facts(rows))
+        print_json(_make_facts(results, failures))
         raise typer.Exit(bool(failures))
-    show(console, _table(rows))
-    for line in _backends(rows):
+    show(console, _make_table(results))
+    for line in _describe_backends(results):
         say(console, escape(line))
     if beside := mx_driving_portable.beside():
         say(console, f"[bold yellow]beside:[/] {escape(beside)}")

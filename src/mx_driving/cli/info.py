@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
 from typing import Any
 
 import torch
@@ -12,14 +11,17 @@ import torch
 import mx_driving_portable
 
 from .. import __distribution__, _backends, backends
-from .._measure.report import processor
+from .._dispatch.choose import choose
+from .._measure.report import find_processor
+from .._operator.description import OPERATORS
 from .._show import print_json
 from .options import Json
 
+LABELS = {"native": "native C++", "triton": "Triton", "reference": "reference"}  # of the backends that `choose` returns
 PACKAGES = (__distribution__, "torch", "numpy", "triton", "onnx", "onnxruntime", "transformers")
 
 
-def find_version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
@@ -27,13 +29,13 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def collect() -> dict[str, Any]:
-    """Return all facts, as `--json` prints them. The version of CUDA is in torch alone."""
-    versions = {package: find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
+def _collect() -> dict[str, Any]:
+    """Return the facts that `--json` prints. Only `torch.__version__` has the version of CUDA."""
+    versions = {package: _find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "system": platform.platform(),
-        "processor": processor(),
+        "processor": find_processor(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "instruction_set": None if _backends.native.why_not() else _backends.native.isa(),
         "threads": torch.get_num_threads(),
@@ -42,15 +44,9 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _kind(sentence: str) -> str:
-    """Return the first words of a sentence of `backends()`: native C++, Triton, composition or reference."""
-    return re.split(r"[;:,]| over ", sentence)[0]
-
-
-def _lines(facts: dict[str, Any]) -> list[str]:
-    """Return the facts as lines. Lines have at most 80 columns, unless a name or a sentence is long."""
+def _make_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the facts as lines of at most 80 columns, unless a name or a sentence is long."""
     versions = [f"{name} {version or 'none'}" for name, version in facts["versions"].items()]
-    kernels = facts["kernels"]
     lines = [
         "versions      " + ", ".join(versions[:3]),
         "              " + ", ".join(versions[3:]),
@@ -61,10 +57,11 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         f"accelerators  {', '.join(facts['accelerators']) or 'none'}",
         "",
     ]
-    for name in kernels["cpu"]:
-        lines.append(f"{name:39} " + ", ".join(f"{device}: {_kind(kernels[device][name])}" for device in ("cpu", "cuda")))
+    for name, operator in OPERATORS.items():
+        labels = [f"{device}: {LABELS[choose(operator, device)[0]]}" for device in ("cpu", "cuda")]
+        lines.append(f"{name:39} {', '.join(labels)}")
     lines.append("")
-    for device, sentences in kernels.items():
+    for device, sentences in facts["kernels"].items():
         lines += [f"{device}: {sentence}" for sentence in dict.fromkeys(sentences.values())]
     return [*lines, f"beside: {facts['beside']}"] if facts["beside"] else lines
 
@@ -74,8 +71,8 @@ def info(as_json: Json = False) -> None:
 
     Example: `mx-driving info --json`
     """
-    facts = collect()
+    facts = _collect()
     if as_json:
         print_json(facts)
     else:
-        print("\n".join(_lines(facts)))
+        print("\n".join(_make_lines(facts)))

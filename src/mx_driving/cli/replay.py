@@ -41,30 +41,30 @@ def replay(
 
     Example: `mx-driving replay calls --csv calls.csv`
     """
-    from .._replay import calls as reading
-    from .._replay import show as shown
+    from .._replay import show as texts
+    from .._replay.calls import find_calls, list_files
 
     if not calls:  # Path("") is the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
     path = Path(calls)
-    stems = reading.find_calls(path)
+    stems = find_calls(path)
     stems = {name: stems[name] for name in matching("--call", only, stems)}
     if out:
-        writable("--csv", out, [path.with_name("manifest.json"), path / "manifest.json", *reading.list_files(stems.values())])
+        writable("--csv", out, [path.with_name("manifest.json"), path / "manifest.json", *list_files(stems.values())])
     use_threads(threads)
     console = None if as_json else open_console(f"mx-driving replay: {path}")
     verdicts, problems = _judge_all(stems, console)
-    rows = [row for verdict in verdicts for row in shown.rows(verdict)]
+    rows = [row for verdict in verdicts for row in texts.make_rows(verdict)]
     wrong = sum(verdict.is_wrong for verdict in verdicts)
     if out:
         write_csv(rows, out, "call")
     if console:
         for verdict in verdicts:
-            say(console, shown.headline(verdict))
-            show(console, shown.table(verdict))
-        sentences = [sentence for verdict in verdicts for sentence in shown.sentences(verdict)]
+            say(console, texts.make_headline(verdict))
+            show(console, texts.make_table(verdict))
+        sentences = [sentence for verdict in verdicts for sentence in texts.make_sentences(verdict)]
         not_read = [f"[bold red]not read:[/] {escape(problem)}" for problem in problems]
-        outcome = f"[bold {'red' if wrong or problems else 'green'}]{_outcome(wrong, len(verdicts), len(problems))}"
+        outcome = f"[bold {'red' if wrong or problems else 'green'}]{_summarize(wrong, len(verdicts), len(problems))}"
         for sentence in (*sentences, *not_read, outcome):
             say(console, sentence)
     else:
@@ -89,7 +89,7 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
 
     verdicts, problems = [], []
     for name in track(stems, description="judging", console=console, transient=True, disable=console is None):
-        try:  # ignore the vendor's limits, which the environment may set
+        try:  # without the vendor's limits, which the environment may set
             with suspended(), ruled(f"{name} must be a call that can be judged"):
                 call, left_out = read(name, stems[name])
                 problems += left_out
@@ -100,7 +100,7 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
     return verdicts, problems
 
 
-def _outcome(wrong: int, judged: int, problems: int) -> str:
+def _summarize(wrong: int, judged: int, problems: int) -> str:
     """Return the last line of the report."""
     if not wrong and not problems:
         return f"all is well[/]: {judged} {'call is' if judged == 1 else 'calls are'} right"

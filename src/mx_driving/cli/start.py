@@ -33,8 +33,6 @@ def start(program: str, command: typer.Typer | Callable[..., None]) -> None:
         except typer.Abort:
             sys.exit(130)
         except _UsageError as error:
-            if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
-                sys.exit(2)
             message = " ".join(error.format_message().split())
             if isinstance(error, WrongValue):
                 raise Problem(f"{error.param.opts[0]} {error.message}") from None  # pyright: ignore[reportOptionalMemberAccess]

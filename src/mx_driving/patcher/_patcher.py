@@ -68,7 +68,7 @@ class Patch:
         try:
             self.func(module, self.options)
             self.is_applied = True
-        except Exception as error:  # as in the vendor's, a failing patch must not stop training
+        except Exception as error:  # a failing patch must not stop training, as in the vendor's package
             if self.patch_failure_warning:
                 warnings.warn(f"mx_driving.patcher cannot apply {self.name} to {module.__name__}: {error}", stacklevel=4)
 
@@ -81,7 +81,7 @@ class Patcher:
     ) -> None:
         self.module_patches = module_patches
         self.blacklist = blacklist
-        self.allow_internal_format = allow_internal_format  # allows the vendor's memory formats; not used
+        self.allow_internal_format = allow_internal_format  # the vendor's option about memory formats, without effect here
 
     def apply(self) -> None:
         """Import the modules and apply their patches. Warn of a module that cannot be imported or patched."""
@@ -174,7 +174,7 @@ def numpy_type(np: types.ModuleType, options: dict[str, Any]) -> None:
 
 
 def _leave(name: str, reason: str) -> Function:
-    """Return a patch that changes nothing and warns with a reason."""
+    """Return a patch that changes nothing, and warns with a reason when it is applied."""
 
     def leave(module: types.ModuleType, options: dict[str, Any]) -> None:
         warnings.warn(f"mx_driving.patcher leaves {module.__name__} as it is: {name} {reason}", stacklevel=3)
@@ -202,7 +202,7 @@ optimizer_hooks = _leave("optimizer_hooks", _FASTER)
 optimizer_wrapper = _leave("optimizer_wrapper", _FASTER)
 index = _leave("index", _FASTER)
 batch_matmul = _leave("batch_matmul", _FASTER)
-# the vendor's patches that have an effect here
+# The patches of the vendor's default builder that have an effect here.
 default_patcher_builder = (
     PatcherBuilder().add_module_patch("mmcv.ops", Patch(msda)).add_module_patch("numpy", Patch(numpy_type))
 )

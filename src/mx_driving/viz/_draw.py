@@ -1,4 +1,4 @@
-"""Pictures of matplotlib: samples of a query on an image, and a view from above."""
+"""Draw with matplotlib: the samples of a query on an image, and a view from above."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._installing import pip_install
 from .._operator import geometry, rules
 from . import _pictures, _plane
 
-COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # of levels, legible on photographs
+COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # colours of levels, legible on photographs
 
 
 def sampling_points(
@@ -32,8 +32,8 @@ def sampling_points(
         locations: [..., num_levels, num_points, 2], (x, y), 0..1 is the picture: a query's heads, or several queries.
         weights: [..., num_levels, num_points]. `look.samples(query, camera)` returns locations and weights of a recorded call.
         reference: [n, 2] or [n, 4], points or boxes (centre x, centre y, width, height) to mark, 0..1.
-        least: samples of a smaller weight are left out.
-        labels: a legend that names the levels.
+        least: the smallest weight that is drawn.
+        labels: whether to draw a legend that names the levels.
         ax: matplotlib axes. None makes new ones, which a notebook shows as a picture if a cell ends with them.
 
     Samples outside the picture are left out: they read zeros.
@@ -42,28 +42,28 @@ def sampling_points(
         The axes.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the sentence says which one and what it must be.
+        TypeError, ValueError: an argument is not as described above.
         RuntimeError: matplotlib is not installed.
     """
     _check_samples(locations, weights)
     if reference is not None:
         _check_reference(reference)
-    picture = _pictures.pixels("image", _pictures.from_numpy("image", image))
-    ax = _axes(ax, picture.shape[1] / picture.shape[0])
+    picture = _pictures.to_pixels("image", _pictures.from_numpy("image", image))
+    ax = _find_axes(ax, picture.shape[1] / picture.shape[0])
     height, width = picture.shape[:2]
     ax.imshow(picture.numpy())
     levels = locations.shape[-3]
-    at = locations.detach().float().cpu().movedim(-3, 0).reshape(levels, -1, 2)
-    parts = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
-    largest = max(float(parts.nan_to_num(0).max()), 1e-12)
+    locations = locations.detach().float().cpu().movedim(-3, 0).reshape(levels, -1, 2)
+    weights = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
+    largest = max(float(weights.nan_to_num(0).max()), 1e-12)
     for level in range(levels):
-        shown = geometry.inside(at[level]) & (parts[level] >= least)
-        x, y = geometry.pixels(at[level][shown], torch.tensor([width, height])).unbind(-1)
-        area = (parts[level][shown] / largest).clamp_min(0.01) * 60
+        shown = geometry.inside(locations[level]) & (weights[level] >= least)
+        x, y = geometry.pixels(locations[level][shown], torch.tensor([width, height])).unbind(-1)
+        area = (weights[level][shown] / largest).clamp_min(0.01) * 60
         colour = COLOURS[level % len(COLOURS)]
         ax.scatter(x, y, area, color=colour, edgecolors="black", linewidths=0.4, label=f"level {level}", alpha=0.85)
     if reference is not None:
-        _mark(ax, reference.detach().float().cpu(), width, height)
+        _mark_references(ax, reference.detach().float().cpu(), width, height)
     if labels:
         ax.legend(loc="upper right", fontsize=7, framealpha=0.7, markerscale=0.8)
     ax.set_xlim(-0.5, width - 0.5)
@@ -91,7 +91,7 @@ def _check_reference(reference: Tensor) -> None:
         rules.fail(ValueError, "reference", "have shape (n, 2) or (n, 4)", tuple(reference.shape))
 
 
-def _mark(ax: Any, reference: Tensor, width: int, height: int) -> None:
+def _mark_references(ax: Any, reference: Tensor, width: int, height: int) -> None:
     from matplotlib.patches import Rectangle
 
     for x, y, *size in reference.tolist():
@@ -110,29 +110,29 @@ def bev(
     Args:
         view: [nx, ny] or [nx, ny, 3] in RGB, 0..1 or bytes, a tensor or a NumPy array; the first axis is x (forward), the
             second one y (left), both growing.
-        extent: (x0, x1, y0, y1) in metres, for the axes; cells when None.
-        title: above the picture.
+        extent: (x0, x1, y0, y1) in metres, for the axes. None: the axes count cells.
+        title: text above the picture.
         ax: matplotlib axes. None makes new ones, which a notebook shows as a picture if a cell ends with them.
-        imshow: given to `Axes.imshow`, for instance vmin, vmax, cmap.
+        imshow: arguments for `Axes.imshow`, for instance vmin, vmax, cmap.
 
     Returns:
         The axes.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the sentence says which one and what it must be.
+        TypeError, ValueError: an argument is not as described above.
         RuntimeError: matplotlib is not installed.
     """
     view = _pictures.from_numpy("view", view)
     rules.tensors(("view", view))
     if view.dim() not in (2, 3) or view.shape[2:] not in ((), (3,)) or 0 in view.shape or view.is_meta:
-        got = f"{tuple(view.shape)} on the device meta" if view.is_meta else tuple(view.shape)
-        rules.fail(ValueError, "view", "have shape (nx, ny) or (nx, ny, 3) with cells", got)
+        fact = f"{tuple(view.shape)} on the device meta" if view.is_meta else tuple(view.shape)
+        rules.fail(ValueError, "view", "have shape (nx, ny) or (nx, ny, 3) with cells", fact)
     if view.is_complex():
         rules.fail(TypeError, "view", "have a dtype of real numbers", str(view.dtype).removeprefix("torch."))
     _plane.check_extent("extent", extent)
     cells = view.detach().cpu()
     cells = cells if cells.dim() == 3 and cells.dtype == torch.uint8 else cells.float()
-    ax = _axes(ax, view.shape[1] / view.shape[0])
+    ax = _find_axes(ax, view.shape[1] / view.shape[0])
     x0, x1, y0, y1 = extent or (0.0, float(view.shape[0]), 0.0, float(view.shape[1]))
     ax.imshow(cells.flip(0, 1).numpy(), extent=(y1, y0, x0, x1), **imshow)
     ax.plot((y0 + y1) / 2 if extent is None else 0, (x0 + x1) / 2 if extent is None else 0, "^", color="white", mec="black")
@@ -146,7 +146,7 @@ def bev(
     return ax
 
 
-def _axes(ax: Any, aspect: float) -> Any:
+def _find_axes(ax: Any, aspect: float) -> Any:
     """Return the caller's axes, or the axes of a new figure with this aspect ratio."""
     if ax is not None:
         return ax

@@ -30,20 +30,19 @@ class Look:
     starts: Tensor
     locations: Tensor
     weights: Tensor
-    layer: str = ""  # name of the innermost module that made the call, from the outermost that was called; "" if unknown
+    layer: str = ""  # name of the innermost module that made the call, within the outermost called module; "" if unknown
 
     def samples(self, query: int, camera: int = 0, scene: int = 0) -> tuple[Tensor, Tensor]:
         """Return the samples of a query as `sampling_points` draws them.
 
         Args:
             query: the query's number.
-            camera: a camera of `deformable_aggregation`; 0 for attention, which has a scene for each camera.
+            camera: the camera of `deformable_aggregation`; 0 for attention, whose batch has an entry for each camera.
             scene: the entry of the batch.
 
         Returns:
-            locations [num_heads, num_levels, num_points, 2], (x, y), 0..1 is the picture, NaN for samples that read nothing;
-            and weights [num_heads, num_levels, num_points]. Heads and levels are the groups and scales of
-            `deformable_aggregation`.
+            Locations [num_heads, num_levels, num_points, 2], (x, y), 0..1 is the picture, NaN for samples that read nothing;
+            and weights [num_heads, num_levels, num_points]. For `deformable_aggregation` heads are groups, levels scales.
         """
         if camera and OPERATORS[self.operator].kind != "aggregation":
             rules.fail(ValueError, "camera", f"be 0 for {self.operator}, whose cameras are entries of the batch", camera)
@@ -83,7 +82,7 @@ class Looks(list[Look]):
                 "encoder.layers.0.spatial". `*` stands for any text: "decoder.layers.*.cross_attn".
 
         Raises:
-            ValueError: no recorded call was made by such a layer; the sentence has the names of the layers that made calls.
+            ValueError: no such layer made a recorded call. The sentence lists the layers that made calls.
         """
         looks = Looks(look for look in self if fnmatch.fnmatchcase(f".{look.layer}.", f"*.{layer}.*"))
         if not looks:
@@ -92,10 +91,10 @@ class Looks(list[Look]):
         return looks
 
 
-_CALL = _torch_private.CALL_OF_A_LAYER
+_CODE_OF_A_CALL = _torch_private.CALL_OF_A_LAYER
 
 
-class _Recorder(_torch_private.TorchDispatchMode):
+class _KeepLooks(_torch_private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.looks = Looks()
@@ -125,28 +124,28 @@ def recording() -> Iterator[Looks]:
     >>> [(look.operator, tuple(look.locations.shape)) for look in looks]
     [('multi_scale_deformable_attn', (1, 3, 8, 1, 4, 2))]
     """
-    with _run_eagerly(), _Recorder() as recorder:
-        yield recorder.looks
+    with _run_eagerly(), _KeepLooks() as mode:
+        yield mode.looks
 
 
 def _name_layer() -> str:
-    """Return the name of the innermost module in progress, as the outermost one names it; "" outside of modules.
+    """Return the name of the innermost running module within the outermost running module; "" outside of modules.
 
-    The stack has the modules. Hooks of all modules would tell, too, and turn off fast paths that look for hooks.
+    Read the modules from the stack. Hooks on all modules would turn off fast paths, such as that of TransformerEncoderLayer.
     """
     running, frame = [], sys._getframe()
     while frame := frame.f_back:
-        if frame.f_code is _CALL:
+        if frame.f_code is _CODE_OF_A_CALL:
             running.append(frame.f_locals["self"])
     names = {id(module): name for name, module in running[-1].named_modules()} if running else {}
     return next((names[id(module)] for module in running if id(module) in names), "")
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Turn torch.compile off. Under a dispatch mode it would skip or split functions, also after the block."""
+    """Turn torch.compile off. Under a dispatch mode, it would skip or split functions, and keep to that after the block."""
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
     try:
         return torch.compiler.set_stance("force_eager")
-    except RuntimeError:  # a compiled function has the block inside
+    except RuntimeError:  # the block is inside a compiled function
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Pictures of a page: tensors, NumPy arrays and Pillow images as data URIs."""
+"""Convert the pictures of a page, which are tensors, NumPy arrays or Pillow images, to data URIs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .._operator import rules
 
-LONGEST = 960  # the most pixels of a side: a page does not show more
-EXACT = 256  # pictures up to this side keep every pixel, because these are feature maps
+LONGEST = 960  # most pixels of a side; a page shows no more
+EXACT = 256  # pictures up to this side are feature maps, and keep every pixel
 _RULE = "be a torch.Tensor [H, W, 3], [3, H, W] or [H, W], or a Pillow image"
 _BYTES = "hold bytes, or floats from 0 to 1"
 
@@ -24,15 +24,15 @@ class Camera(NamedTuple):
 
     name: str
     pictures: tuple[Any, ...]
-    apart: bool  # True if there is a picture for each level
+    apart: bool  # whether there is a picture for each level
 
 
-def cameras(pictures: Any) -> tuple[Camera, ...]:
-    """Return the cameras that a caller's pictures are of."""
+def make_cameras(pictures: Any) -> tuple[Camera, ...]:
+    """Check the argument `pictures`. Return its cameras."""
     pictures = from_numpy("pictures", pictures)
     if isinstance(pictures, Mapping):
         named = [(str(name), picture) for name, picture in pictures.items()]
-    elif (isinstance(pictures, Tensor) and pictures.dim() < 4) or hasattr(pictures, "convert"):  # of Pillow
+    elif (isinstance(pictures, Tensor) and pictures.dim() < 4) or hasattr(pictures, "convert"):  # a Pillow image
         named = [("picture", pictures)]
     elif isinstance(pictures, (Sequence, Tensor)) and not isinstance(pictures, str):
         named = [(f"camera {i}" if len(pictures) > 1 else "picture", picture) for i, picture in enumerate(pictures)]
@@ -40,20 +40,20 @@ def cameras(pictures: Any) -> tuple[Camera, ...]:
         rules.fail(TypeError, "pictures", "be pictures, one for each camera", type(pictures).__name__)
     if not named:
         rules.fail(ValueError, "pictures", "hold a picture for each camera", "none")
-    return tuple(_camera(name, picture) for name, picture in named)
+    return tuple(_make_camera(name, picture) for name, picture in named)
 
 
-def _camera(name: str, picture: Any) -> Camera:
+def _make_camera(name: str, picture: Any) -> Camera:
     apart = isinstance(picture, (list, tuple))
     parts = tuple(picture) if apart else (picture,)
     where = f"pictures, {name},"
     if not parts:
         rules.fail(ValueError, where, "hold a picture for each level", "none")
-    return Camera(name, tuple(image(where, part) for part in parts), apart)
+    return Camera(name, tuple(to_image(where, part) for part in parts), apart)
 
 
 def from_numpy(name: str, picture: Any) -> Any:
-    """Return a NumPy array as a tensor, and anything else as it is."""
+    """Convert a NumPy array to a tensor. Return other objects unchanged."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(picture, numpy.ndarray):
         return picture
@@ -63,14 +63,14 @@ def from_numpy(name: str, picture: Any) -> Any:
     return torch.from_numpy(numpy.require(picture, dtype, "CW"))
 
 
-def image(name: str, picture: Any) -> Any:
-    """Return a Pillow image in RGB, not larger than a page shows it."""
+def to_image(name: str, picture: Any) -> Any:
+    """Convert a picture to a Pillow image in RGB of at most LONGEST pixels a side."""
     from PIL import Image
 
     picture = from_numpy(name, picture)
     if isinstance(picture, Image.Image):
         check_pixels(name, picture.height, picture.width)
-        rgb = _rgb(name, picture)
+        rgb = _to_rgb(name, picture)
     elif isinstance(picture, Tensor):
         rgb = _from_tensor(name, picture)
     else:
@@ -79,8 +79,8 @@ def image(name: str, picture: Any) -> Any:
     return rgb
 
 
-def _rgb(name: str, picture: Any) -> Any:
-    """Return a Pillow image in RGB. Convert floats and 16 bits ourselves, because Pillow clips them at 255."""
+def _to_rgb(name: str, picture: Any) -> Any:
+    """Convert a Pillow image to RGB. Convert floats and 16 bits without Pillow, which clips them at 255."""
     import numpy
 
     if picture.mode == "F":
@@ -95,7 +95,7 @@ def _rgb(name: str, picture: Any) -> Any:
 def _from_tensor(name: str, picture: Tensor) -> Any:
     from PIL import Image
 
-    rows = pixels(name, picture)
+    rows = to_pixels(name, picture)
     height, width, _ = rows.shape
     return Image.frombytes("RGB", (width, height), rows.numpy().tobytes())
 
@@ -106,8 +106,8 @@ def check_pixels(name: str, height: int, width: int) -> None:
         rules.fail(ValueError, name, "have pixels", f"{height} x {width}")
 
 
-def pixels(name: str, picture: Tensor) -> Tensor:
-    """Return the pixels of a picture, [H, W, 3] bytes on the CPU."""
+def to_pixels(name: str, picture: Tensor) -> Tensor:
+    """Convert a picture to bytes [H, W, 3] on the CPU."""
     rules.tensors((name, picture))
     if picture.is_meta:
         rules.fail(ValueError, name, "have pixels", "a tensor on the device meta")
@@ -125,8 +125,8 @@ def pixels(name: str, picture: Tensor) -> Tensor:
     return picture.expand(-1, -1, 3).contiguous()
 
 
-def data_uri(picture: Any) -> str:
-    """Return the smaller of PNG and JPEG; PNG for pictures that keep every pixel."""
+def encode(picture: Any) -> str:
+    """Return a picture as a data URI: PNG for pictures that keep every pixel, else the smaller of PNG and JPEG."""
     files = {"png": io.BytesIO(), "jpeg": io.BytesIO()}
     picture.save(files["png"], "PNG", optimize=True)
     picture.save(files["jpeg"], "JPEG", quality=85)

@@ -1,4 +1,4 @@
-"""The positions of a page's queries, and the choice of the queries that it shows."""
+"""Lay out the queries of a page, and choose the queries that it shows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Plane:
 
     Args:
         places: (rows, columns) for queries in rows from the top left; or points (x, y) [num_queries, 2], or boxes
-            (centre x, centre y, width, height) [num_queries, 4], where 0..1 is the plane. None: a square of rows.
+            (centre x, centre y, width, height) [num_queries, 4], where 0..1 is the plane. None: rows that form a square.
         picture: the picture under the queries, as for `page`, or None.
         extent: (x0, x1, y0, y1) in metres, as for `bev`. Places and picture are then seen from above: the first axis is x
             (forward, drawn up), the second axis y (left, drawn left), and a tensor of places holds metres.
-        labels: the name of each query, for instance its class. None: its number.
-        seen: [num_queries, cameras], bool, True where a query reads a camera. None: everywhere. A look of bs=cameras, or a look
-            for each camera, may have rows for only the queries that the camera sees, in their order.
+        labels: the names of the queries, for instance their classes. None: their numbers.
+        seen: [num_queries, cameras], bool, True where a query reads a camera. None: every query reads every camera. A look of
+            bs=cameras, or a look for each camera, may leave out the queries that the camera does not see.
     """
 
     places: tuple[int, int] | Tensor | None = None
@@ -36,30 +36,31 @@ class Plane:
 
 
 class PlaneLayout(NamedTuple):
-    """Places of all queries on the plane, 0..1 from the top left, and their rows and columns if they lie in a grid."""
+    """The places of all queries on the plane, 0..1 from the top left, and the rows and columns of queries in a grid."""
 
     places: Tensor  # [num_queries, 2 or 4]
     grid: Tensor | None  # [num_queries, 2], (row, column)
 
 
-def layout(plane: Plane, queries: int) -> PlaneLayout:
-    """Check the plane. Return the places of this many queries on it."""
-    _check_rest(plane, queries)
+def lay_out(plane: Plane, queries: int) -> PlaneLayout:
+    """Check the plane. Return the places of its queries."""
+    check_extent("plane.extent", plane.extent)
+    _check_labels(plane, queries)
     places = plane.places
     if isinstance(places, Tensor):
-        return _laid_out(_shares(plane, places, queries))
+        return _find_grid(_to_fractions(plane, places, queries))
     if places is None:
         columns = math.ceil(math.sqrt(queries))
         rows = -(-queries // columns)
     else:
-        rows, columns = _rows_and_columns(places, queries)
+        rows, columns = _check_rows_and_columns(places, queries)
     row, column = torch.arange(queries).div(columns, rounding_mode="floor"), torch.arange(queries) % columns
     x, y = (column + 0.5) / columns, (row + 0.5) / rows
     fractions = torch.stack([x, y] if plane.extent is None else [1 - x, 1 - y], -1)
     return PlaneLayout(fractions, torch.stack([row, column], -1))
 
 
-def _rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
+def _check_rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
     pair = isinstance(places, Sequence) and len(places) == 2 and all(type(n) is int for n in places)
     if not pair:
         rules.fail(TypeError, "plane.places", "be (rows, columns) or a torch.Tensor", repr(places)[:80])
@@ -68,24 +69,24 @@ def _rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
     return places[0], places[1]
 
 
-def _shares(plane: Plane, places: Tensor, queries: int) -> Tensor:
-    """Return a tensor of places as fractions of the plane."""
+def _to_fractions(plane: Plane, places: Tensor, queries: int) -> Tensor:
+    """Convert a tensor of places to fractions of the plane."""
     widths = (2, 4) if plane.extent is None else (2,)
     if places.dim() != 2 or len(places) != queries or places.shape[1] not in widths:
         shapes = " or ".join(f"(num_queries={queries}, {n})" for n in widths)
         rules.fail(ValueError, "plane.places", f"have shape {shapes}", tuple(places.shape))
     places = places.detach().cpu().double()
     if not bool(places.isfinite().all()):
-        row = int((~places.isfinite()).any(1).nonzero()[0])
-        rules.fail(ValueError, "plane.places", "be finite", f"{places[row].tolist()} for query {row}")
+        query = int((~places.isfinite()).any(1).nonzero()[0])
+        rules.fail(ValueError, "plane.places", "be finite", f"{places[query].tolist()} for query {query}")
     if plane.extent is None:
         return places
     x0, x1, y0, y1 = plane.extent
     return torch.stack([(y1 - places[:, 1]) / (y1 - y0), (x1 - places[:, 0]) / (x1 - x0)], -1)
 
 
-def _laid_out(places: Tensor) -> PlaneLayout:
-    """Return the layout of places. They are a grid if every x occurs with every y."""
+def _find_grid(places: Tensor) -> PlaneLayout:
+    """Return the layout of places. Places are a grid if every x occurs with every y."""
     axes = [torch.unique((places[:, i] * 1e5).round(), return_inverse=True) for i in (1, 0)]
     grid = torch.stack([inverse for _, inverse in axes], -1)
     rows, columns = (len(values) for values, _ in axes)
@@ -93,9 +94,7 @@ def _laid_out(places: Tensor) -> PlaneLayout:
     return PlaneLayout(places, grid if full and min(rows, columns) > 1 else None)
 
 
-def _check_rest(plane: Plane, queries: int) -> None:
-    """Check extent and labels. _samples.py checks `seen` beside the looks."""
-    check_extent("plane.extent", plane.extent)
+def _check_labels(plane: Plane, queries: int) -> None:
     labels = plane.labels
     if labels is not None:
         if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
@@ -113,7 +112,7 @@ def check_extent(name: str, extent: Any) -> None:
 
 
 def check_seen(seen: Any) -> Tensor | None:
-    """Check the type and the axes of the mask. Return it on the CPU."""
+    """Check the type and the axes of the mask `plane.seen`. Return the mask on the CPU."""
     if seen is None:
         return None
     rules.tensors(("plane.seen", seen))
@@ -123,8 +122,8 @@ def check_seen(seen: Any) -> Tensor | None:
     return seen.detach().cpu()
 
 
-def chosen(laid: PlaneLayout, most: int) -> tuple[Tensor, str]:
-    """Return at most this many queries, spread evenly, and a sentence about the queries that are left out."""
+def choose_queries(laid: PlaneLayout, most: int) -> tuple[Tensor, str]:
+    """Return at most `most` evenly spread queries, and a sentence about queries that are left out."""
     count = len(laid.places)
     if count <= most:
         return torch.arange(count), ""

@@ -1,4 +1,4 @@
-"""The samples of a call, camera by camera, in one layout for all operators: locations on the picture, and weights."""
+"""Read the samples of a call, camera by camera, in one layout for all operators: locations on the picture, and weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._looks import Look, to_one_layout
 
 
 class Samples(NamedTuple):
-    """Samples of n queries in one camera. Locations are shared by heads or levels where that axis is 1."""
+    """The samples of n queries in a camera. An axis of 1 means that all heads, or all levels, share their locations."""
 
     queries: Tensor  # [n], rising numbers of queries
     locations: Tensor  # [n, head or 1, level or 1, point, 2], 0..1 is the picture; NaN where nothing is read
@@ -31,8 +31,8 @@ class Samples(NamedTuple):
 
 
 class SampledCall(NamedTuple):
-    """A call as a page shows it: one look, or a look for each camera. The rows of a camera's look may be the queries that the
-    camera sees alone."""
+    """A call as a page shows it: one look, or a look for each camera. A camera's look may leave out the queries that the camera
+    does not see."""
 
     name: str
     looks: tuple[Look, ...]
@@ -82,8 +82,8 @@ class SampledCall(NamedTuple):
                 yield Samples(torch.arange(len(weights)), locations, weights)
                 continue
             queries = seen[:, camera].nonzero()[:, 0]
-            rows = queries if len(weights) == len(seen) else torch.arange(len(queries))
-            yield Samples(queries, locations[rows], weights[rows])
+            indices = queries if len(weights) == len(seen) else torch.arange(len(queries))
+            yield Samples(queries, locations[indices], weights[indices])
 
     def _entry(self, camera: int, look: Look) -> int:
         """Return the index of a camera in the batch; for aggregation, of its scene."""
@@ -118,7 +118,7 @@ def _check_cameras(call: SampledCall, calls: Sequence[SampledCall]) -> None:
     """Check that there is a picture for each camera, and that the scene is in the batch."""
     first, scenes = call.looks[0], call.num_scenes
     if len(call.looks) > 1:
-        _check_one_for_each(call)
+        _check_looks_of_cameras(call)
     if scenes is None:
         if OPERATORS[call.operator].kind == "aggregation":
             rule = f"be one for each of the cam={first.starts.shape[0]} cameras of {call.name}"
@@ -131,8 +131,8 @@ def _check_cameras(call: SampledCall, calls: Sequence[SampledCall]) -> None:
         rules.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
 
 
-def _check_one_for_each(call: SampledCall) -> None:
-    """Check that several looks are of one attention operator, have the same sizes, and are one for each camera."""
+def _check_looks_of_cameras(call: SampledCall) -> None:
+    """Check several looks: a look for each camera, all of the same attention operator and of the same sizes."""
     kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
     if OPERATORS[call.operator].kind == "aggregation" or len(kinds) > 1 or len(call.looks) != call.cameras:
         rule = f"be alike and of attention, one for each of the {call.cameras} cameras, where {call.name} has several"
@@ -140,15 +140,15 @@ def _check_one_for_each(call: SampledCall) -> None:
 
 
 def _check_seen(call: SampledCall, seen: Tensor) -> None:
-    """Check that a look's rows are all queries, or the queries that the camera sees, which BEVFormer pads to the longest."""
+    """Check that a look has all queries, or those that its camera sees. BEVFormer pads to the most queries of a camera."""
     if seen.shape[1] != call.cameras:
         rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
     counts = seen.sum(0).tolist()
     for camera, look in enumerate(call.looks):
-        rows = look.weights.shape[1]
+        num_queries = look.weights.shape[1]
         num_seen = counts[camera] if len(call.looks) > 1 else max(counts)
-        packed = rows == num_seen and OPERATORS[look.operator].kind != "aggregation"
-        if rows != len(seen) and not packed:
+        is_packed = num_queries == num_seen and OPERATORS[look.operator].kind != "aggregation"
+        if num_queries != len(seen) and not is_packed:
             whom = f"camera {camera}" if len(call.looks) > 1 else "a camera"
             rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {whom} for"
-            rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {num_seen} marked, and {rows} queries")
+            rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {num_seen} marked, and {num_queries} queries")

@@ -66,7 +66,7 @@ class _ClipsGradients:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
-def _answer(name: str, answer: Any) -> Callable[..., Any]:
+def _make_answer(name: str, answer: Any) -> Callable[..., Any]:
     """Return a function that returns `answer`. torch.compile refuses a function with two names, so each name gets its own."""
 
     def function(*args: Any, **named: Any) -> Any:
@@ -85,11 +85,12 @@ def _free_and_total_memory(device: Any = None) -> tuple[int, int]:
         return 1, 1
 
 
-_NAME = "Ascend910B, mx_driving's stand-in on a CPU"  # begins as an Atlas A2's name: the vendor's tests skip other devices
+# The vendor's tests skip devices whose name does not begin as that of an Atlas A2.
+_NAME = "Ascend910B, mx_driving's stand-in on a CPU"
 _stream = Stream()
 _ANSWERS = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
-    # without them, torch built for CUDA calls the missing driver at each step of an optimizer
+    # Without these two names, a torch built for CUDA calls the missing driver in each step of an optimizer.
     **dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), False),
     **dict.fromkeys(("current_stream", "default_stream"), _stream),
     **dict.fromkeys(("init", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"), None),
@@ -100,12 +101,11 @@ _ANSWERS = {
     "memory_summary": "memory of the stand-in for npu and cuda is this machine's, and is not counted",
     "device_count": 1,
     "get_device_name": _NAME,
-    # torch and this package read it before they use Triton: older than any capability that Triton supports
-    "get_device_capability": (0, 0),
+    "get_device_capability": (0, 0),  # older than all that Triton supports, so that torch and this package do not use Triton
 }
 # After transfer_to_npu the tables below also replace names of torch.cuda.
 NAMES: dict[str, Any] = {
-    **{name: _answer(name, answer) for name, answer in _ANSWERS.items()},
+    **{name: _make_answer(name, answer) for name, answer in _ANSWERS.items()},
     **{name: getattr(torch, name) for name in ("ByteTensor", "CharTensor", "ShortTensor", "IntTensor", "LongTensor")},
     **{name: getattr(torch, name) for name in ("HalfTensor", "BFloat16Tensor", "FloatTensor", "DoubleTensor", "BoolTensor")},
     **{"Stream": Stream, "Event": Event},
@@ -123,7 +123,7 @@ NAMES: dict[str, Any] = {
 }
 NPU = {
     **NAMES,
-    "native_device": "cpu",  # mmengine replaces "npu" by it in a device's name
+    "native_device": "cpu",  # mmengine replaces "npu" by this name
     "config": types.SimpleNamespace(allow_internal_format=False),
     "is_autocast_enabled": lambda: torch.is_autocast_enabled("cpu"),
     "get_autocast_dtype": lambda: torch.get_autocast_dtype("cpu"),

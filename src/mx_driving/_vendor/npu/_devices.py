@@ -1,6 +1,6 @@
 """Make device names mean the CPU wherever torch takes a device: "npu" and "npu:0", after `transfer_to_npu` also "cuda".
 
-torch parses a device's name in C++, so each function that takes one is wrapped, as the vendor's own transfer_to_npu does it.
+torch parses a device's name in C++. So wrap every function that takes a device, as the vendor's own transfer_to_npu does.
 `torch.utils.rename_privateuse1_backend("npu")` would make the name known, but it cannot be undone, there are no kernels, and
 torch would report an accelerator. A TorchFunctionMode would serve one thread only and slow down every call.
 """
@@ -38,10 +38,11 @@ def stands_for_cpu(device: Any) -> bool:
     return type(device) is _Device and device.type in _types
 
 
-def on_cpu(device: Any) -> Any:
-    """Return "cpu" for a device that stands for the CPU; return anything else unchanged. Map dictionaries, too (torch.load)."""
+def to_cpu(device: Any) -> Any:
+    """Return "cpu" for a device that stands for the CPU. Return other objects unchanged. Convert the values of a dictionary,
+    which torch.load takes."""
     if isinstance(device, dict):
-        return {key: on_cpu(value) for key, value in device.items()}
+        return {key: to_cpu(value) for key, value in device.items()}
     return "cpu" if stands_for_cpu(device) else device
 
 
@@ -49,7 +50,7 @@ def _is_index(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-def mapped(function: Function, copy: Function | None = None) -> Function:
+def map_devices(function: Function, copy: Function | None = None) -> Function:
     """Return `function` with device arguments that stand for the CPU replaced by the CPU.
 
     Args:
@@ -62,13 +63,13 @@ def mapped(function: Function, copy: Function | None = None) -> Function:
             args = (args[0], "npu", *args[2:])
         if _is_index(named.get("device")):
             named["device"] = "npu"
-        result = function(*[on_cpu(a) for a in args], **{name: on_cpu(a) for name, a in named.items()})
+        result = function(*[to_cpu(a) for a in args], **{name: to_cpu(a) for name, a in named.items()})
         return copy(result) if copy is not None and any(map(stands_for_cpu, (*args, *named.values()))) else result
 
     return call
 
 
-def _rewritten(function: Function, rewrite: Callable[[dict[str, Any]], None]) -> Function:
+def _rewrite_arguments(function: Function, rewrite: Callable[[dict[str, Any]], None]) -> Function:
     """Return `function` with its arguments changed by `rewrite`, which takes a dictionary name -> argument."""
     signature = inspect.signature(function)
 
@@ -108,7 +109,7 @@ def _fork_cpu(arguments: dict[str, Any]) -> None:
 def _set_no_default(arguments: dict[str, Any]) -> None:
     """Set no default device if it is the CPU: torch.compile does not trace our wrappers under torch's device mode."""
     device = arguments["device"]
-    arguments["device"] = None if _is_index(device) or str(on_cpu(device)) == "cpu" else device
+    arguments["device"] = None if _is_index(device) or str(to_cpu(device)) == "cpu" else device
 
 
 def tensor_npu(self: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
@@ -163,12 +164,12 @@ class _Proxy(type):
         return cls is subclass or issubclass(subclass, cls.real)
 
 
-def _proxy(real: type, make: Function) -> _Proxy:
+def _make_proxy(real: type, make: Function) -> _Proxy:
     own = {"__module__": "torch", "__doc__": real.__doc__, "real": real, "make": staticmethod(make)}
     return _Proxy(real.__name__, (), own)
 
 
-# For torch.serialization.register_package: priority, tag, and where torch.load puts a storage. 5 comes before torch's own.
+# An entry for torch.serialization.register_package: priority, tag, place of a storage. Torch's own entries begin with 10.
 _package = (5, lambda storage: None, lambda storage, location: storage if stands_for_cpu(location) else None)
 
 
@@ -193,31 +194,39 @@ def install(changes: Changes) -> None:
     for owner in (torch, torch.fft, torch.nested):
         for name, function in list(vars(owner).items()):
             if isinstance(function, types.BuiltinFunctionType | types.FunctionType) and function in constructors:
-                _wrap(changes, owner, mapped, name, copy=torch.clone if name in ("as_tensor", "asarray") else None)
-    _wrap(changes, torch, mapped, *_LIKE, *_AUTOCAST, "load")
-    _wrap(changes, torch, _rewritten, "set_default_device", rewrite=_set_no_default)
-    _wrap(changes, torch.amp, mapped, "custom_fwd", "custom_bwd", "is_autocast_available")
-    _wrap(changes, torch.Tensor, mapped, *_NEW)
-    _wrap(changes, torch.Tensor, mapped, "to", copy=torch.clone)
-    _wrap(changes, torch.nn.Module, mapped, "to", copy=module_npu)
-    _wrap(changes, torch.nn.Module, mapped, "to_empty")
-    _wrap(changes, torch.autocast, _rewritten, "__init__", rewrite=_choose_float16)
-    _wrap(changes, torch.amp.GradScaler, mapped, "__init__")
-    _wrap(changes, torch.random, _rewritten, "fork_rng", rewrite=_fork_cpu)
+                _wrap(changes, owner, map_devices, name, copy=torch.clone if name in ("as_tensor", "asarray") else None)
+    _wrap(changes, torch, map_devices, *_LIKE, *_AUTOCAST, "load")
+    _wrap(changes, torch, _rewrite_arguments, "set_default_device", rewrite=_set_no_default)
+    _wrap(changes, torch.amp, map_devices, "custom_fwd", "custom_bwd", "is_autocast_available")
+    _wrap(changes, torch.Tensor, map_devices, *_NEW)
+    _wrap(changes, torch.Tensor, map_devices, "to", copy=torch.clone)
+    _wrap(changes, torch.nn.Module, map_devices, "to", copy=module_npu)
+    _wrap(changes, torch.nn.Module, map_devices, "to_empty")
+    _wrap(changes, torch.autocast, _rewrite_arguments, "__init__", rewrite=_choose_float16)
+    _wrap(changes, torch.amp.GradScaler, map_devices, "__init__")
+    _wrap(changes, torch.random, _rewrite_arguments, "fork_rng", rewrite=_fork_cpu)
     parallel = torch.nn.parallel
     changes.set(parallel.DataParallel, "__init__", _data_parallel)
     changes.set(parallel, "data_parallel", _call_module)
     if torch.distributed.is_available():
-        _wrap(changes, parallel.DistributedDataParallel, _rewritten, "__init__", rewrite=_leave_out_devices)
-        _wrap(changes, torch.distributed, _rewritten, "init_process_group", "new_group", "barrier", rewrite=_leave_out_devices)
-        _wrap(changes, torch.distributed, mapped, "init_device_mesh")
-        _wrap(changes, torch.distributed.device_mesh, _rewritten, "new_group", rewrite=_leave_out_devices)
+        _wrap(changes, parallel.DistributedDataParallel, _rewrite_arguments, "__init__", rewrite=_leave_out_devices)
+        _wrap(
+            changes,
+            torch.distributed,
+            _rewrite_arguments,
+            "init_process_group",
+            "new_group",
+            "barrier",
+            rewrite=_leave_out_devices,
+        )
+        _wrap(changes, torch.distributed, map_devices, "init_device_mesh")
+        _wrap(changes, torch.distributed.device_mesh, _rewrite_arguments, "new_group", rewrite=_leave_out_devices)
     changes.set(torch.Tensor, "pin_memory", lambda self, device=None: self)
     changes.set(torch.Tensor, "is_pinned", lambda self, device=None: False)
     changes.set(torch.Tensor, "record_stream", lambda self, stream: None)
     _name_device(changes, "npu")
-    _replace(changes, torch, "device", _proxy(_Device, _make_device))
-    changes.set(torch, "Generator", _proxy(torch.Generator, mapped(torch.Generator)))
+    _replace(changes, torch, "device", _make_proxy(_Device, _make_device))
+    changes.set(torch, "Generator", _make_proxy(torch.Generator, map_devices(torch.Generator)))
     _torch_private.STORAGE_PLACES.insert(0, _package)
 
 

@@ -18,7 +18,7 @@ _COMPARED = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "floa
 
 
 def _describe_difference(x: Any, y: Any, prec: float, least: float) -> str:
-    """Return in words how two arrays differ; "" if they are equal within `prec`.
+    """Return in words how two arrays with NaN at the same places differ; "" if they are equal within `prec`.
 
     An element may err by `prec`, absolutely or relatively to the larger of the two. The arrays differ if both kinds of error
     occur, each in more than a fraction `prec` of all elements.
@@ -27,11 +27,9 @@ def _describe_difference(x: Any, y: Any, prec: float, least: float) -> str:
 
     if x.dtype == np.bool_:
         return "" if np.array_equal(x, y) else "truth values differ"
-    kind = np.float64 if x.dtype.kind == "f" else np.int64
-    x, y = x.astype(kind), y.astype(kind)
+    wide = np.float64 if x.dtype.kind == "f" else np.int64
+    x, y = x.astype(wide), y.astype(wide)
     nans = np.isnan(x)
-    if not np.array_equal(nans, np.isnan(y)):
-        return "NaN stands at different places"
     with np.errstate(invalid="ignore"):  # as in the vendor's TestCase, equal infinities differ: inf - inf is NaN
         error = np.where(nans, 0, np.abs(y - x))
         scale = np.where(nans, 1, np.maximum(np.abs(x), np.abs(y)))
@@ -71,11 +69,13 @@ class TestCase(unittest.TestCase):
     def assertRtolEqual(
         self, x: Any, y: Any, prec: float = 1e-4, prec16: float = 1e-3, auto_trans_dtype: bool = False, message: Any = None
     ) -> None:
-        """Check that tensors, arrays, numbers, or sequences of them are equal within the vendor's tolerance.
+        """Check that tensors, arrays, numbers, or sequences of these are equal within the vendor's tolerance.
 
         `prec` (`prec16` for 16 bits) is the allowed error of an element, absolute or relative, and also the allowed fraction of
         elements with a larger error. `auto_trans_dtype` converts x to y's dtype. `message` is for NaN in different places.
         """
+        import numpy as np
+
         if isinstance(x, Sequence) and isinstance(y, Sequence):
             for one, other in zip(x, y, strict=False):
                 self.assertRtolEqual(one, other, prec, prec16, auto_trans_dtype, message)
@@ -95,15 +95,17 @@ class TestCase(unittest.TestCase):
             self.fail(f"shape error: {x.shape} and {y.shape}")
         if x.dtype != y.dtype or x.dtype.name not in _COMPARED:
             self.fail(f"dtype error: {x.dtype} and {y.dtype} cannot be compared")
+        if x.dtype.kind == "f" and not np.array_equal(np.isnan(x), np.isnan(y)):
+            self.fail(message or "result error: NaN stands at different places")
         if error := _describe_difference(x, y, *((prec16, 6e-8) if x.dtype.name == "float16" else (prec, 1e-9))):
-            self.fail(message if message and error.startswith("NaN") else f"result error: {error}")
+            self.fail(f"result error: {error}")
 
     def assertEqual(
         self, x: Any, y: Any, prec: Any = None, message: str = "", allow_inf: bool = False, exact_dtype: bool | None = None
     ) -> None:
-        """Check that tensors, numbers, and containers of them are equal within `prec` (1e-5). Check other objects as unittest
-        does. Infinities fail without allow_inf, as in the vendor's."""
-        if isinstance(prec, str):  # a message, by unittest's order
+        """Check that tensors, numbers, and containers of these are equal within `prec` (1e-5). Check other objects as unittest
+        does. Infinities fail without allow_inf, as in the vendor's TestCase."""
+        if isinstance(prec, str):  # unittest has the message as third argument
             prec, message = None, prec
         prec, exact = self.precision if prec is None else prec, self.exact_dtype if exact_dtype is None else exact_dtype
         if isinstance(x, dict) and isinstance(y, dict):
@@ -119,5 +121,5 @@ class TestCase(unittest.TestCase):
             x, y = torch.as_tensor(x), torch.as_tensor(y)
             if not allow_inf and (x.isinf().any() or y.isinf().any()):
                 self.fail(message or "numbers must be finite unless allow_inf is set")
-            said = (lambda text: f"{message}\n{text}") if message else None
-            torch.testing.assert_close(x, y, rtol=0, atol=prec, equal_nan=True, check_dtype=exact, msg=said)
+            add_message = (lambda text: f"{message}\n{text}") if message else None
+            torch.testing.assert_close(x, y, rtol=0, atol=prec, equal_nan=True, check_dtype=exact, msg=add_message)

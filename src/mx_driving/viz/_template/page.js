@@ -1,4 +1,4 @@
-// The page: it draws the plane and the pictures, and follows mouse, touch and keys.
+// Draw the plane and the pictures, and follow mouse, touch and keys.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const queries = readQueries(data.queries);
@@ -36,7 +36,7 @@
     });
   }
 
-  /** A canvas's context in CSS pixels, with its memory as fine as the screen. */
+  /** Return a canvas's context, which draws in CSS pixels. The canvas gets as many pixels as the screen has for it. */
   function contextOf(canvas, ratio) {
     const [width, scale] = [canvas.clientWidth, window.devicePixelRatio || 1];
     const height = width / ratio;
@@ -124,7 +124,7 @@
     arrangePanels();
   }
 
-  /** As few columns as fill the window without scrolling, so that pictures are large; else columns of 270 pixels or more. */
+  /** Set the fewest columns with which all pictures fit the window; if they never fit, columns of 270 pixels or more. */
   function arrangePanels() {
     const [gap, caption, least] = [14, 32, 270];
     const width = at("panels").clientWidth;
@@ -140,7 +140,7 @@
     }
   }
 
-  /** Give a picture the whole width, or its column again. */
+  /** Give a picture the whole width, or, if it has the whole width, its column. */
   function enlarge(panel) {
     const large = panel.figure.classList.toggle("large");
     panel.button.setAttribute("aria-pressed", String(large));
@@ -174,7 +174,7 @@
     return panel;
   }
 
-  /** The picture in the pixels of a level. */
+  /** Return the picture in the pixels of a level. */
   function coarse(source, [height, width]) {
     if (width * height > source.width * source.height) return source;
     const canvas = make("canvas", {width, height});
@@ -252,7 +252,7 @@
     context.restore();
   }
 
-  /** Filled where the weight is positive, and hollow where it is negative. */
+  /** Draw the mark of a sample, filled if the weight is positive and hollow if it is negative. */
   function drawMark(context, sample, x, y, radius, largest) {
     const outline = new Path2D();
     const corners = shapeOf(sample.level);
@@ -287,7 +287,7 @@
     tip.style.top = `${Math.max(event.clientY - tip.offsetHeight - 10, 4)}px`;
   }
 
-  /** Where a sample lies on its level, in pixels whose centres are whole numbers. */
+  /** Return the position of a sample on its level, in pixels whose centres are whole numbers. */
   function pixelOf(sample) {
     const [height, width] = look().shapes[sample.camera][sample.level];
     return [(sample.x * width - 0.5).toFixed(1), (sample.y * height - 0.5).toFixed(1)];
@@ -430,7 +430,7 @@
 
   let later = 0;
   function remember() {
-    clearTimeout(later); // browsers allow few changes of the address a second
+    clearTimeout(later); // browsers limit how often a page may change its address
     later = setTimeout(() => {
       const call = looks.length > 1 ? `&call=${state.look + 1}` : "";
       history.replaceState(null, "", `#query=${queries.numbers[state.index]}${call}`);
@@ -551,7 +551,7 @@
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", update);
   }
 
-  /** On a phone the plane leaves room for the pictures below it. */
+  /** Limit the plane's height. On a phone, the pictures below the plane need room. */
   function sizePlane() {
     const most = window.innerWidth <= 760 ? 0.34 * window.innerHeight : 0.62 * window.innerHeight;
     at("plane").style.maxWidth = `${Math.round(most * planeAspect)}px`;

@@ -1,4 +1,4 @@
-// What the page knows, without a document: samples of a query, sums, and which query is next. Tests run this file in node.
+// Read the page's data: the samples of a query, sums of weights, and the query at a place. This file needs no document.
 "use strict";
 
 const NOTHING = 65535;
@@ -11,7 +11,7 @@ function unpack(base64, Kind) {
   return new Kind(bytes.buffer);
 }
 
-/** The queries as typed arrays: numbers, places (two or four numbers each), grid (row, column). */
+/** Return the queries as typed arrays: numbers; places, of two or four numbers; grid, of row and column. */
 function readQueries(queries) {
   return {
     ...queries,
@@ -22,7 +22,7 @@ function readQueries(queries) {
   };
 }
 
-/** A call as typed arrays. */
+/** Return a call as typed arrays. */
 function readLook(look) {
   return {
     ...look,
@@ -33,11 +33,11 @@ function readLook(look) {
   };
 }
 
-/** The samples of the query with this index that have a weight; x and y are null where a sample reads nothing. */
+/** Return the samples of a query, without samples of weight 0. x and y are null if a sample reads nothing. */
 function samplesOf(look, index) {
   const [ownHeads, ownLevels] = look.shared;
   const {heads, levels, points} = look;
-  const found = [];
+  const samples = [];
   for (let block = index ? look.ends[index - 1] : 0; block < look.ends[index]; block++) {
     for (let head = 0; head < heads; head++) {
       for (let level = 0; level < levels; level++) {
@@ -49,20 +49,20 @@ function samplesOf(look, index) {
           const nothing = look.locations[place] === NOTHING;
           const at = (i) => (nothing ? null : look.locations[place + i] / 32767 - 0.5);
           const weight = (stored / LARGEST) * look.largest;
-          found.push({camera: look.camera[block], head, level, point, x: at(0), y: at(1), weight});
+          samples.push({camera: look.camera[block], head, level, point, x: at(0), y: at(1), weight});
         }
       }
     }
   }
-  return found;
+  return samples;
 }
 
-/** The samples that the filters leave. */
+/** Return the samples that pass the filters. */
 function shownOf(samples, heads, levels, least) {
   return samples.filter((s) => s.x !== null && heads.has(s.head) && levels.has(s.level) && Math.abs(s.weight) >= least);
 }
 
-/** Sums of weights, without their signs: of all that is read, of what reads nothing, by head, by level and by camera. */
+/** Return sums of absolute weights: of samples that read, of samples that read nothing, and by head, level and camera. */
 function sumsOf(samples, heads, levels, cameras) {
   const zeros = (n) => new Array(n).fill(0);
   const sums = {read: 0, lost: 0, reading: 0, losing: 0, head: zeros(heads), level: zeros(levels), camera: zeros(cameras)};
@@ -80,52 +80,49 @@ function sumsOf(samples, heads, levels, cameras) {
   return sums;
 }
 
-/** The index of the query nearest to (x, y); aspect is the plane's width over its height. */
-function nearestTo(queries, x, y, aspect) {
-  let best = 0;
-  let least = Infinity;
+/** Return the index of the query with the least cost; `otherwise` if every cost is infinite. */
+function cheapest(queries, cost, otherwise = 0) {
+  let [best, least] = [otherwise, Infinity];
   for (let i = 0; i < queries.numbers.length; i++) {
-    const [dx, dy] = [(queries.places[i * queries.width] - x) * aspect, queries.places[i * queries.width + 1] - y];
-    if (dx * dx + dy * dy < least) [best, least] = [i, dx * dx + dy * dy];
+    const own = cost(i);
+    if (own < least) [best, least] = [i, own];
   }
   return best;
 }
 
-/** The next query in a direction, (1, 0) for right and (0, 1) for down. The same index if there is none. */
+/** Return the index of the query nearest to (x, y); aspect is the plane's width over its height. */
+function nearestTo(queries, x, y, aspect) {
+  const {places, width} = queries;
+  return cheapest(queries, (i) => ((places[i * width] - x) * aspect) ** 2 + (places[i * width + 1] - y) ** 2);
+}
+
+/** Return the index of the next query in a direction, (1, 0) for right and (0, 1) for down; the same index if there is none. */
 function nextTo(queries, index, right, down, aspect) {
   const {places, width} = queries;
-  let best = index;
-  let least = Infinity;
-  for (let i = 0; i < queries.numbers.length; i++) {
+  const cost = (i) => {
     const dx = (places[i * width] - places[index * width]) * aspect;
     const dy = places[i * width + 1] - places[index * width + 1];
     const along = dx * right + dy * down;
-    const across = Math.abs(dx * down) + Math.abs(dy * right);
-    if (along > 1e-6 && along + 3 * across < least) [best, least] = [i, along + 3 * across];
-  }
-  return best;
+    return along > 1e-6 ? along + 3 * (Math.abs(dx * down) + Math.abs(dy * right)) : Infinity;
+  };
+  return cheapest(queries, cost, index);
 }
 
-/** The index of a query's number, or of the nearest number shown. */
+/** Return the index of a query's number, or of the nearest number shown. */
 function indexOf(queries, number) {
-  let best = 0;
-  for (let i = 0; i < queries.numbers.length; i++) {
-    if (Math.abs(queries.numbers[i] - number) < Math.abs(queries.numbers[best] - number)) best = i;
-  }
-  return best;
+  return cheapest(queries, (i) => Math.abs(queries.numbers[i] - number));
 }
 
-/** A query to begin with: of those that read the most cameras, the one nearest to the middle of the plane. */
+/** Return the index of the first query to show: of the queries that read the most cameras, the nearest to the middle. */
 function firstOf(look, queries) {
   const counts = Array.from(look.ends, (end, i) => end - (i ? look.ends[i - 1] : 0));
   const most = counts.reduce((a, b) => Math.max(a, b), 0);
   const away = (i) => Math.hypot(queries.places[i * queries.width] - 0.5, queries.places[i * queries.width + 1] - 0.5);
-  let best = counts.indexOf(most);
-  counts.forEach((count, i) => (best = count === most && away(i) < away(best) ? i : best));
-  return best;
+  return cheapest(queries, (i) => (counts[i] === most ? away(i) : Infinity));
 }
 
-/** The corner and side of a square round samples that lie together, in shares of the width; null if a loupe shows no more. */
+/** Return corner and side of a square around samples that lie close together, in fractions of the width. Return null if the
+ *  samples lie too far apart for a loupe. */
 function closeUp(samples, width, height) {
   if (!samples.length) return null;
   const [xs, ys] = [samples.map((s) => s.x), samples.map((s) => (s.y * height) / width)];
@@ -136,14 +133,14 @@ function closeUp(samples, width, height) {
   return {x: within((left + right - side) / 2, 1), y: within((top + bottom - side) / 2, height / width), side};
 }
 
-/** "0.071", and "0" for nothing. */
+/** Return a number as a short text, such as "0.071". */
 function brief(number) {
   if (number === 0) return "0";
   const size = Math.abs(number);
   return size >= 100 || size < 0.001 ? number.toPrecision(2) : number.toFixed(size >= 10 ? 1 : size >= 0.9995 ? 2 : 3);
 }
 
-// Okabe and Ito's colours, which colour-blind people tell apart
+// Okabe and Ito's colours, which colour-blind people can tell apart.
 const COLOURS = ["#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#bbbbbb"];
 const VIRIDIS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 
@@ -158,7 +155,7 @@ function colourOf(sample, by, largest) {
   return by === "weight" ? colourOfShare(Math.abs(sample.weight) / largest) : COLOURS[sample[by] % COLOURS.length];
 }
 
-// The outline of each level's mark: corners of a polygon of about a circle's area; a circle has none.
+// The corners of each level's mark, which has about a circle's area. No corners mean a circle.
 const SHAPES = [
   [],
   [[-0.88, -0.88], [0.88, -0.88], [0.88, 0.88], [-0.88, 0.88]],

@@ -18,7 +18,7 @@ from ..ops._other_shapes import sampling_inputs
 from ..ops._stand_ins import stand_in
 
 Facts = dict[str, Any]  # tensors and sizes by name
-_ROWS = {row.name: row for row in FUNCTIONS if row.operator == POOL}
+_POOLS = {function.name: function for function in FUNCTIONS if function.operator == POOL}
 _OPTIONAL = dict.fromkeys(("depth", "ranks_depth", "ranks_feat", "memo"))
 _CHANNELS_FIRST_FEAT = "voxel_pooling_inference_forward_wrapper"
 
@@ -36,58 +36,59 @@ class _Capture(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def inputs_of(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def read_inputs(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Return the operator's input tensors and its sizes."""
     facts = {**_OPTIONAL, **about.get("sizes", {}), **tensors}
     is_pooling = OPERATORS[about["operator"]].kind == "pooling"
     try:
-        inputs = _pooling(name, about.get("form", POOL), facts) if is_pooling else _sampling(about["operator"], facts)
+        inputs = _pool(name, about.get("form", POOL), facts) if is_pooling else _sample(about["operator"], facts)
     except KeyError as error:
-        fact = ", ".join(sorted(name for name, fact in facts.items() if fact is not None))
-        raise Problem(f"{name} must hold {error.args[0]}; got {fact or 'nothing'}") from None
+        present = ", ".join(sorted(name for name, fact in facts.items() if fact is not None))
+        raise Problem(f"{name} must hold {error.args[0]}; got {present or 'nothing'}") from None
     return tuple(inputs[:5]), tuple(inputs[5:])
 
 
-def _sampling(operator: str, facts: Facts) -> tuple[Tensor, ...]:
+def _sample(operator: str, facts: Facts) -> tuple[Tensor, ...]:
+    """Return the inputs of a sampling operator."""
     tables = {name: facts[name] for name in ("shapes", "starts") if name in facts}
     tables = {name: t if t.dtype in (torch.int32, torch.int64) else t.long() for name, t in tables.items()}
     return sampling_inputs(operator, {**facts, **tables})
 
 
-def _pooling(name: str, form: str, facts: Facts) -> Sequence[Any]:
-    """Call our function for the recorded function, and return the inputs of the operator that it calls."""
-    if form not in _ROWS:
-        raise Problem(f"the form of {name} must be one of {', '.join(_ROWS)}; got {form}")
-    arguments = [facts[parameter] for parameter in _ROWS[form].names]
+def _pool(name: str, function: str, facts: Facts) -> Sequence[Any]:
+    """Call our function of this name. Return the inputs of the operator that it calls."""
+    if function not in _POOLS:
+        raise Problem(f"the form of {name} must be one of {', '.join(_POOLS)}; got {function}")
+    arguments = [facts[parameter] for parameter in _POOLS[function].names]
     try:
         with torch.no_grad(), _Capture():
-            function_named(form)(*arguments)
+            find_pool(function)(*arguments)
     except _Captured as captured:
         (inputs,) = captured.args
-        return inputs[1:-1] if _ROWS[form].backward else inputs
+        return inputs[1:-1] if _POOLS[function].backward else inputs
     raise Problem(f"{name} must call {POOL}; got none")
 
 
-def function_named(form: str) -> Callable[..., Any]:
-    """Return our pool for this row of record.py's table. BEVPoolV3.apply takes the same arguments as bev_pool_v3."""
-    if _ROWS[form].module != "mx_driving":
-        return stand_in(_ROWS[form])
-    return getattr(ops, "bev_pool_v3" if form == "BEVPoolV3.apply" else form)
+def find_pool(function: str) -> Callable[..., Any]:
+    """Return our pool for a function of the table. BEVPoolV3.apply takes the same arguments as bev_pool_v3."""
+    if _POOLS[function].module != "mx_driving":
+        return stand_in(_POOLS[function])
+    return getattr(ops, "bev_pool_v3" if function == "BEVPoolV3.apply" else function)
 
 
-def output_shape(row: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
-    if row.kind == "pooling":
+def find_output_shape(operator: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
+    if operator.kind == "pooling":
         return (sizes[0], inputs[0].shape[1], *sizes[1:])
     return (inputs[0].shape[0], inputs[3].shape[1], math.prod(inputs[0].shape[2:]))
 
 
-def in_operators_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, ...]) -> Tensor:
+def to_operator_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a result in the shape of the operator's result, if both have the same number of entries."""
-    form = about.get("form", "")
+    function = about.get("form", "")
     if about["operator"] == POOL:
-        if t.dim() and result in ("output", "grad_output") and form in _ROWS and _ROWS[form].layout.endswith("C"):
+        if t.dim() and result in ("output", "grad_output") and function in _POOLS and _POOLS[function].layout.endswith("C"):
             t = t.movedim(-1, 1)
         if t.dim() > 1 and result == "grad_feat":
-            t = t.movedim(1, -1) if form == _CHANNELS_FIRST_FEAT else t
+            t = t.movedim(1, -1) if function == _CHANNELS_FIRST_FEAT else t
             t = t.flatten()[: math.prod(shape)]  # without depth, feat may have more rows than there are points
     return t.reshape(shape) if t.numel() == math.prod(shape) else t
