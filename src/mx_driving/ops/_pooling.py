@@ -129,7 +129,14 @@ def _check_voxels(name: str, voxels: Tensor, B: int, D: int, H: int, W: int) -> 
         fail(ValueError, f"{name}[{at}]", f"lie in (H={H}, W={W}, D={D}, B={B})", tuple(voxels[at].tolist()))
 
 
+def _check_grad_out(grad_out: Any) -> None:
+    if not torch.compiler.is_compiling():  # torch 2.6 cannot compile `is_nested` in a backward
+        tensors(("grad_out", grad_out))
+    need_axes("grad_out", grad_out, "B, D, H, W, C")
+
+
 def _check_gradients(grad_out: Any, depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any) -> None:
+    _check_grad_out(grad_out)
     check(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
 
 
@@ -143,9 +150,7 @@ def gradients(
     ranks_bev: Tensor,
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradients of depth and feat. grad_out is [B, D, H, W, C]."""
-    if not torch.compiler.is_compiling():  # torch 2.6 cannot compile `is_nested` in a backward
-        tensors(("grad_out", grad_out))
-    need_axes("grad_out", grad_out, "B, D, H, W, C")
+    _check_grad_out(grad_out)
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
     mask = [True, depth is not None]
     grad_feat, grad_depth = torch.ops.mx_driving.bev_pool_v3_backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, mask)
