@@ -72,7 +72,7 @@ class TemporalSelfAttention(DeformableLayers):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 1, num_points: int = 4, dropout: float = 0.1
     ) -> None:
         super().__init__(embed_dims, num_heads, num_levels, num_points, maps=_QUEUE)
-        _check.settings(embed_dims, dropout=dropout)
+        _check.dropout_rates(dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
