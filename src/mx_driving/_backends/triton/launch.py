@@ -83,11 +83,6 @@ class Plan(NamedTuple):
     options: dict[str, int]  # constants of the compiled kernel: the model's sizes, never batch, queries or map sizes
 
 
-def _power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
 class Tile(NamedTuple):
     rows: int
     columns: int  # channels, rounded up to a power of two
@@ -96,14 +91,14 @@ class Tile(NamedTuple):
 
 def tile(channels: int, per_thread: int, warps: int, lanes: int) -> Tile:
     """Return a tile for `warps` warps, or for more warps if a row needs more. A thread holds `per_thread` channels of a row."""
-    columns = _power_of_two(channels)
+    columns = triton.next_power_of_2(channels)
     rows = max(1, min(lanes // 2 * warps, lanes * warps * per_thread // columns))
     return Tile(rows, columns, max(warps, _warps(columns, per_thread, lanes)))
 
 
 def grouped_tile(groups: int, width: int, per_thread: int, lanes: int) -> Tile:
     """Return a tile of all groups of a row, with as many warps as the tile needs."""
-    rows, columns = _power_of_two(groups), _power_of_two(width)
+    rows, columns = triton.next_power_of_2(groups), triton.next_power_of_2(width)
     return Tile(rows, columns, max(1, _warps(rows * columns, per_thread, lanes)))
 
 
