@@ -22,14 +22,16 @@ NEEDS = {
 }
 
 
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+def is_older_than(version: str) -> bool:
+    """Return whether torch is older than a version "2.10". A pre-release counts as the release."""
+    ours, theirs = ([int(part) for part in text.split(".")[:2]] for text in (torch.__version__, version))
+    return ours < theirs
 
 
 def lacks(feature: str) -> str | None:
     """Return why this torch does not have a feature, as a sentence; None if it has it."""
     need = NEEDS[feature]
-    if _number(torch.__version__) >= _number(need.torch):
+    if not is_older_than(need.torch):
         return None
     return f"{feature} needs torch {need.torch} or later; got {torch.__version__}: older ones fail, since {need.why}"
 

@@ -11,12 +11,13 @@ import sys
 
 import torch
 
+from .. import _needs
 from .._library_path import library_path
 from .._operator.rules import flag
 
 _IMPORTED_IN = os.getpid()
 _BY_CTYPES = flag("MX_DRIVING_CTYPES")  # for tests and measurements
-_OLDEST_STABLE = (2, 10)
+_OLDEST_STABLE = "2.10"  # the first torch with a stable C interface for kernels
 _KERNELS, _NOTHING = 1, 2  # enum mxd_torch: the part to register in C++
 
 
@@ -27,12 +28,12 @@ def _load() -> ctypes.CDLL | str:
     if not path.exists():
         return f"{path.name} is not in the package: it was not built or not installed"
     try:
-        if _is_cut_off(path):
+        if _is_truncated(path):
             return f"{path.name} is damaged: it ends before what its header promises"
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
-    problem = _not_ours(path.name, library)
+    problem = _why_not_ours(path.name, library)
     if problem:
         return problem
     if _BY_CTYPES:
@@ -42,30 +43,18 @@ def _load() -> ctypes.CDLL | str:
     return library
 
 
-_ELF_SEGMENT = "I4xQ16xQ16x"  # a program header: type, offset in the file, size in the file
-_ELF_LOADED = 1
-
-
-def _is_cut_off(path: pathlib.Path) -> bool:
-    """Return whether a Linux library is shorter than its mapped segments. The system kills a process that touches the missing
-    part. Loaders of other systems check the size themselves.
+def _is_truncated(path: pathlib.Path) -> bool:
+    """Return whether a Linux library ends before its table of sections, which linkers write last. The system kills a process
+    that touches a missing part. Loaders of other systems check the size themselves.
 
     Do not compare size or hash with the build's: strip, patchelf and signatures change both.
     """
-    size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(64)
-        if len(head) < 64 or head[:5] != b"\x7fELF\2":
-            return False
-        order = "<" if head[5] == 1 else ">"
-        (first,), (length, count) = struct.unpack_from(order + "Q", head, 32), struct.unpack_from(order + "HH", head, 54)
-        if length != struct.calcsize(order + _ELF_SEGMENT):
-            return False
-        if first + length * count > size:
-            return True
-        file.seek(first)
-        segments = struct.iter_unpack(order + _ELF_SEGMENT, file.read(length * count))
-    return any(kind == _ELF_LOADED and offset + length > size for kind, offset, length in segments)
+        header = file.read(64)
+    if len(header) < 64 or header[:5] != b"\x7fELF\2":
+        return False
+    table, entry_bytes, entries = struct.unpack("=40xQ10xHH2x", header)
+    return path.stat().st_size < table + entry_bytes * entries
 
 
 _FUNCTIONS = (
@@ -76,7 +65,7 @@ _FUNCTIONS = (
 )
 
 
-def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
+def _why_not_ours(name: str, library: ctypes.CDLL) -> str | None:
     """Return why a loaded library does not belong to this package, or None if it does."""
     missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
     if missing:
@@ -99,8 +88,8 @@ def why_by_ctypes() -> str | None:
     """Register the kernels with torch in C++. Return why torch calls them through Python instead, or None."""
     if _BY_CTYPES:
         return "MX_DRIVING_CTYPES is on"
-    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_STABLE:
-        return f"torch {torch.__version__} is older than 2.10"
+    if _needs.is_older_than(_OLDEST_STABLE):
+        return f"torch {torch.__version__} is older than {_OLDEST_STABLE}"
     library = _load()
     problem = library if isinstance(library, str) else library.mxd_register_with_torch(_KERNELS)
     return problem.decode() if isinstance(problem, bytes) else problem

@@ -32,12 +32,6 @@ def _softmax_gradient(weights: Tensor, grad_weights: Tensor, axis: int) -> Tenso
     return weights * (grad_weights - (weights * grad_weights).sum(axis, keepdim=True))
 
 
-def _sum_to(t: Tensor, shape: torch.Size) -> Tensor:
-    """Return the gradient `t` of a broadcast tensor, summed to the tensor's `shape` before broadcasting."""
-    axes = [i for i, (size, whole) in enumerate(zip(shape, t.shape, strict=True)) if size == 1 and whole != 1]
-    return t.sum(axes, keepdim=True) if axes else t
-
-
 class MultiScale:
     """location = reference + offset / (W, H), or the box's centre + offset * (w, h) / (2 * num_points)."""
 
@@ -71,9 +65,9 @@ class MultiScale:
         return grad_locations * _finite(self.box) / (2 * self.points) if self.box.shape[-1] else grad_locations / self.size()
 
     def _grad_reference(self, grad_locations: Tensor) -> Tensor:
-        parts = [_sum_to(grad_locations, self.centre.shape)]
+        parts = [grad_locations.sum_to_size(self.centre.shape)]
         if self.box.shape[-1]:
-            parts.append(_sum_to(grad_locations * _finite(self.offsets) / (2 * self.points), self.box.shape))
+            parts.append((grad_locations * _finite(self.offsets) / (2 * self.points)).sum_to_size(self.box.shape))
         gradient = torch.cat(parts, -1).flatten(2, -2)  # [bs, queries, levels or points, 2 or 4]
         return gradient.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
 

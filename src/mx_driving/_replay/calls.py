@@ -98,7 +98,7 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
         operator = OPERATORS[about["operator"]]
         inputs, sizes = read_inputs(name, about, tensors)
         checks.check_inputs(operator, *inputs, *sizes)
-        checks.contents(operator, (*inputs, *sizes))
+        checks.check_numbers(operator, (*inputs, *sizes))
     problems = []
     if gradients_file.is_file():
         try:  # an unreadable file of gradients leaves the output to be judged

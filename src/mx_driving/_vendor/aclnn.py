@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import os
 import re
 import weakref
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ def _describe(name: str, t: Tensor | None) -> int | None:
     """Return a new aclTensor for a tensor; None for None. The caller destroys the aclTensor."""
     if t is None:
         return None
-    checks.host_memory(name, t)
+    checks.check_host_memory(name, t)
     axes, storage = t.dim(), t.untyped_storage()
     numbers = c_int64 * axes
     handle = _library().aclCreateTensor(
@@ -174,19 +175,28 @@ def _phase_two(
     operator: str, workspace: Tensor | None, workspace_size: int, executor: Executor | None, stream: Stream | None
 ) -> Status:
     if workspace is not None:
-        checks.workspace(workspace, workspace_size)
+        checks.check_workspace(workspace, workspace_size)
     memory = None if workspace is None else workspace.data_ptr()
     handle = None if executor is None else executor._hand_over()
     return Status(getattr(_library(), operator)(memory, workspace_size, handle, stream and stream._handle))
 
 
-def _raise(status: int) -> NoReturn:
+def _raise(status: int, kind: type[Exception] | None = None) -> NoReturn:
+    """Raise an error with the sentence of the last failure; without `kind`, the error that belongs to the status."""
     sentence = recent_error() or f"status {status}"
     name, space, rest = sentence.partition(" ")
-    kind = _ERRORS.get(Status(status), RuntimeError)
-    if kind is ValueError and re.match(r"must have (value's )?dtype ", rest):
-        kind = TypeError
-    raise kind(re.sub(r"(?<=[a-z])[A-Z]", lambda letter: "_" + letter.group().lower(), name) + space + rest)
+    name = re.sub(r"(?<=[a-z])[A-Z]", lambda letter: "_" + letter.group().lower(), name)
+    rules.refuse(kind or _ERRORS.get(Status(status), RuntimeError), name, name + space + rest)
+
+
+def _dtypes_fit(operator: str, tensors: tuple[Any, ...]) -> bool:
+    """Return whether phase one accepts the dtypes. It checks all dtypes first; CANN has one status for dtypes and shapes."""
+    value, shapes, starts, *others = tensors
+    floating = rules.FLOATING - {torch.float64}
+    if operator == _FORWARD and os.environ.get("MX_DRIVING_CANN_PRODUCT") == "310P":
+        floating -= {torch.bfloat16}
+    same = all(t.dtype == value.dtype for t in others)
+    return same and value.dtype in floating and {shapes.dtype, starts.dtype} <= rules.INDEX
 
 
 def _output(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -199,6 +209,8 @@ def _both_phases(operator: str, tensors: tuple[Tensor | None, ...], stream: Stre
         status = _phase_two(operator, torch.empty(size, dtype=torch.uint8), size, executor, stream)
     if status == Status.ACLNN_SUCCESS:
         status = synchronize(stream)
+    if status == Status.ACLNN_ERR_PARAM_INVALID and not _dtypes_fit(operator, tensors):
+        _raise(status, TypeError)
     if status != Status.ACLNN_SUCCESS:
         _raise(status)
 
@@ -290,7 +302,7 @@ def multi_scale_deformable_attention_grad_out(
         >>> [g.flatten()[0].item() for g in grads]
         [8.0, 4.0, 2.0]
     """
-    rules.tensors(("value", value), ("location", location), ("attn_weight", attn_weight))
+    rules.need_tensors(("value", value), ("location", location), ("attn_weight", attn_weight))
     outputs = (
         _output(grad_value, value.shape, value.dtype),
         _output(grad_location, location.shape, location.dtype),
@@ -335,7 +347,7 @@ def multi_scale_deformable_attn_function_out(
 ) -> Tensor:
     """The forward in one call, as `multi_scale_deformable_attention_grad_out`. If output is None, it makes one: [bs,
     num_queries, num_heads * channels] in value's dtype."""
-    rules.tensors(("value", value), ("location", location))
+    rules.need_tensors(("value", value), ("location", location))
     shaped = value.dim() == 4 and location.dim() == 6  # phase one refuses other shapes
     rows = (value.shape[0], location.shape[1], value.shape[2] * value.shape[3]) if shaped else ()
     output = _output(output, rows, value.dtype)

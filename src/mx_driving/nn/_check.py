@@ -11,24 +11,29 @@ from torch import Tensor, nn
 
 from .. import _torch_private
 from .._dispatch.functions import autocasts
-from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, tensors
+from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, need_tensors
 
 # torch's functions, read at import, because libraries may replace these functions later.
 _FORWARDS: dict[type, Any] = {nn.Linear: nn.Linear.forward, nn.Dropout: nn.Dropout.forward}
 _CALL = nn.Module.__call__
 
 
-def settings(embed_dims: int, **arguments: object) -> None:
-    """Check the arguments of a constructor, by their names: counts, divisors of embed_dims, and dropout rates."""
-    at_least(1, "embed_dims", embed_dims)
-    for name, argument in arguments.items():
-        if "drop" in name:
-            if not isinstance(argument, numbers.Real) or not 0 <= float(argument) < 1:
-                fail(ValueError, name, "be a fraction below 1", argument)
-        elif name in ("num_heads", "num_groups"):
-            divides(name, whole_number(name, argument), "embed_dims", embed_dims)
-        else:
-            at_least(1, name, argument)
+def positive(**counts: object) -> None:
+    for name, count in counts.items():
+        at_least(1, name, count)
+
+
+def divisors(embed_dims: int, **counts: object) -> None:
+    """Check embed_dims, and that the counts divide it."""
+    positive(embed_dims=embed_dims)
+    for name, count in counts.items():
+        divides(name, whole_number(name, count), "embed_dims", embed_dims)
+
+
+def dropout_rates(**rates: object) -> None:
+    for name, rate in rates.items():
+        if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
+            fail(ValueError, name, "be a fraction below 1", rate)
 
 
 def whole_number(name: str, count: object) -> int:
@@ -92,7 +97,7 @@ def shapes(sizes: dict[str, int], **inputs: tuple[Any, str]) -> dict[str, int]:
     sizes of all other names.
     """
     inputs = {name: (t, text) for name, (t, text) in inputs.items() if t is not None or not text.endswith(" or None")}
-    tensors(*((name, t) for name, (t, _) in inputs.items()))
+    need_tensors(*((name, t) for name, (t, _) in inputs.items()))
     need_one_device(*((name, t) for name, (t, _) in inputs.items()))
     sizes = dict(sizes)
     for name, (t, text) in inputs.items():

@@ -27,7 +27,8 @@ class DeformableLayers(nn.Module):
         self, embed_dims: int, num_heads: int, num_levels: int, num_points: int, maps: int = 1, output: bool = True
     ) -> None:
         super().__init__()
-        _check.settings(embed_dims, num_heads=num_heads, num_levels=num_levels, num_points=num_points)
+        _check.divisors(embed_dims, num_heads=num_heads)
+        _check.positive(num_levels=num_levels, num_points=num_points)
         self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
         samples = num_heads * maps * num_levels * num_points
         self.sampling_offsets = nn.Linear(maps * embed_dims, samples * 2)

@@ -96,8 +96,9 @@ class DeformableFeatureAggregation(nn.Module):
         residual_mode: str = "cat",
     ) -> None:
         super().__init__()
-        counts, dropped = {"num_levels": num_levels, "num_cams": num_cams}, {"attn_drop": attn_drop, "proj_drop": proj_drop}
-        _check.settings(embed_dims, num_groups=num_groups, **counts, **dropped)
+        _check.divisors(embed_dims, num_groups=num_groups)
+        _check.positive(num_levels=num_levels, num_cams=num_cams)
+        _check.dropout_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         if residual_mode not in ("add", "cat"):
             fail(ValueError, "residual_mode", "be 'add' or 'cat'", repr(residual_mode))
         self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
@@ -128,7 +129,7 @@ class DeformableFeatureAggregation(nn.Module):
         projection_mat: Tensor,
         image_wh: Tensor | None = None,
     ) -> Tensor:
-        """Aggregate.
+        """Return the aggregated features.
 
         Args:
             instance_feature: [bs, anchor, embed_dims].

@@ -55,7 +55,8 @@ class GeometricKernelAttention(nn.Module):
         dilation: int = 1,
     ) -> None:
         super().__init__()
-        _check.settings(embed_dims, num_heads=num_heads, num_levels=num_levels, dilation=dilation)
+        _check.divisors(embed_dims, num_heads=num_heads)
+        _check.positive(num_levels=num_levels, dilation=dilation)
         _check.kernel_size(kernel_size)
         self.embed_dims, self.num_heads, self.num_levels = embed_dims, num_heads, num_levels
         self.kernel_size, self.dilation = tuple(kernel_size), dilation
@@ -81,7 +82,7 @@ class GeometricKernelAttention(nn.Module):
         level_start_index: Tensor,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Return the attended features.
 
         Args:
             query: [bs, num_queries, embed_dims], the positional embedding added.

@@ -49,7 +49,7 @@ class MSDeformableAttention3D(DeformableLayers):
         level_start_index: Tensor,
         counts: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Attend.
+        """Return the attended features.
 
         Args:
             query: [bs, num_queries, embed_dims], the positional embedding added.
@@ -135,7 +135,8 @@ class SpatialCrossAttention(nn.Module):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        _check.settings(embed_dims, dropout=dropout)
+        _check.positive(embed_dims=embed_dims)
+        _check.dropout_rates(dropout=dropout)
         self.embed_dims = embed_dims
         self.deformable_attention = MSDeformableAttention3D(embed_dims, num_heads, num_levels, num_points)
         self.output_proj = nn.Linear(embed_dims, embed_dims)
@@ -157,7 +158,7 @@ class SpatialCrossAttention(nn.Module):
         bev_mask: Tensor,
         query_pos: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Return the attended features.
 
         Args:
             query: [bs, num_queries, embed_dims], the cells of the map. It is added to the result.

@@ -72,7 +72,7 @@ class TemporalSelfAttention(DeformableLayers):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 1, num_points: int = 4, dropout: float = 0.1
     ) -> None:
         super().__init__(embed_dims, num_heads, num_levels, num_points, maps=_QUEUE)
-        _check.settings(embed_dims, dropout=dropout)
+        _check.dropout_rates(dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -84,7 +84,7 @@ class TemporalSelfAttention(DeformableLayers):
         level_start_index: Tensor,
         query_pos: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Return the attended features.
 
         Args:
             query: [bs, num_queries, embed_dims], the cells of the map. It is added to the result.

@@ -20,9 +20,11 @@ from .._operator.rules import fail
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def prepare(operator: Operator, *inputs: Any) -> tuple[Any, ...]:
+def prepare(operator: Operator, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Check a call against the open atlas_limits(), and return its inputs. In inference mode, prepare DTensors here, because
     inference mode skips our Autograd kernel, which prepares them otherwise."""
+    if not (limits.open_releases or distributed.CLASSES):
+        return inputs
     if limits.open_releases:
         if not torch.compiler.is_compiling():
             checks.check_call(operator, *inputs)
@@ -37,8 +39,9 @@ def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
     checks to the kernel. After an error of the kernel, run `check` to raise the sentence about the wrong argument.
 
     Args:
-        check: Takes the arguments of `public`, and raises the sentence. If an operator has the name of `public`, the default
-            is the check of this operator, and the decorator prepares the call, too.
+        check: Takes the arguments of `public`, and raises the sentence. It includes the checks that `public` itself makes, in
+            their order. If an operator has the name of `public`, the default is the check of this operator, and the decorator
+            prepares the call, too.
     """
     signature, operator = inspect.signature(public), SAMPLING.get(public.__name__)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
@@ -55,13 +58,10 @@ def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
             _refuse(public.__name__.removeprefix("_"), names, required, args, named)
         try:
             if operator and (releases or (dtensor and distributed.skips_autograd())):
-                args, named = prepare(operator, *_bind(signature, args, named)), {}
+                args, named = prepare(operator, _bind(signature, args, named)), {}
             return public(*args, **named) if named else public(*args)
-        except Exception as error:
-            argument = getattr(error, "argument", "")  # a pool makes ranks of places, and its check names the place
-            if torch.compiler.is_compiling() or (argument and not argument.startswith("ranks_")):
-                raise
-            if check and (refusal := _find_refusal(check, _bind(signature, args, named))):
+        except Exception:
+            if check and not torch.compiler.is_compiling() and (refusal := _find_refusal(check, _bind(signature, args, named))):
                 raise refusal from None
             raise
 

@@ -21,7 +21,7 @@ from . import from_cpp
 
 # The most channels that a thread of a backward kernel holds. Eight would be 16 bytes of a 16-bit dtype, but the rows of four
 # corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
-MOST_HELD = 4
+MOST_PER_THREAD = 4
 _MOST_THREADS = 512  # threads of a program; more threads would have too few registers
 
 
@@ -83,11 +83,6 @@ class Plan(NamedTuple):
     options: dict[str, int]  # constants of the compiled kernel: the model's sizes, never batch, queries or map sizes
 
 
-def _power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
 class Tile(NamedTuple):
     rows: int
     columns: int  # channels, rounded up to a power of two
@@ -96,14 +91,14 @@ class Tile(NamedTuple):
 
 def tile(channels: int, per_thread: int, warps: int, lanes: int) -> Tile:
     """Return a tile for `warps` warps, or for more warps if a row needs more. A thread holds `per_thread` channels of a row."""
-    columns = _power_of_two(channels)
+    columns = triton.next_power_of_2(channels)
     rows = max(1, min(lanes // 2 * warps, lanes * warps * per_thread // columns))
     return Tile(rows, columns, max(warps, _warps(columns, per_thread, lanes)))
 
 
 def grouped_tile(groups: int, width: int, per_thread: int, lanes: int) -> Tile:
     """Return a tile of all groups of a row, with as many warps as the tile needs."""
-    rows, columns = _power_of_two(groups), _power_of_two(width)
+    rows, columns = triton.next_power_of_2(groups), triton.next_power_of_2(width)
     return Tile(rows, columns, max(1, _warps(rows * columns, per_thread, lanes)))
 
 
@@ -173,4 +168,4 @@ def _launches_are_watched() -> bool:
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
     """Check the index tables as on a CPU, but only inside data_checks(), because reading waits for the device."""
     if _data_checks.enabled():
-        checks.levels(shapes_name, starts_name, shapes, starts, num_keys)
+        checks.check_levels(shapes_name, starts_name, shapes, starts, num_keys)
