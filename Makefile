@@ -2,25 +2,25 @@
 # make test-quick   values, errors, gradients and one compile: a minute
 # make test    the same environment, linters and the whole test suite
 # make test-ptx   every GPU kernel compiled for sm_90, some for sm_100, and their PTX executed in numpy
-# make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
-# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then random calls of CANN's
-#              phases, and FUZZ_EXAMPLES of our nodes through onnxruntime and of files for `fuse`
-# make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
+# make test-page   the page of mx_driving.viz in Chromium; needs Chromium (BROWSER=/usr/bin/chromium) and its chromedriver
+# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer; then random calls of CANN's
+#              phases and, FUZZ_EXAMPLES each, of our nodes in onnxruntime and of `fuse`
+# make bench   the operators on models' workloads, beside plain torch and other packages: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
-# make known   what `patch` knows of the installed libraries, after a new release of one of them; downloads 500 MB
-# make onnx-forms  the files that these libraries export in every form of `fuse`: docs/support/onnx-forms.csv; the same downloads
-# make test-transformers   its own tests of models with deformable attention, plain and patched; CHECKOUT=its source tree
+# make known   lists which code of the libraries `patch` knows; run it after a release of one of them; downloads 500 MB
+# make onnx-forms  `fuse` in every form on the ONNX files that libraries export: docs/support/onnx-forms.csv; downloads 500 MB
+# make test-transformers   transformers' own tests of its deformable models, plain and patched; CHECKOUT=its source tree
 # make docs    the site: docs/_build/html/index.html
-# make tables  the tables and charts of the pages, from their CSV files, after a change in one of them
-# make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
-# make test-avx512   the native tests and the comparison with AVX-512; EMULATOR="sde64 -skx --" where the processor has none
-# make aarch64   cross-compile, and run the native tests under qemu-user, and the comparison with this processor's results
+# make tables  writes the tables and charts of the pages from the CSV files; run it after a change in these files
+# make compare   compares every instruction set with baseline on CASES=2500 random calls of all operators, both directions
+# make test-avx512   the native tests and the comparison with AVX-512; EMULATOR="sde64 -skx --" on a processor without it
+# make aarch64   cross-compile, run the native tests under qemu-user, and compare results with those of this processor
 # make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares; PLATFORM=linux-aarch64 builds one
-# make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
+# make check-wheels  checks the imports and exports of all wheels, and runs tests/native on each: docs/support/wheels.csv
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
-# make release-check   whether a release can be made: versions, changes, interface, wheels twice, all tests; QUICK=1 builds nothing
+# make release-check   checks that a release can be made: versions, changes, interface, wheels twice, all tests; QUICK=1 builds nothing
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -29,13 +29,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 NATIVE := CMakeLists.txt native/exports.map $(shell find native -name "*.cpp" -o -name "*.h")
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
-# Editable, so that a change in src/ needs no reinstall; a change in native/ or pyproject.toml does. The build folder stays, so
-# that only what changed is compiled again.
+# The installation is editable: a change in src/ needs no new installation, a change in native/ or pyproject.toml does. The build
+# folder is kept, so that only changed files are compiled again.
 EDITABLE := $(PIP) --no-build-isolation --config-settings build-dir=build/editable --editable
 
 NO_COMPILER := Building needs a C++ compiler and there is none: apt install g++, dnf install gcc-c++ or xcode-select --install
 
-# The list above: the lines of this file that begin with "# make" or with blanks behind the hash.
+# Prints the list above: the lines of this file before the first empty line.
 .PHONY: help
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -45,7 +45,7 @@ help:
 compiler:
 	@command -v "$${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "$(NO_COMPILER)"; exit 1; }
 
-# torch is pinned because a bare `torch` can bring several GB of CUDA packages; the package itself takes torch >= 2.6.
+# constraints.txt pins torch, because pip could choose a build with several GB of CUDA packages. The package needs torch >= 2.6.
 $(VENV)/made: constraints.txt | compiler
 	@echo "Making $(VENV) with PyTorch for the CPU: downloads about 250 MB, takes 1 GB of disk and a minute or two"
 	$(PYTHON) -m venv $(VENV)
@@ -68,7 +68,7 @@ demo: $(VENV)/demo
 	$(BIN)/python examples/surround_view/main.py --out demo.png
 
 test: $(STAMP) lint
-	@echo "Running the tests: 6 to 12 minutes on 2 cores"
+	@echo "Running the tests: 4 to 6 minutes on 2 quiet cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .PHONY: test-quick
@@ -76,8 +76,8 @@ test-quick: $(STAMP)
 	MX_DRIVING_TEST_BACKENDS=native $(BIN)/python -m pytest -n 2 tests/operators/test_values.py tests/operators/test_errors.py \
 		tests/operators/test_autograd.py tests/torch/test_compile.py::test_compile_fullgraph
 
-# `make test` executes a part of these. The Triton kernels of two targets cannot share a process. sm_90 runs
-# whole, sm_100 its attention kernels; stack and spills of sm_86 and sm_120 are looked at.
+# `make test` runs a part of these tests. A process can compile Triton kernels for one target only. All tests run for sm_90, those
+# of the attention kernels for sm_100; for sm_86 and sm_120 only stack and spills are checked.
 PTX_TESTS := tests/gpu $(addprefix tests/operators/test_,nonfinite.py memory.py values.py bev_pool_v3.py geometric_kernel_attention.py \
 	multi_scale_deformable_attn.py with_logits.py) \
 	tests/operators/test_autograd.py::test_only_wanted_gradients_are_computed
@@ -89,7 +89,7 @@ test-ptx: $(STAMP)
 		MX_DRIVING_TEST_BACKENDS=triton MX_DRIVING_TEST_PTX=$$target $(BIN)/python -m pytest tests/gpu/test_machine_code.py || exit 1; \
 	done
 
-# The browser and its driver are the system's: apt install chromium chromium-driver.
+# The system provides the browser and its driver: apt install chromium chromium-driver.
 BROWSER := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 NO_BROWSER := The page is tested in Chromium and there is none: apt install chromium chromium-driver, or say BROWSER=its path
 $(VENV)/page: $(STAMP)
@@ -101,7 +101,7 @@ test-page: $(VENV)/page
 	@test -x "$(BROWSER)" || { echo "$(NO_BROWSER)"; exit 1; }
 	MX_DRIVING_TEST_BROWSER="$(BROWSER)" $(BIN)/python -m pytest tests/programs/test_page_in_a_browser.py
 
-# torch's wheels for the CPU are not where pip looks by itself, and its CUDA build does not import without NVIDIA's libraries.
+# pip does not find torch's CPU wheels by itself, and the CUDA build cannot be imported without NVIDIA's libraries.
 TORCH := 2.6.0
 OLDEST := build/oldest-$(TORCH)
 FILES := tests
@@ -120,7 +120,7 @@ test-oldest: $(OLDEST)/installed
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png
 
-# The runtimes bring many packages, which an environment of their own keeps from the tests.
+# The runtimes need many packages, so they get an environment of their own, apart from the tests.
 DEPLOY := build/deploy
 DEPLOY_PIP := $(DEPLOY)/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt
 $(DEPLOY)/installed: constraints.txt pyproject.toml $(NATIVE) | compiler
@@ -134,7 +134,7 @@ $(DEPLOY)/installed: constraints.txt pyproject.toml $(NATIVE) | compiler
 deploy-matrix: $(DEPLOY)/installed
 	$(DEPLOY)/bin/python benchmarks/deploy_matrix.py --csv docs/support/deploy.csv
 
-# Other people's packages, pinned, without what they ask for: they ask for torch in any version.
+# Pinned packages of others, without their requirements: they require torch in any version, and pip would replace ours.
 LIBRARIES := build/libraries
 LIBRARIES_PIP := $(LIBRARIES)/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt
 LIBRARIES_SEE := YOLO_CONFIG_DIR=$(CURDIR)/$(LIBRARIES)/ultralytics HF_HUB_OFFLINE=1
@@ -156,8 +156,8 @@ known: $(LIBRARIES)/installed
 		$(LIBRARIES_SEE) $(LIBRARIES)/bin/mx-driving forms $$package || exit 1; \
 	done
 
-# Transformers' own tests of its deformable models, plain and patched: what fails in one run alone is printed. CHECKOUT is a source
-# tree of transformers at the installed version (its sdist has no tests of models). `parameterized` lies beside the environment.
+# Transformers' own tests of its deformable models, plain and patched. Prints the tests that fail in only one of the runs. CHECKOUT
+# is a source tree of the installed version (the sdist has no tests of models). `parameterized` is installed in a folder of its own.
 OWN_TESTS := build/transformers
 DEFORMABLE := d_fine deformable_detr deimv2 grounding_dino lw_detr mask2former mm_grounding_dino omdet_turbo oneformer \
 	pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 rf_detr rt_detr rt_detr_v2
@@ -175,20 +175,20 @@ test-transformers: $(OWN_TESTS)/installed
 		grep -o '^FAILED [^ ]*' $(OWN_TESTS)/$$way.log | sort > $(OWN_TESTS)/$$way.failed; \
 	done; diff $(OWN_TESTS)/plain.failed $(OWN_TESTS)/patched.failed && tail -1 $(OWN_TESTS)/patched.log | grep passed
 
-# For a quiet machine: every model before and after `patch`, about an hour.
+# Times every model before and after `patch`. Takes about an hour on a quiet machine.
 time-libraries: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python benchmarks/libraries.py groundingdino rfdetr ultralytics --seconds 60 --onnx \
 		--csv benchmarks/results/libraries.csv
 
-# For a quiet machine: the files that libraries export themselves, before and after `fuse`, about half an hour.
+# Times the files that libraries export, before and after `fuse`. Takes about half an hour on a quiet machine.
 time-onnx-files: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python benchmarks/onnx_files.py --csv benchmarks/results/onnx-files.csv
 
-# The same files in every form of `fuse`, and how far their outputs are from those of the file; some minutes.
+# Compares the outputs of these files with those of every form of `fuse`. Takes some minutes.
 onnx-forms: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python benchmarks/onnx_files.py --forms --side 320 --csv docs/support/onnx-forms.csv
 
-# Warnings are errors; building fetches nothing.
+# Sphinx treats warnings as errors. The build downloads nothing.
 $(VENV)/docs: $(VENV)/made pyproject.toml $(NATIVE)
 	test -e $(STAMP) || $(EDITABLE) '.[docs]'
 	touch $@
@@ -209,8 +209,8 @@ lint: $(STAMP)
 
 native: $(STAMP)
 
-# ThreadSanitizer sees streams, callers and the library's own threads: the tests load no OpenMP runtime, whose waiting it would
-# not know. One instruction set is enough there, because all are compiled from one source.
+# ThreadSanitizer checks streams, callers and the library's own threads. The tests load no OpenMP runtime, because ThreadSanitizer
+# does not know how it waits. One instruction set is enough, because all are compiled from one source.
 SANITIZERS := build/asan build/tsan
 build/asan: FLAGS := -DMXD_SANITIZE=address,undefined
 build/tsan: FLAGS := -DMXD_SANITIZE=thread -DMXD_BASELINE_ONLY=ON
@@ -223,7 +223,7 @@ $(SANITIZERS): $(VENV)/made
 	$(BIN)/cmake --build $@ --parallel 2
 	$(HUGE_ALLOCATIONS_FAIL) $@/tests/native/native_tests
 
-# tests/native/compare: a line FINDING names the case, which `build/native-tests/tests/native/compare CASE` repeats.
+# A line FINDING of tests/native/compare names a case. `build/native-tests/tests/native/compare CASE` repeats this case.
 CASES := 2500
 NATIVE_TESTS := build/native-tests
 .PHONY: native-tests compare test-avx512
@@ -238,7 +238,7 @@ test-avx512: native-tests
 	$(EMULATOR) $(NATIVE_TESTS)/tests/native/native_tests
 	$(EMULATOR) $(NATIVE_TESTS)/tests/native/compare 0 $(CASES) baseline,avx512
 
-# For another processor: Debian's g++-aarch64-linux-gnu and qemu-user. Shows that results are right, not how fast they come.
+# Needs Debian's g++-aarch64-linux-gnu and qemu-user. Under an emulator results can be checked, times cannot.
 AARCH64 := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
 aarch64: native-tests
@@ -249,8 +249,9 @@ aarch64: native-tests
 
 sanitize: $(SANITIZERS) fuzz-native fuzz-files
 
-# Our nodes through onnxruntime, and what C programs may describe, in a Python without a sanitizer: leaks are Python's own, and
-# libstdc++ must be loaded before libasan looks for what throws. No conftest.py, which imports the package first.
+# Random calls of our nodes in onnxruntime and of CANN's phases, in a Python without a sanitizer. Leaks are not detected, because
+# Python has its own. libstdc++ is loaded so that libasan finds its functions for exceptions. tests/conftest.py is not loaded,
+# because it would import the package first.
 .PHONY: fuzz-native fuzz-files
 fuzz-native: build/asan $(STAMP)
 	LD_PRELOAD="$(foreach name,libasan libstdc++,$(shell $${CXX:-g++} -print-file-name=$(name).so))" \
@@ -258,12 +259,12 @@ fuzz-native: build/asan $(STAMP)
 		FUZZ_LIBRARY=build/asan/libmx_driving.so $(BIN)/python -m pytest -qs --noconftest -c /dev/null --rootdir . -p sanitized \
 		tests/onnx/test_fuzz_nodes.py tests/native/test_aclnn_refusals.py
 
-# Files that `mx-driving fuse` reads; tests/helpers/strategies.py. Examples are the same in each run, but
-# with FUZZ_RANDOM=1. A finding is printed with its seed.
+# Random files for `mx-driving fuse`, made by tests/helpers/strategies.py. Examples are the same in each run, except with
+# FUZZ_RANDOM=1. A finding is printed with its seed.
 fuzz-files: $(STAMP)
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/onnx/test_fuzz_fuse.py
 
-# Tools of their own environment: the compiler alone takes 0.4 GB. Building fetches nothing once they are there.
+# The tools have an environment of their own: the compiler alone takes 0.4 GB. With these tools a build downloads nothing.
 TOOLS := .venv-wheels
 $(TOOLS)/made: wheels/requirements.txt
 	@echo "Making $(TOOLS) with compilers for every system: downloads about 150 MB, takes 0.6 GB of disk"
@@ -279,7 +280,7 @@ wheels: $(TOOLS)/made
 check-wheels: $(TOOLS)/made
 	$(TOOLS)/bin/python wheels/check.py $(PLATFORM)
 
-# A fresh environment each time. pip takes the wheel in dist that fits this machine, and then only what it needs.
+# Makes a new environment in each run. pip installs the wheel in dist for this machine, and then its requirements.
 TESTED := .venv-wheel-test
 TESTED_PYTHON := $(TESTED)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
 test-wheel:
@@ -288,24 +289,24 @@ test-wheel:
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt 'mx-driving-portable[test]' cmake
 	$(TESTED_PYTHON) -m pytest -n 2 --dist loadgroup $(TESTS)
 
-# What callers can use, as the last release had it: tests/programs/test_interface.py. Recorded when a release is made.
+# Records the public names for tests/programs/test_interface.py. Run it when a release is made.
 .PHONY: interface
 interface: $(STAMP)
 	$(BIN)/python tests/helpers/interface.py
 
-# Everything that can be checked on one machine.
+# Runs all checks that one machine can run.
 .PHONY: release-check
 release-check: $(STAMP)
 	$(BIN)/python wheels/release.py
 	$(if $(QUICK),,$(foreach step,test sanitize compare wheels test-wheel check-wheels test-avx512 aarch64 docs,\
 		$(MAKE) $(step) AGAIN=1 &&) echo "a release can be made")
 
-# Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
+# Checks that a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version
 version:
 	grep -qx 'version = "$(TAG:v%=%)"' pyproject.toml
 
-# Tests and measures the GPU kernels with $(PYTHON)'s own torch, offline; OUT=folder gets the results; DRY=1 needs no GPU.
+# Tests and measures the GPU kernels, offline, with the torch of $(PYTHON). OUT=folder gets the results. DRY=1 needs no GPU.
 .PHONY: check-gpu
 check-gpu:
 	PYTHON=$(PYTHON) DRY=$(DRY) $(if $(OUT),OUT=$(OUT)) benchmarks/check_gpu

@@ -1,4 +1,4 @@
-"""The operators and modules on models' workloads, beside plain torch, other packages and the gather loop.
+"""Measure operators and modules on the workloads of models, beside plain torch, other packages and the gather loop.
 
 python benchmarks/bench.py --only 'deformable-detr*' --peers --csv mine.csv --plot mine.png
 """
@@ -34,13 +34,13 @@ from mx_driving.cli.start import matching, start
 
 def calls_of_floor(operator: str, args: Args, dtype: str, head_major: bool) -> dict[str, Call]:
     calls = {"forward": floor.gather_floor(operator, args, backward=False, head_major=head_major)}
-    if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
+    if dtype in ("float32", "float64"):  # the loop adds in place; our 16-bit gradients do not
         calls["backward"] = floor.gather_floor(operator, args, backward=True, head_major=head_major)
     return calls
 
 
 def floors(workload: Workload, dtype: str, args: Args) -> speed.Calls:
-    """The gather loops of a workload, where their library is built."""
+    """Return the gather loops of a workload, or nothing if their library is not built."""
     if floor.why_not() is not None:
         return {}
     if workload.description.kind == "pooling":
@@ -53,7 +53,7 @@ def floors(workload: Workload, dtype: str, args: Args) -> speed.Calls:
 
 
 def measure(one: Workload | ModuleWorkload, dtype: str, peers: bool, seconds: float) -> list[Row]:
-    """The rows of a workload."""
+    """Return the rows of a workload."""
     if isinstance(one, ModuleWorkload):
         return measure_module(one, peers, seconds, dtype)
 
@@ -93,18 +93,18 @@ def bench(
     Each row is checked against the float64 reference first. Then all implementations run in turn, round after round. Times are
     medians; "times ours" is the time of an implementation divided by ours.
 
-    "gather loop" is a native loop that gets the rows in advance and only reads and adds them (backward, into a gradient that it
-    sets to zero). "gather loop, head-major" reads a copy of value in which the rows of a head are contiguous. Neither is a
-    lower bound: the package packs rows before it reads them. The loop of bev_pool_v3 has a forward only; it reads no depth and
-    writes the channels of a cell side by side. `make native` in a clone builds the loops.
+    "gather loop" is a native loop that gets the rows in advance and only reads and adds them. In the backward it adds to a
+    gradient that it first sets to zero. "gather loop, head-major" reads a copy of value in which the rows of a head are
+    contiguous. Neither is a lower bound: the package packs rows before it reads them. The loop of bev_pool_v3 has a forward
+    only; it reads no depth and writes the channels of a cell side by side. `make native` in a clone builds the loops.
 
-    Gradients are those that the model needs: reference points of a grid have none. Beside an operator with logits, "bare
-    operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, in
-    float32 or, with --dtype bfloat16, under autocast and in bfloat16: its forward without gradients, and forward and backward
-    with those of its parameters. "layers + operator" runs its linear layers and its bare operator apart, on inputs that are
-    ready.
+    The backward computes the gradients that the model needs; reference points of a grid need none. Beside an operator with
+    logits, "bare operator" is the operator without logits on locations and weights that are computed before. A row
+    "Module: ..." is a module of `mx_driving.nn` in float32, or with --dtype bfloat16 under autocast and in bfloat16. Its
+    forward runs without gradients; forward and backward computes the gradients of its parameters. "layers + operator" is the
+    sum of the module's linear layers and its bare operator, each on inputs that are computed before.
 
-    The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
+    Install the other package by `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
     """
     chosen_names = matching("--only", only, [w.name for w in (*WORKLOADS, *MODULES)])
     if names:
@@ -121,7 +121,7 @@ def bench(
         for one, name in calls:
             show(console, figures.plans_table(f"{one.name}, {name}", plans(one, name)))
         return
-    before = figures.read(compare) if compare else None  # read first: --csv may overwrite this file
+    before = figures.read(compare) if compare else None  # read now: --csv may overwrite this file
     if before is not None:
         figures.in_common(before, {(w.name, d, OURS) for w, d in work})
     if out:

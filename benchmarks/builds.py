@@ -1,8 +1,8 @@
-"""Native libraries side by side in one process, each loaded several times. Run: python benchmarks/builds.py OLD.so NEW.so
+"""Compare the times of native libraries in one process. Run: python benchmarks/builds.py OLD.so NEW.so
 
-A library is loaded more than once because its address can decide its time: hardware that predicts by an instruction's
-address helps or does not. Each cell is the best time of the best copy and of the worst, in milliseconds; if they differ by
-more than noise, something is left to chance. Without arguments, it measures the installed library alone.
+Each library is loaded several times, because its address can change its times: processors predict by the addresses of
+instructions. A cell has two times in milliseconds: the best time of the best copy and of the worst copy. If they differ by
+more than noise, the address decides. Without arguments, the program measures the installed library alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:
 @contextlib.contextmanager
 def using(library: ctypes.CDLL) -> Iterator[None]:
     before = _backends.native.loaded
-    _backends.native.loaded = lambda: library  # not a mock, whose own calls would be measured, too
+    _backends.native.loaded = lambda: library  # a mock's own calls would be measured, too
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def calls(workload: Workload):
     args = workload.inputs()
     forward, backward = (_backends.native.kernel(workload.operator, is_backward) for is_backward in (False, True))
     grad = torch.randn_like(forward(*args))
-    others = len(OPERATORS[workload.operator].differentiable) - 1  # beside value
+    others = len(OPERATORS[workload.operator].differentiable) - 1  # the other differentiable inputs, after value
     return {
         "forward": lambda: forward(*args),
         "gradient of value": lambda: backward(grad, *args, [True, *[False] * others]),

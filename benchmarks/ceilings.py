@@ -1,4 +1,4 @@
-"""The most that this GPU can do of what bounds the operators: copying, reading from L2, adding to memory."""
+"""Measure the GPU's limits that bound the operators: the throughput of copies, of reads from L2 and of additions to memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-_PIECE = 4096  # elements of a program's piece
+_PIECE = 4096  # elements that a program reads or adds at once
 _PIECES = 8  # pieces that a program reads or adds to
 _CACHED = 16 << 20  # bytes that stay in L2
 
 
 class Ceilings(NamedTuple):
-    """Bytes per second; a copy counts what it reads and what it writes."""
+    """Bytes per second. A copy counts the bytes that it reads and writes."""
 
     copy: float
     cached_read: float
@@ -39,7 +39,7 @@ def _add(memory, pieces, PIECE: tl.constexpr, COUNT: tl.constexpr):
 
 
 def measure(seconds, device: str, small: bool) -> Ceilings:
-    """seconds(call) is the time of one call; small is for a dry run."""
+    """Return the ceilings. `seconds(call)` is the time of one call. `small` is for a dry run."""
     elements = 1 << 16 if small else 1 << 28
     source = torch.zeros(elements, device=device)
     target = torch.empty_like(source)

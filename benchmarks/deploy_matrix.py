@@ -1,10 +1,10 @@
-"""Each operator in each runtime that it can be deployed to: whether it exports and runs, its numbers, its times.
+"""Export each operator to each runtime, run it there, and compare its output and its times.
 
     python benchmarks/deploy_matrix.py --runtime 'OpenVINO*' --seconds 1 --csv mine.csv
 
-"exports" and "runs" are "yes", "no" or "not here"; the message of a "no" stands beside it. "difference" is the largest one from
-the reference in float64, over the largest absolute output. Times are medians, as multiples of our operator in torch ("times
-ours") and of the operator's decomposition in torch ("times gathers"). A runtime that is not installed is left out.
+"exports" and "runs" are "yes", "no" or "not here"; "message" has the error of a "no". "difference" is the largest difference
+from the reference in float64, divided by the largest absolute output. Times are medians, as multiples of our operator in torch
+("times ours") and of the operator's decomposition in torch ("times gathers"). A runtime that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FIGURES = ("difference", "milliseconds", "times ours", "times gathers")
 
 
 class Runtime(NamedTuple):
-    """A way to deploy. `load` makes a function of no arguments, whose result `read` turns into a tensor; without `load` there
-    is only an export, because the runtime is on other machines."""
+    """A way to deploy an operator. `load` returns a function without arguments, and `read` converts its result to a tensor. A
+    runtime without `load` is only exported to, because it runs on other machines."""
 
     name: str
     package: str
@@ -55,7 +55,7 @@ class Runtime(NamedTuple):
 
     @property
     def missing(self) -> str:
-        """A sentence, if the runtime is not installed."""
+        """Return a sentence if the runtime is not installed, else an empty string."""
         there = importlib.util.find_spec(self.package) is not None
         return "" if there else f"{self.name} is left out: {self.package} is not installed"
 
@@ -65,7 +65,7 @@ class Runtime(NamedTuple):
 
 
 class Calls(torch.nn.Module):
-    """The operator; what is no tensor is fixed."""
+    """A module that calls the operator. Its inputs are the tensors; all other arguments are constants."""
 
     def __init__(self, operator: str, args: tuple):
         super().__init__()
@@ -88,7 +88,7 @@ def exported(module: torch.nn.Module, tensors: tuple[torch.Tensor, ...], form: s
 
 
 def loaded(model: bytes, tensors: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
-    """A function of no arguments that runs the exported operator, which is given new memory for its output each time."""
+    """Return a function that runs the exported operator. Each call gets new memory for its output."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -99,7 +99,7 @@ def loaded(model: bytes, tensors: tuple[torch.Tensor, ...]) -> Callable[[], Any]
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy()))
 
     def run() -> Any:
-        binding.clear_binding_outputs()  # or the memory of the last call would be used again
+        binding.clear_binding_outputs()  # otherwise the call would write to the memory of the last output
         binding.bind_output(session.get_outputs()[0].name)
         session.run_with_iobinding(binding)
         return binding.get_outputs()[0]
@@ -108,7 +108,7 @@ def loaded(model: bytes, tensors: tuple[torch.Tensor, ...]) -> Callable[[], Any]
 
 
 def program_of(module: torch.nn.Module, tensors: Tensors) -> torch.export.ExportedProgram:
-    """The operator stays one node."""
+    """Return the exported program, in which the operator is one node."""
     return torch.export.export(module.eval(), tensors)
 
 
@@ -118,7 +118,7 @@ def in_torch(program: torch.export.ExportedProgram, tensors: Tensors) -> Callabl
 
 
 def standard(module: torch.nn.Module, tensors: Tensors, **more: Callable) -> torch.export.ExportedProgram:
-    """The operator as gathers: standard operators alone, for runtimes that know nothing of ours. `more` are decompositions."""
+    """Return a program of standard operators (gathers) for runtimes without our operator. `more` adds decompositions."""
     ours = torch._decomp.get_decompositions([getattr(torch.ops.mx_driving, name).default for name in OPERATORS])
     others = {getattr(torch.ops.aten, name).default: function for name, function in more.items()}
     return program_of(module, tensors).run_decompositions({**torch.export.default_decompositions(), **ours, **others})
@@ -159,7 +159,7 @@ def openvino_of_program(module: torch.nn.Module, tensors: Tensors) -> Any:
 
 
 def to_executorch(*partitioners: str) -> Callable[[torch.nn.Module, Tensors], bytes]:
-    """The bytes of a .pte file. What no partitioner takes runs with ExecuTorch's portable kernels."""
+    """Return a function that makes a .pte file. ExecuTorch's portable kernels run the nodes that no partitioner takes."""
 
     def export(module: torch.nn.Module, tensors: Tensors) -> bytes:
         exir = importlib.import_module("executorch.exir")
@@ -176,7 +176,7 @@ def in_executorch(program: bytes, tensors: Tensors) -> Callable[[], Any]:
     whole = runtime.load_program(program)
     method = whole.load_method("forward")
 
-    def run(held: object = whole) -> torch.Tensor:  # a method reads the program's memory, and does not keep it
+    def run(held: object = whole) -> torch.Tensor:  # keeps the program: the method reads its memory but holds no reference
         return method.execute(tensors)[0]
 
     return run
@@ -188,7 +188,7 @@ def clamped(t: torch.Tensor, low: Any = None, high: Any = None) -> torch.Tensor:
 
 
 def to_core_ml(module: torch.nn.Module, tensors: Tensors) -> Any:
-    """coremltools 9.0 does not know aten.alias, and makes float32 of an integer that is clamped at one end."""
+    """Convert with two workarounds for coremltools 9.0: it lacks aten.alias, and converts a half-clamped integer to float32."""
     import coremltools
 
     program = standard(module, tensors, alias=lambda t: t, clamp=clamped)
@@ -224,12 +224,12 @@ RUNTIMES = (
 
 
 def in_one_line(error: Exception) -> str:
-    """The first sentence of an error's message, without the paths of this machine."""
+    """Return the first sentence of an error's message, without the paths of this machine."""
     return re.sub(r"/\S*/", "", first_line(error).split(". ")[0])
 
 
 def has_no_such_form(runtime: Runtime, workload: Workload) -> bool:
-    """geometric_kernel_attention does not interpolate: its GridSample form is the gather form."""
+    """Return True for geometric_kernel_attention and GridSample: without interpolation this form equals the gather form."""
     return runtime.name.endswith("grid_sample") and GEOMETRIC in (workload.operator, workload.description.bare)
 
 
@@ -241,7 +241,7 @@ class Attempt(NamedTuple):
 
 
 def attempted(runtime: Runtime, workload: Workload, args: tuple) -> Attempt:
-    """Each runtime has errors of its own; any of them is a result."""
+    """Export and run the workload once. An error of any class is a result, because each runtime has its own classes."""
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
     try:
         program = runtime.export(Calls(workload.operator, args).eval(), tensors)
@@ -258,7 +258,7 @@ def attempted(runtime: Runtime, workload: Workload, args: tuple) -> Attempt:
 
 
 def measured(workload: Workload, runtimes: list[Runtime], seconds: float) -> Iterator[Row]:
-    """A row for torch's own two, and for each runtime."""
+    """Yield a row for the operator in torch, for its decomposition in torch, and for each runtime."""
     args = workload.inputs()
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
     truth = getattr(mx_driving.reference, workload.operator)(*cast(args, torch.float64))
@@ -290,7 +290,7 @@ def main(
     only: Only = None,
     runtime: Annotated[list[str] | None, typer.Option(help="Only runtimes whose name matches; may be repeated.")] = None,
     seconds: Seconds = 12.0,
-    threads: Threads = 1,  # idle threads of one library slow the others
+    threads: Threads = 1,  # idle threads of one library slow down the others
     csv: Csv = None,
 ) -> None:
     workloads = matching("--only", only, [w.name for w in ROWS])

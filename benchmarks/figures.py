@@ -1,4 +1,4 @@
-"""Rows of bench.py as bars and compared with an earlier file; traits and plans as tables."""
+"""Draw rows of bench.py as bars, compare them with an earlier file, and make tables of traits and plans."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mx_driving._operator.problems import Problem, need, ruled
 from mx_driving._show import grid
 
 FLOOR, HEAD_MAJOR_FLOOR = "gather loop", "gather loop, head-major"
-PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # beside a module: what it is made of, apart
+PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # the parts of a module, timed alone
 KEY = ("workload", "dtype", "direction", "implementation")
 
 
 def writable_picture(name: str, path: Path, what: str) -> None:
-    """Check that the picture can be written later: matplotlib is there, and knows the ending."""
+    """Check before the work that matplotlib is installed and can write the file's format."""
     need(what, "[demo]", "matplotlib", "PIL")
     from matplotlib.figure import Figure
 
     ending = path.suffix.lower()[1:]
-    try:  # a writer may be registered and still not work
+    try:  # matplotlib may list a format whose writer fails
         if not ending:
             raise ValueError("no ending")
         Figure(figsize=(1, 1)).savefig(io.BytesIO(), format=ending)
-    except Exception:  # each writer has errors of its own
+    except Exception:  # each writer raises its own classes
         raise Problem(f"{name} must end in a kind of picture such as .png, .jpg or .pdf; got {path.name!r}") from None
     writable(name, path)
 
 
 def traits_table(workload: str, traits: dict[str, tuple[str, ...]]) -> Any:
-    """A table of ratios of this package with itself."""
+    """Return a table of ratios between two ways of running this package."""
     shown = grid(workload, {"mx_driving with itself": 32}, dict.fromkeys(("forward", "backward", "forward +\nbackward"), 10))
     for name, figures in traits.items():
         shown.add_row(name, *figures)
@@ -44,7 +44,7 @@ def traits_table(workload: str, traits: dict[str, tuple[str, ...]]) -> Any:
 
 
 def plans_table(title: str, plans: dict[str, dict[str, str]]) -> Any:
-    """A table of decisions, a column for each direction."""
+    """Return a table of decisions with a column for each direction."""
     shown = grid(title, {"decision": 18, **dict.fromkeys(plans, 28)}, {})
     for decision in dict.fromkeys(chain.from_iterable(plans.values())):
         shown.add_row(decision.replace("_", " "), *(plan.get(decision, "") for plan in plans.values()))
@@ -52,7 +52,7 @@ def plans_table(title: str, plans: dict[str, dict[str, str]]) -> Any:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file that `write` wrote."""
+    """Return the rows of a file that `write` wrote."""
     rule = f"--compare={path} must be a file that bench.py --csv wrote"
     with ruled(rule, OSError, ValueError, TypeError, csv.Error), path.open(newline="", encoding="utf-8") as file:
         rows: list[Row] = list(csv.DictReader(file))
@@ -65,7 +65,7 @@ def read(path: Path) -> list[Row]:
 
 
 def in_common(before: Iterable[Row], measured: set[tuple[str, str, str]]) -> None:
-    """Some row of the earlier file has a workload, dtype and implementation that will be measured."""
+    """Raise a Problem unless a row of the earlier file has a workload, dtype and implementation that will be measured."""
     if not any((r["workload"], r["dtype"], r["implementation"]) in measured for r in before):
         raise Problem(f"the two measurements must have rows of {OURS} in common; got none")
 
@@ -105,8 +105,8 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def slower(rows: list[Row], before: Iterable[Row], tolerance: float) -> list[str]:
-    """A sentence for each of our rows that takes more than 1 + tolerance times as long as in the earlier file. If both files
-    have plain torch, times are divided by that of the same run: a slower day of the machine then cancels."""
+    """Return a sentence for each of our rows that takes more than 1 + tolerance times as long as in the earlier file. If both
+    files have plain torch, divide times by those of plain torch in the same run, so that the machine's pace cancels out."""
     old = {tuple(r[k] for k in KEY): float(r["milliseconds"]) for r in before}
     new = {tuple(r[k] for k in KEY): float(r["milliseconds"]) for r in rows}
     common = [key for key in new if key[3] == OURS and key in old]

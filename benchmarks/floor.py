@@ -1,6 +1,6 @@
-"""The gather loops of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds.
+"""Gather loops: compute the corner rows of a workload in advance, then run a native loop that only reads and adds them.
 
-The loop (benchmarks/floor_library) is a library of its own, which wheels do not hold.
+The loop (benchmarks/floor_library) is a library of its own, which wheels do not contain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _library_path() -> pathlib.Path:
 
 
 def why_not() -> str | None:
-    """Why there is no gather loop, or None when there is one."""
+    """Return why there is no gather loop, or None if there is one."""
     if _library_path().exists():
         return None
     return "The gather loop is left out: a wheel does not hold its library. `make native` in the source tree builds it."
@@ -39,9 +39,10 @@ def _library() -> ctypes.CDLL:
 def add_rows(
     value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | None = None, starts: Tensor | None = None
 ) -> None:
-    """output[b, q, h] = the sum of the rows of value[b, :, h] that rows[b, h, q] lists. With grad_value, output[b, q, h] is
-    added to the same rows of grad_value[b, :, h] instead, and the sum is dropped. With `starts`, lists lie one after the other.
-    `rows` and `starts` are trusted: see benchmarks/floor_library/floor.h.
+    """Set output[b, q, h] to the sum of the rows of value[b, :, h] that rows[b, h, q] lists.
+
+    With `grad_value`, add output[b, q, h] to the listed rows of grad_value[b, :, h] instead. With `starts`, the lists lie one
+    after the other in `rows`. The native loop does not check `rows` and `starts`: see benchmarks/floor_library/floor.h.
     """
     tensors = [None if t is None else _backends.native._pack(t) for t in (value, rows, starts, output, grad_value)]
     status = _library().mxd_gather_floor(_backends.native.isa().encode(), *tensors, torch.get_num_threads())
@@ -50,8 +51,8 @@ def add_rows(
 
 
 def _corners(pixel: Tensor, size: Tensor, start: Tensor, keys: int) -> Tensor:
-    """Rows of the four corners of samples at `pixel` [..., 2] (x, y) on maps of `size` (width, height): [..., 4]. A corner
-    off the map is row `keys`, a row of zeros."""
+    """Return the rows of the four corners of samples at `pixel` [..., 2] (x, y) on maps of `size` (width, height): [..., 4].
+    A corner off the map is row `keys`, a row of zeros."""
     corner = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]])
     at = pixel.floor().long()[..., None, :] + corner
     inside = ((at >= 0) & (at < size[..., None, :])).all(-1)
@@ -64,13 +65,13 @@ def _aggregation_rows(features: Tensor, shapes: Tensor, starts: Tensor, location
     seen = geometry.inside(locations)[..., None, None]
     rows = _corners(geometry.pixels(locations[..., None, :], size), size, starts, features.shape[1])
     rows = torch.where(seen, rows, -1).flatten(2)  # [bs, anchor, pts * cam * scale * 4]
-    last = (rows < 0).sort(dim=-1, stable=True).indices  # what counts first, in its order
+    last = (rows < 0).sort(dim=-1, stable=True).indices  # rows that are read come first, in their order
     rows = rows.gather(-1, last)
     return rows[..., : int((rows >= 0).sum(-1).max())][:, None]
 
 
 def corner_rows(operator: str, args: tuple[Tensor, ...]) -> Tensor:
-    """int32 [bs, heads, queries, rows]: the rows of value each query adds up, in the order of its samples."""
+    """Return int32 [bs, heads, queries, rows]: the rows of value that each query sums, in the order of its samples."""
     value, shapes, starts, locations, _ = args
     keys = value.shape[1]
     if operator == AGGREGATION:
@@ -85,12 +86,12 @@ def corner_rows(operator: str, args: tuple[Tensor, ...]) -> Tensor:
         rows = rows.flatten(3).transpose(1, 2)
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 4), value=keys)
     if int(rows.min()) < -1 or int(rows.max()) > keys:
-        raise ValueError("rows outside value")  # the native loop trusts them
+        raise ValueError("rows outside value")  # the native loop does not check them
     return rows.to(torch.int32).contiguous()
 
 
 def pooling_floor(args: Args) -> Callable[[], Tensor]:
-    """A call that adds up the rows of feat of each cell's points and writes its sums side by side. It reads no depth."""
+    """Return a call that sums the rows of feat of each cell's points. It reads no depth, and writes channels last."""
     feat, _, ranks_feat, _, ranks_bev, *sizes = args
     cells, keys = math.prod(sizes), feat.shape[0]
     order = ranks_bev.sort(stable=True).indices
@@ -111,9 +112,9 @@ def pooling_floor(args: Args) -> Callable[[], Tensor]:
 
 
 def gather_floor(operator: str, args: tuple[Tensor, ...], backward: bool, head_major: bool = False) -> Callable[[], object]:
-    """A call that does one direction's share of reading and adding; "backward" is the backward direction alone, with the
-    gradient of value set to zero first. With head_major, the rows of a head lie side by side, in value and its gradient:
-    the best layout known. Nobody pays for it here."""
+    """Return a call that only reads and adds the rows of one direction. The backward first sets the gradient of value to zero.
+    With `head_major` the rows of a head are contiguous in value and its gradient, the best known layout. The call does not
+    include the time to make this layout."""
     value = args[0].unsqueeze(2) if operator == AGGREGATION else args[0]
     rows = corner_rows(operator, args)
     bs, heads, queries, _ = rows.shape

@@ -1,13 +1,13 @@
-"""The operators on a GPU, beside their rivals and the GPU's ceilings.
+"""Measure the operators on a GPU, other implementations, and the limits of the GPU's memory.
 
     python benchmarks/gpu.py                            ours and every rival that is installed; benchmarks/results/<gpu>.csv
     python benchmarks/gpu.py --ours --out times.csv     ours alone
     python benchmarks/gpu.py --rivals plain,classic --dtype float32 --out rivals.csv
     python benchmarks/gpu.py --dry-run                  tiny sizes, the kernels' PTX executed: checks this script
 
-Times are medians of CUDA events. Each call takes the next of several copies of its inputs, which are three times the L2 cache
-together, so that nothing of a copy's last use is left there. `kernel` is a CUDA graph of such calls, without Python; `call`
-is the same from Python, one after the other. A row is written as soon as it is measured.
+Times are medians of CUDA events. Each call takes the next of several copies of its inputs. All copies together are three times
+as large as the L2 cache, so that a call finds none of its inputs there. `kernel` is the time in a CUDA graph, without Python;
+`call` is the time of the same calls from Python, one after the other. A row is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ Function = Callable[..., Tensor]
 
 
 class Target(NamedTuple):
-    """Milliseconds on an H200; for `call`, of a whole call from Python."""
+    """Times in milliseconds on an H200; a "call" includes Python. A time above `gate` gives exit status 1; `aim` is a wish."""
 
     gate: float
     aim: float
 
 
-# How many times longer the rival takes: forward and backward, on any GPU, float32.
+# The least ratio of a rival's time to ours, forward and backward, in float32 on any GPU.
 RATIOS = {"classic": (3.0, 2.5), "deformops-triton": (1.2, 1.2), "deformops-cuda": (1.2, 1.2)}
 TARGETS = {
     ("Encoder, batch 2, 22,223 queries", "float32", "forward", "kernel"): Target(0.30, 0.20),
@@ -71,7 +71,7 @@ TARGETS = {
 
 
 def events(run: Callable[[], Any], calls: int) -> float:
-    """Seconds of one of the `calls` calls that run makes: the median over rounds."""
+    """Return the seconds of one call if `run` makes `calls` calls: the median over rounds."""
     if not DRY:
         run()
     times = []
@@ -91,13 +91,13 @@ def events(run: Callable[[], Any], calls: int) -> float:
 
 
 def captured(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
-    """All the calls as one CUDA graph."""
+    """Return a function that replays all calls as one CUDA graph."""
     if DRY:
         return functools.partial(_all, calls)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
-            call()  # compiles, and fills the allocator
+            call()  # compiles the kernel and fills the allocator's cache
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -111,7 +111,7 @@ def bytes_of(args: Args) -> int:
 
 
 def copies(args: Args) -> list[Args]:
-    """As many copies of the inputs as three times the L2 cache holds, at least 4."""
+    """Return at least 4 copies of the inputs, together three times as large as the L2 cache if 64 copies suffice."""
     size = bytes_of(args)
     cache = 0 if DRY else torch.cuda.get_device_properties(0).L2_cache_size
     return [
@@ -121,7 +121,7 @@ def copies(args: Args) -> list[Args]:
 
 
 def _import_rival(name: str) -> Function | None:
-    """Another package's multi-scale attention; None if it is not installed."""
+    """Return another package's multi-scale attention, or None if the package is not installed."""
     try:
         if name == "classic":
             from torch_ms_deform_attn.functional import ms_deform_attn  # pyright: ignore[reportMissingImports]
@@ -141,14 +141,14 @@ def rivals(workload: Workload, names: list[str]) -> Iterator[tuple[str, Function
         if name == "plain":
             yield name, usual
         elif name == "compiled":
-            torch._dynamo.reset()  # else the ninth workload would exceed the limit of recompilations, and run uncompiled
+            torch._dynamo.reset()  # else the ninth workload would exceed the recompilation limit and run uncompiled
             yield name, torch.compile(usual)
         elif workload.operator == MULTI_SCALE and (function := _import_rival(name)):
             yield name, function
 
 
 def ours(workload: Workload, backward: bool, grad: Tensor) -> Function:
-    """The operator itself, forward or backward; the dry run takes the kernel, which the CPU's dispatcher does not."""
+    """Return our forward or backward. A dry run calls the Triton kernel itself: the dispatcher would choose a CPU kernel."""
     wanted = [True] * len(OPERATORS[workload.operator].differentiable)
     if DRY:
         kernel = _backends.triton.kernel(workload.operator, backward)
@@ -158,7 +158,7 @@ def ours(workload: Workload, backward: bool, grad: Tensor) -> Function:
 
 
 def autograd_backward(function: Function, workload: Workload, args: Args, grad: Tensor) -> Callable[[], Any]:
-    """A rival's backward alone: its graph is kept."""
+    """Return a call of only a rival's backward, which keeps its graph."""
     places = OPERATORS[workload.operator].differentiable
     leaves = [a.detach().requires_grad_() if i in places else a for i, a in enumerate(args)]
     output = function(*leaves)
@@ -166,14 +166,14 @@ def autograd_backward(function: Function, workload: Workload, args: Args, grad: 
 
 
 def for_rival(name: str, args: Args) -> Args:
-    """One floating dtype throughout; plain torch reads the sizes of maps, which on a GPU would wait for it."""
+    """Convert all inputs to one floating dtype. Plain torch reads the tables, so keep them on the CPU to avoid a wait."""
     args = tuple(a.to(args[0].dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
     reads = name in ("plain", "compiled") and args[3].is_floating_point() and len(args) == 5  # a bare operator
     return (args[0], args[1].cpu(), args[2].cpu(), *args[3:]) if reads else args
 
 
 def first_queries(workload: Workload, args: Args, batch: int, count: int) -> Args:
-    """The same call with fewer queries; of bev_pool_v3, with fewer points."""
+    """Return the inputs with fewer queries, or with fewer points for bev_pool_v3."""
     if workload.operator == POOL:
         return (*args[:2], *(ranks[:count] for ranks in args[2:5]), *args[5:])
     axes = [t.axes for t in OPERATORS[workload.operator].tensors]
@@ -193,14 +193,14 @@ def check(workload: Workload, args: Args) -> None:
     wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in some)
     true = getattr(reference, workload.operator)(*wide)
     error = ((got - true).abs().max() / true.abs().max()).item()
-    # float32 positions on a map of 200 pixels, and one rounding to 16 bits
+    # the rounding of float32 positions on a map of 200 pixels, and of the result to 16 bits
     allowed = 512 * torch.finfo(torch.float32).eps + torch.finfo(args[0].dtype).eps
     if not error <= allowed:
         raise SystemExit(f"{workload.name}: off by {error:.2g}, allowed {allowed:.2g}: not measured")
 
 
 def moved(workload: Workload, args: Args, backward: bool) -> tuple[int, int]:
-    """Bytes of value rows read, and of value gradients added, if every sample were on the map."""
+    """Return the bytes of value that samples read, and the bytes that they add to its gradient, as if all were on the map."""
     if workload.operator == POOL:
         return len(args[2]) * args[0].shape[1] * args[0].element_size(), 0
     if OPERATORS[workload.operator].bare:
@@ -216,7 +216,7 @@ def moved(workload: Workload, args: Args, backward: bool) -> tuple[int, int]:
 
 
 def make_inputs(workload: Workload, dtype: torch.dtype) -> Args:
-    """Return inputs of which value, and what linear layers give, have a dtype."""
+    """Return inputs in which value and the outputs of linear layers (offsets, logits) have this dtype."""
     made, names = workload.make(torch.Generator().manual_seed(0)), OPERATORS[workload.operator].inputs
     narrow = {0, *(i for i, name in enumerate(names) if name in ("sampling_offsets", "attention_logits", "logits"))}
     args = tuple(a.to(DEVICE, dtype if i in narrow else a.dtype) if isinstance(a, Tensor) else a for i, a in enumerate(made))
@@ -245,7 +245,7 @@ def run_once(workload: Workload, dtype: torch.dtype) -> None:
 
 
 def _times(workload: Workload, args: Args, grad: Tensor, backward: bool, names: list[str]) -> Iterator[tuple[str, float]]:
-    """Implementations and their seconds, our kernel first."""
+    """Yield the name and the seconds of each implementation, our kernel first."""
     rotated = copies(args)
     calls = [functools.partial(ours(workload, backward, grad), *a) for a in rotated]
     yield "mx_driving, kernel", events(captured(calls), len(calls))
@@ -271,7 +271,7 @@ def _row(workload, dtype, direction, name, seconds, mine, least) -> dict[str, An
     kind = str(dtype).removeprefix("torch.")
     row = {"workload": workload.name, "dtype": kind, "direction": direction, "implementation": name}
     row |= {"milliseconds": round(seconds * 1e3, 5), "times ours": round(seconds / mine, 2)}
-    # the share of the time that the slowest ceiling explains; above 1 if first-level caches serve reads
+    # the least possible time divided by the time; above 1 if first-level caches serve reads
     row["of the ceiling"] = round(least / seconds, 2) if name == "mx_driving, kernel" else ""
     target = TARGETS.get((workload.name, kind, direction, name.removeprefix("mx_driving, ")))
     row |= {"gate": target.gate if target else "", "aim": target.aim if target else ""}

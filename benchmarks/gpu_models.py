@@ -3,9 +3,9 @@
     python benchmarks/gpu_models.py deformable_detr --batch 1 --batch 8 --train 4 --compile --csv mine.csv
     python benchmarks/gpu_models.py rt_detr_v2 --dry-run      small pictures on the CPU: checks this script
 
-`patch` changes classes of transformers, so each variant has a process of its own. Times are medians of wall time, which at
-batch 1 is Python's more than the GPU's; "GPU milliseconds" are the sum of the times of all kernels, from torch's profiler. A
-row is host-bound if its wall time is more than 1.25 of the kernels' time. Models have random weights. "compiled forward" is
+`patch` changes classes of transformers, so each variant has a process of its own. Times are medians of wall time. At batch 1
+Python takes more of it than the GPU. "GPU milliseconds" are the sum of the times of all kernels, from torch's profiler. A row
+is host-bound if its wall time is more than 1.25 times the kernels' time. Models have random weights. "compiled forward" is
 `torch.compile(mode="reduce-overhead")`. Products of float32 use TF32.
 """
 
@@ -59,7 +59,7 @@ def synchronize() -> None:
 
 
 def use_cuda_kernel(model: torch.nn.Module) -> int:
-    """Replace the sampling of transformers by torch-ms-deform-attn, and return how often. Like mmcv, compute in float32."""
+    """Replace sampling in transformers by torch-ms-deform-attn, in float32 like mmcv. Return the number of replacements."""
     from torch_ms_deform_attn.functional import ms_deform_attn  # pyright: ignore[reportMissingImports]
 
     def sample(

@@ -1,4 +1,4 @@
-"""The rows that GPU kernels are compared on."""
+"""The workloads on which GPU kernels are measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGE_DETR = [(100, 167), (50, 84), (25, 42), (13, 21)]  # a 800 x 1333 image at
 
 
 def _join(operator: str, make: Callable[[torch.Generator], Args], g: torch.Generator, bs: int) -> Args:
-    """Return `bs` different calls of batch 1 as one."""
+    """Return the inputs of `bs` different calls of batch 1, joined to one call."""
     shared, inputs = OPERATORS[operator].shared, zip(*(make(g) for _ in range(bs)), strict=True)
     return tuple(t[0] if i in shared or not isinstance(t[0], torch.Tensor) else torch.cat(t) for i, t in enumerate(inputs))
 
@@ -41,7 +41,7 @@ def _sparse4d_with_logits(g: torch.Generator, bs: int) -> Args:
     return _join(f"{AGGREGATION}_with_logits", make, g, bs)
 
 
-# The sizes of the rows whose names they continue.
+# The same sizes as the workloads above whose names they begin with.
 WITH_LOGITS = (
     Workload(
         "Encoder, batch 2, 22,223 queries, with logits",

@@ -3,9 +3,9 @@
     python benchmarks/libraries.py rfdetr ultralytics --only '*-l' --onnx --csv benchmarks/results/libraries.csv
 
 A line for each model: what is replaced, the largest difference of the outputs in float64 as a fraction of the largest
-magnitude, the queries that near ties of the ranking put elsewhere, and medians of the whole model's time before and after.
-Nothing is downloaded. Where a library's own builder would fetch a part, the part is made here, with random weights.
-`make time-libraries` measures all but transformers' models, which time_models.py takes.
+magnitude, the number of queries that exchanged their ranks because their scores nearly tie, and the median times of the whole
+model before and after. Nothing is downloaded: if a library's builder would download a part, we make it with random weights.
+`make time-libraries` measures all models but those of transformers, which time_models.py measures.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Build = Callable[[int, int], Subject]  # from the height and width of the photog
 
 @dataclass(frozen=True)
 class Library:
-    """What pip calls it, what Python calls it, what else its models need, and its models."""
+    """A library: its name for pip, its package, its models, and the other packages that these need."""
 
     distribution: str
     package: str
@@ -62,7 +62,7 @@ def _side(n: int, multiple: int) -> int:
 
 
 def _ultralytics(configuration: str) -> Build:
-    """RT-DETR from the file of its layers, which the package brings."""
+    """Build RT-DETR from the configuration file that the package contains."""
 
     def build(height: int, width: int) -> Subject:
         tasks = importlib.import_module("ultralytics.nn.tasks")
@@ -75,13 +75,13 @@ def _ultralytics(configuration: str) -> Build:
 
 
 def _of_last_layer(outputs: Any) -> dict[str, Tensor]:
-    """ultralytics' boxes and logits, before the best are chosen."""
+    """Return ultralytics' boxes and logits before the selection of the best."""
     _, (boxes, logits, *_) = outputs
     return {"boxes": boxes[-1], "logits": logits[-1]}
 
 
 def _rfdetr(name: str) -> Build:
-    """RF-DETR at its own resolution: its positions are made for that."""
+    """Build RF-DETR. The picture has the resolution of its position embeddings."""
 
     def build(height: int, width: int) -> Subject:
         config = getattr(importlib.import_module("rfdetr.config"), f"RFDETR{name}Config")(pretrain_weights="random")
@@ -98,7 +98,7 @@ def _logits_and_boxes(outputs: Any) -> dict[str, Tensor]:
 
 
 class _Words(torch.nn.Module):
-    """BERT of transformers 5 in the place of groundingdino's wrapper, which knows the BERT of transformers 4 alone."""
+    """BERT of transformers 5, in place of groundingdino's wrapper, which supports only the BERT of transformers 4."""
 
     def __init__(self, bert_model: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] . ? a temple tree person"
 
 
 def _grounding_dino(configuration: str) -> Build:
-    """GroundingDINO from its own configuration, with a small vocabulary."""
+    """Build GroundingDINO from its own configuration, with a small vocabulary."""
 
     def build(height: int, width: int) -> Subject:
         package = importlib.import_module("groundingdino")
@@ -164,7 +164,7 @@ LIBRARIES = {
 
 
 def need_library(name: str) -> Library:
-    """The library, if it and scikit-learn's photograph are installed."""
+    """Return the library. Raise a Problem unless it and scikit-learn, which has the photograph, are installed."""
     library = LIBRARIES[name]
     need("libraries.py", library.distribution, library.package, *library.needs)
     need("libraries.py", "[examples]", "sklearn")
@@ -172,13 +172,13 @@ def need_library(name: str) -> Library:
 
 
 def in_float64(subject: Subject) -> Subject:
-    """A copy, of the same weights and picture."""
+    """Return a copy in float64, with the same weights and picture."""
     inputs = {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in subject.inputs.items()}
     return Subject(subject.name, copy.deepcopy(subject.model).double(), inputs, subject.read)
 
 
 def difference(subject: Subject, gradients: bool) -> tuple[float, int]:
-    """Of a patched model in float64: the largest difference, and how many queries a near tie of the ranking put elsewhere."""
+    """Patch the model in float64. Return the largest difference, and the number of queries that exchanged their ranks."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # some models make positions of the default dtype
     try:
@@ -190,13 +190,13 @@ def difference(subject: Subject, gradients: bool) -> tuple[float, int]:
 
 
 def replaced(subject: Subject) -> list[str]:
-    """The names of what `patch` replaces in the model."""
+    """Return the names of the functions and classes that `patch` replaces in the model."""
     with mx_driving.patched(subject.model) as done:
         return [name.rpartition(".")[2] for name in done.replaced]
 
 
 class _Tensors(torch.nn.Module):
-    """A picture to tensors, as a graph has them."""
+    """The model as a function from a picture to a tuple of tensors, for export."""
 
     def __init__(self, subject: Subject) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class _Tensors(torch.nn.Module):
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Exporters print whole graphs when they fail."""
+    """Silence exporters, which print whole graphs when they fail."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -223,8 +223,8 @@ def silent() -> Iterator[None]:
 
 @torch.no_grad()
 def exports(subject: Subject) -> str:
-    """ "yes", if the patched model becomes an ONNX file whose outputs in onnxruntime are torch's; else why not, and whether the
-    model that is not patched fares better."""
+    """Return "yes" if the patched model's ONNX file gives torch's outputs in onnxruntime. Otherwise return the reason, and how
+    many queries of the unpatched model differ."""
     whole = _Tensors(subject).eval()
     picture = subject.inputs[whole.picture]
     try:
@@ -239,7 +239,7 @@ def exports(subject: Subject) -> str:
 
 
 def _queries_off(whole: torch.nn.Module, picture: Tensor) -> tuple[int, int]:
-    """How many queries differ between onnxruntime and torch, and how many there are."""
+    """Return the number of queries that differ between onnxruntime and torch, and the number of all queries."""
     with silent():
         ours = _in_onnxruntime(whole, picture)
     named = [{str(index): out for index, out in enumerate(outputs)} for outputs in (ours, whole(picture))]
@@ -258,14 +258,14 @@ def _in_onnxruntime(whole: torch.nn.Module, picture: Tensor) -> list[Tensor]:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The first sentence of what went wrong first: exporters wrap it."""
+    """Return the first sentence of the innermost error, which exporters wrap in their own."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error).split(". ")[0]
 
 
 def row(library: Library, name: str, subject: Subject, seconds: float, gradients: bool, onnx: bool) -> dict[str, Any]:
-    """What the table on the models page has of one model."""
+    """Return the row of one model."""
     changed = replaced(subject)
     largest, off = difference(subject, gradients)
     before, after, rounds = models.before_and_after(subject, seconds)

@@ -1,9 +1,9 @@
-"""Compile the GPU kernels for GPUs that are not here, through the operators' own launches, and read their machine code.
+"""Compile the GPU kernels for other GPUs, through the operators' own launches, and read the machine code.
 
     python benchmarks/machine_code.py > figures.json     every figure; the exit status says whether all gates are met
 
-A stand-in for the driver says which GPU is there, and `JITFunction.run` stops after compiling. A target is a number, sm_<n> of
-NVIDIA, or a name of AMD's. The figures are those of one compiler, so constraints.txt pins Triton.
+A stand-in for the driver reports the GPU, and `JITFunction.run` stops after compilation. A target is a number (NVIDIA's
+sm_<n>) or AMD's name. The figures depend on the compiler, so constraints.txt pins Triton.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from triton.runtime.jit import JITFunction
 from mx_driving import _backends
 
 TARGETS = (80, 86, 90, 100, 120)
-# Warps and programs that a multiprocessor holds, at most: NVIDIA's table of compute capabilities.
+# The most warps and programs that a multiprocessor holds: NVIDIA's table of compute capabilities.
 RESIDENT = {80: (64, 32), 86: (48, 16), 90: (64, 32), 100: (64, 32), 120: (48, 24)}
 AMD = ("gfx942", "gfx950", "gfx1100")
 Target = int | str
@@ -51,7 +51,7 @@ _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class _Driver:
-    """The part of Triton's driver that compiling needs."""
+    """The part of Triton's driver that compilation needs."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -70,7 +70,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def compiling(target: Target) -> Iterator[list[Any]]:
-    """Inside, launches only compile; the kernels that would have run are in the list, in order."""
+    """Make launches inside the block only compile. Yield a list that gets the kernels in the order of the launches."""
     kernels: list[Any] = []
     run = JITFunction.run
 
@@ -95,7 +95,7 @@ def call(operator: str, args: tuple[torch.Tensor, ...], backward: bool, mask: li
 
 
 class Code(NamedTuple):
-    """Facts from the machine code of one kernel."""
+    """Figures of the machine code of one kernel."""
 
     registers: int
     stack: int
@@ -110,20 +110,20 @@ class Code(NamedTuple):
 
     @property
     def occupancy(self) -> float:
-        """The share of a multiprocessor's warps that registers, and its limit of programs, allow."""
+        """Return the share of a multiprocessor's warps that can be resident, given registers and the limit of programs."""
         per_warp = 32 * (-(-self.registers // 8) * 8)
         most_warps, most_programs = RESIDENT[self.target]
         programs = min(most_programs, 65536 // (per_warp * self.warps))
         return min(1.0, programs * self.warps / most_warps)
 
     def executed(self, reads: int) -> int:
-        """Instructions that a warp executes if its only loop makes `reads` reads of value rows.
+        """Return the instructions that a warp executes if its only loop makes `reads` reads of value rows.
 
         Code outside the loop counts in full, even if a branch may skip it.
         """
         ((first, last),) = self.loops
         body = self.instructions[first : last + 1]
-        inside = sum(bool(re.match(r"@!?U?P\d LDG\.E\.", i)) for i in body)  # only value rows are read under a mask
+        inside = sum(bool(re.match(r"@!?U?P\d LDG\.E\.", i)) for i in body)  # only reads of value rows have a mask
         rounds, rest = divmod(reads, inside)
         assert rest == 0, f"{reads} reads do not come in rounds of {inside}"
         return len(self.instructions) + (rounds - 1) * len(body)
@@ -134,8 +134,8 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _disassembled(path: str) -> str:
-    """Kept beside what Triton compiled, because it takes as long. Without the analysis of data flow, which takes a third of the
-    time and changes no line."""
+    """Return the listing of a kernel. Cache it with Triton's own files, because it takes as long as the compilation. Skip the
+    analysis of data flow, which takes a third of the time and changes no line."""
     kept = get_cache_manager(hashlib.sha256(triton.__version__.encode() + pathlib.Path(path).read_bytes()).hexdigest())
     file = kept.get_file("listing.sass") or kept.put(_tool("nvdisasm", "-c", "-ndf", path), "listing.sass", binary=False)
     return pathlib.Path(file).read_text()
@@ -149,7 +149,7 @@ def read_code(kernel: Any) -> Code:
 
 
 def read_cubin(path: str, warps: int, function: str = "", target: int = 90) -> Code:
-    """The kernel of a file, or its only one whose name has `function` in it."""
+    """Read the only kernel of a file whose name contains `function`."""
     usage, listing = _tool("cuobjdump", "-res-usage", path), _disassembled(path)
     registers, stack, shared = map(
         int, re.search(rf"Function \S*{function}\S*:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups()
@@ -162,7 +162,7 @@ def read_cubin(path: str, warps: int, function: str = "", target: int = 90) -> C
         elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
             instructions.append(instruction[1].strip())
     jumps = [(labels.get(m[1], len(instructions)), i) for i, text in enumerate(instructions) if (m := _jump(text))]
-    end = min(target for target, i in jumps if target == i)  # behind the last EXIT: a jump to itself, and padding
+    end = min(target for target, i in jumps if target == i)  # after the last EXIT: a jump to itself, and padding
     loops = [(target, i) for target, i in jumps if target < i < end]
     return Code(registers, stack, warps, shared, instructions[:end], loops, target)
 
@@ -171,7 +171,7 @@ def _jump(instruction: str) -> re.Match[str] | None:
     return re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction)
 
 
-# The sizes of the models: heads x channels, levels, points; Sparse4D's cameras, scales and groups; MapTR's points.
+# Sizes of models: heads, channels, levels and points; for Sparse4D cameras, scales and groups; for MapTR its points.
 SIZES = {
     MULTI_SCALE: lambda: cases.multi_scale(2, 40, 32, 8, [(4, 4)] * 4, 4),
     AGGREGATION: lambda: cases.aggregation(1, 3, 13, 256, 8, [[(4, 4)] * 4] * 6),
@@ -180,7 +180,7 @@ SIZES = {
     GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 40, 32, 8, [(5, 5)], (2, 4)),
     AGGREGATION_LOGITS: lambda: logits_cases.aggregation(1, 3, 13, 256, 8, [[(4, 4)] * 4] * 6),
 }
-_POINTS = {MULTI_SCALE: 16, MULTI_SCALE_LOGITS: 16, GEOMETRIC: 8, GEOMETRIC_LOGITS: 8}  # of a row
+_POINTS = {MULTI_SCALE: 16, MULTI_SCALE_LOGITS: 16, GEOMETRIC: 8, GEOMETRIC_LOGITS: 8}  # points of each output row
 _PER_ROW, _PER_POINT = "instructions per row", "instructions per row and point"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -221,7 +221,7 @@ def _rows_per_warp(dtype: torch.dtype, backward: bool) -> int:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """float16 for one target only: it is as wide as bfloat16, and its rows are read and added alike."""
+    """Yield the figures of all sampling operators. float16 has rows for one target only: its code is like bfloat16's."""
     for target in TARGETS:
         for operator, make in SIZES.items():
             for dtype in DTYPES if target == 90 else (torch.float32, torch.bfloat16):
@@ -230,7 +230,7 @@ def rows() -> Iterator[dict[str, Any]]:
                     row = {"operator": operator, "target": target, "dtype": str(dtype).removeprefix("torch.")}
                     row |= {"direction": "backward" if backward else "forward", **figures(code)}
                     if points := _POINTS.get(operator):
-                        # a thread reads a piece of a row at each corner; a geometric sample is one corner
+                        # a thread reads a piece of a row at each corner; a geometric sample has one corner
                         corners = 1 if operator in (GEOMETRIC, GEOMETRIC_LOGITS) else 4
                         each = code.executed(points * corners) / _rows_per_warp(dtype, backward)
                         row[_PER_POINT if backward else _PER_ROW] = each / points if backward else each
@@ -238,7 +238,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def amd_figures(kernel: Any) -> dict[str, Any]:
-    """Facts from the assembly of one kernel for AMD. Its names changed: a dwordx4 of CDNA is a b128 of RDNA."""
+    """Return figures of an AMD kernel's assembly. CDNA's dwordx4 is RDNA's b128."""
     text = kernel.asm["amdgcn"]
     instructions = re.findall(r"^\t([a-z]\w+)", text, re.MULTILINE)
 
@@ -263,7 +263,7 @@ def amd_figures(kernel: Any) -> dict[str, Any]:
 
 
 def amd_rows() -> Iterator[dict[str, Any]]:
-    """Every operator in float32 for each of AMD's targets, and in bfloat16 for the first."""
+    """Yield the figures of every operator in float32 for AMD's targets, and in bfloat16 for the first target."""
     for target in AMD:
         for operator, make in SIZES.items():
             for dtype in (torch.float32, torch.bfloat16)[: 2 if target == AMD[0] else 1]:
@@ -274,7 +274,7 @@ def amd_rows() -> Iterator[dict[str, Any]]:
 
 
 def odd_rows() -> Iterator[dict[str, Any]]:
-    """Other channel counts; of these only stack and spills matter."""
+    """Yield the figures for other channel counts, for which only stack and spills matter."""
     for channels in (5, 37, 64, 128, 256):
         makes = {
             MULTI_SCALE: lambda c=channels: cases.multi_scale(1, 40, c, 2, [(4, 4)] * 2, 3),
@@ -288,7 +288,7 @@ def odd_rows() -> Iterator[dict[str, Any]]:
 
 
 def sample_rows() -> Iterator[dict[str, Any]]:
-    """The kernels that deformable_aggregation_with_logits runs before and after the operator's own."""
+    """Yield the figures of the first and the last kernel of deformable_aggregation_with_logits."""
     for target in (*TARGETS, *AMD):
         for dtype in (torch.float32, torch.bfloat16):
             args = cases.cast(SIZES[AGGREGATION_LOGITS](), dtype)
@@ -301,13 +301,13 @@ def sample_rows() -> Iterator[dict[str, Any]]:
 
 
 def pool(n: int, rows: int, depths: int, cells: int, channels: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """A call of bev_pool_v3."""
+    """Return the arguments of a call of bev_pool_v3."""
     ranks = (torch.zeros(n, dtype=torch.int32) for _ in range(3))
     return torch.ones(rows, channels, dtype=dtype), torch.ones(depths, dtype=dtype), *ranks, 1, 1, 1, cells
 
 
 def pool_kernels(args: tuple[Any, ...], target: Target) -> dict[str, Any]:
-    """Of the output, and of the gradients of feat and depth: by walks, and by sorted points in deterministic mode."""
+    """Return the kernels of bev_pool_v3, forward and backward: the walks, and the sorted ones of deterministic mode."""
     backward, cotangent = _backends.triton.kernel("bev_pool_v3", True), torch.ones(1, args[0].shape[1], 1, 1, args[-1])
     found: dict[str, Any] = {}
     for way in ("walk", "sorted"):
@@ -321,7 +321,7 @@ def pool_kernels(args: tuple[Any, ...], target: Target) -> dict[str, Any]:
 
 
 def pool_rows() -> Iterator[dict[str, Any]]:
-    """bev_pool_v3 with the channels of BEVDet for all targets, and with others for one."""
+    """Yield the figures of bev_pool_v3: BEVDet's channels for all targets, other counts for one target."""
     from mx_driving._backends.triton import bev_pool_v3
 
     for target in (*TARGETS, *AMD):
@@ -339,7 +339,7 @@ def pool_rows() -> Iterator[dict[str, Any]]:
 
 
 def missed_gates(found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """A sentence for each figure that misses its gate."""
+    """Return a sentence for each figure that misses its gate."""
     gates = [gate for row in found["models"] + found["odd"] for gate in _nvidia_gates(row)]
     gates += [gate for row in found["models"] for gate in _model_gates(row)]
     gates += _logits_gates(found["models"])
@@ -355,13 +355,17 @@ Gate = tuple[bool, str, dict[str, Any]]
 def _nvidia_gates(row: dict[str, Any]) -> Iterator[Gate]:
     yield row["spills"] == row["stack"] == 0, "stack and spills must be 0", row
     most_warps, most_programs = RESIDENT[row["target"]]
-    least = min(0.5, most_programs * row["warps"] / most_warps)  # sm_86 holds 16 programs, and backwards have one warp
+    # A backward program has one warp, and a multiprocessor of sm_86 holds 16 programs.
+    least = min(0.5, most_programs * row["warps"] / most_warps)
     yield row["occupancy"] >= least, "registers must allow half of the occupancy", row
 
 
 def _model_gates(row: dict[str, Any]) -> Iterator[Gate]:
-    """Rows are read 16 bytes at once, except 16-bit rows in backward kernels: see launch.MOST_HELD. The classic CUDA kernel
-    takes about 1,490 instructions a row forward, and 272 a row and point backward."""
+    """Yield the gates of the sampling operators at the models' sizes.
+
+    Kernels read rows 16 bytes at once, except 16-bit rows in the backward: see launch.MOST_HELD. The classic CUDA kernel
+    executes about 1,490 instructions a row forward, and 272 a row and point backward.
+    """
     backward = row["direction"] == "backward"
     narrow = backward and row["dtype"] != "float32"
     yield row["reads of 8 bytes" if narrow else "reads of 16 bytes"] >= 4, "rows must be read 16 bytes at once", row
@@ -375,8 +379,8 @@ def _model_gates(row: dict[str, Any]) -> Iterator[Gate]:
 
 
 def _logits_gates(rows: list[dict[str, Any]]) -> Iterator[Gate]:
-    """Compare with the bare operator's instructions. A geometric sample has one corner, so that its weight counts for more; on
-    sm_120 the bare operator takes fewest."""
+    """Compare instructions with those of the operator without logits. A geometric sample has one corner, so the work for its
+    weight is a larger share, above all on sm_120, where the operator without logits needs the fewest instructions."""
     keys = "operator", "target", "dtype", "direction"
     bare = {tuple(r[key] for key in keys): r for r in rows}
     for row in (row for row in rows if row["operator"] in WITH_LOGITS):
@@ -393,7 +397,7 @@ def _logits_gates(rows: list[dict[str, Any]]) -> Iterator[Gate]:
 
 
 def _amd_gates(row: dict[str, Any]) -> Iterator[Gate]:
-    """256 channels of 16 bits are four for each of 64 lanes. Triton 3.6 makes a loop that compares and swaps for RDNA."""
+    """Yield AMD's gates. 256 channels are four per lane, 8 bytes in 16 bits. Triton 3.6 adds by compare-and-swap on RDNA."""
     backward, swaps = row["direction"] == "backward", not row["target"].startswith("gfx9")
     narrow = row["dtype"] != "float32" and (backward or row["operator"] == AGGREGATION)
     yield row["scratch"] == row["spills"] == 0, "scratch and spills must be 0", row
@@ -410,7 +414,7 @@ def _sample_gates(row: dict[str, Any]) -> Iterator[Gate]:
 
 
 def _pool_gates(row: dict[str, Any]) -> Iterator[Gate]:
-    """Only walks add to what other programs write."""
+    """Yield the gates of bev_pool_v3. Only walks add to addresses that other programs write."""
     adds, swaps = row["of"].endswith("walk"), str(row["target"]).startswith("gfx1")
     yield row.get("stack", row.get("scratch")) == row["spills"] == 0, "stack and spills must be 0", row
     yield row["registers"] <= 128, "registers must be at most 128", row

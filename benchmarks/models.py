@@ -1,4 +1,4 @@
-"""The installed transformers' deformable models before and after `mx_driving.patch`: built, compared, timed."""
+"""Build, compare and time the deformable models of transformers before and after `mx_driving.patch`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from mx_driving._measure.report import Row
 from mx_driving._measure.timing import interleaved
 from mx_driving._operator.problems import Problem, need
 
-# outputs of detectors and segmenters that are continuous in the inputs (a reading order is not)
+# The outputs of detectors and segmenters that are continuous in the inputs; a reading order is not.
 OUTPUTS = (
     "logits", "pred_boxes", "class_queries_logits", "masks_queries_logits", "decoder_class_logits", "decoder_coord_logits",
 )  # fmt: skip
 TASKS = ("ForObjectDetection", "ForUniversalSegmentation")
-# by folder of transformers: the names on the pages
+# The names on the pages, by folder of transformers/models.
 TITLES = {
     "d_fine": "D-FINE", "deformable_detr": "Deformable DETR", "deimv2": "DEIMv2", "grounding_dino": "Grounding DINO",
     "lw_detr": "LW-DETR", "mask2former": "Mask2Former", "mm_grounding_dino": "MM Grounding DINO", "omdet_turbo": "OmDet-Turbo",
@@ -40,12 +40,12 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build and run a model: the differences from its default configuration, and why."""
+    """How to build and run a model: the differences from its default configuration, and the reason."""
 
     changes: Callable[[type], dict[str, Any]] = lambda config: {}
     inputs: Callable[[], dict[str, Tensor]] = dict
-    multiple: int = 32  # of pixels that a picture's sides must be
-    smallest: int = 0  # pixels of the shorter side
+    multiple: int = 32  # the sides of the picture must be a multiple of this number of pixels
+    smallest: int = 0  # the least size of the shorter side in pixels
     why: str = ""
 
 
@@ -66,7 +66,7 @@ def _words(*ids: int) -> dict[str, Tensor]:
 
 
 def _classes() -> dict[str, Tensor]:
-    """Three class names and a task of CLIP's tokens, 49407 at the end of each."""
+    """Return three class names and a task as CLIP's tokens. Each ends with 49407."""
     names, task = (
         torch.tensor([[49406, 2368, 49407], [49406, 1929, 49407], [49406, 1615, 49407]]),
         torch.tensor([[49406, 4, 49407]]),
@@ -107,7 +107,7 @@ RECIPES = {
 
 
 def of_transformers(outputs: Any) -> dict[str, Tensor]:
-    """What a model of transformers returns, as tensors by name."""
+    """Return the output tensors of a transformers model by name."""
     return {name: outputs[name] for name in OUTPUTS if name in outputs and outputs[name] is not None}
 
 
@@ -124,7 +124,7 @@ class Subject:
         return self.read(self.model(**self.inputs))
 
     def backward(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The outputs, and the gradient of a fixed mixture of them for every parameter that has one."""
+        """Return the outputs, and the gradients of a fixed weighted sum of the outputs for the parameters that have one."""
         forget(self.model)
         outputs = self.forward()
         mixtures = [_mixture(out) for out in outputs.values()]
@@ -144,11 +144,11 @@ def forget(model: torch.nn.Module) -> None:
 
 def _mixture(out: Tensor) -> Tensor:
     mixture = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    return torch.where(out.isfinite(), mixture, 0)  # logits of words that are not there are -inf
+    return torch.where(out.isfinite(), mixture, 0)  # logits of absent words are -inf
 
 
 def photograph(height: int, width: int) -> Tensor:
-    """scikit-learn's photograph of a Chinese temple, [1, 3, height, width], normalised, read without its package."""
+    """Return scikit-learn's photograph of a temple, [1, 3, height, width], normalised. Do not import scikit-learn."""
     from PIL import Image
 
     package = importlib.util.find_spec("sklearn")
@@ -159,14 +159,14 @@ def photograph(height: int, width: int) -> Tensor:
 
 
 def normalised(picture: Tensor) -> Tensor:
-    """A picture of 0..1, [..., 3, H, W], as networks trained on ImageNet expect it."""
+    """Normalise a picture of 0..1, [..., 3, H, W], by the mean and deviation of ImageNet."""
     mean, spread = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     return (picture - mean[:, None, None]) / spread[:, None, None]
 
 
 def build(name: str, height: int, width: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Subject:
-    """The model of transformers/models/<name> on a photograph, with random weights of seed 0. Its configuration is the
-    default one with the changes of its recipe and the given ones."""
+    """Return the model of transformers/models/<name> with random weights of seed 0, and a photograph as its input. The
+    configuration is the default with the changes of the model's recipe and `changes`."""
     recipe = RECIPES.get(name, Recipe())
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     kind = next(getattr(module, n) for n in module.__all__ for task in TASKS if n.endswith(task))
@@ -180,9 +180,12 @@ def build(name: str, height: int, width: int, dtype: torch.dtype = torch.float32
 
 
 def make_sensitive(subject: Subject) -> None:
-    """Change the model so that a wrong sample shows in its outputs. Offsets get random weights: at first all points lie on
-    pixel centres, where the gradient of a location jumps and one rounding error decides it. Normalisations get this
-    picture's statistics: with their first ones some models damp their features to 1e-10."""
+    """Change the model so that a wrong sample shows in its outputs.
+
+    Offsets get random weights. An untrained model samples at pixel centres, where a rounding error decides the gradient of a
+    location. Normalisations get the statistics of this picture. With their initial statistics some models damp features to
+    1e-10.
+    """
     hooks = []
     for name, p in subject.model.named_parameters():
         if "sampling_offsets" in name or "attention_weights" in name:
@@ -203,7 +206,7 @@ def _take_statistics(norm: Any, inputs: tuple[Tensor, ...]) -> None:
 
 
 def carriers() -> list[str]:
-    """Names of the installed transformers' models that have a core."""
+    """Return the names of the transformers models that have a core."""
     try:
         with mx_driving.patched("transformers", modules=False) as done:
             return sorted({name.split(".")[2] for name in done.replaced})
@@ -213,7 +216,7 @@ def carriers() -> list[str]:
 
 
 def compare(subject: Subject) -> tuple[float, float]:
-    """Largest differences of outputs and of gradients that patching makes, of cores alone and of whole attention modules."""
+    """Return the largest differences of outputs and gradients after patching, over patched cores and patched modules."""
     theirs = subject.backward()
     differences = []
     for modules in (False, True):
@@ -241,8 +244,8 @@ def before_and_after(subject: Subject, seconds: float) -> tuple[float, float, in
 
 @torch.no_grad()
 def time_parts(subject: Subject, seconds: float) -> Row:
-    """Return lower quartiles of interleaved times in milliseconds, as columns: of the whole model, of the attention modules
-    alone, and of the sampling alone in plain torch and by the bare operator, on the inputs that the model gives them."""
+    """Return lower quartiles of interleaved times in milliseconds, as columns: of the whole model, of its attention modules
+    alone, and of its sampling alone, in plain torch and by the operator. Modules and sampling get the model's own inputs."""
     with mx_driving.patched(subject.model, modules=False), mx_driving.viz.recording() as looks:
         subject.forward()
     cores = {
@@ -271,12 +274,12 @@ def _three_ways(what: str, subject: Subject, run: Run, seconds: float) -> Row:
 
 
 def _quartiles(times: dict[str, list[float]]) -> list[float]:
-    """Return milliseconds. A lower quartile is a time with little else to do for the machine, and not the luckiest one."""
+    """Return lower quartiles in milliseconds: other programs disturb them less than medians, chance less than minima."""
     return [1e3 * statistics.quantiles(of_way, n=4)[0] for of_way in times.values()]
 
 
 def print_rows(rows: Iterable[Row], csv: Path | None, *facts: str) -> None:
-    """Print each row as it comes, and write the rows to a file anew after each; `facts` are said beside the machine."""
+    """Print each row at once, and rewrite the file with all rows so far. `facts` are written beside the machine."""
     done = []
     for row in rows:
         done.append(row)
@@ -286,7 +289,7 @@ def print_rows(rows: Iterable[Row], csv: Path | None, *facts: str) -> None:
 
 
 def _calls_of_modules(subject: Subject) -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """The calls of attention modules that a run of the model makes: module, arguments."""
+    """Return the calls of attention modules in a run of the model: module, arguments."""
     with mx_driving.patched(subject.model, modules=False) as done:
         cores = set(done.replaced)
     with mx_driving.patched(subject.model) as done:
@@ -304,14 +307,14 @@ def _calls_of_modules(subject: Subject) -> list[tuple[torch.nn.Module, tuple[Any
 
 
 def need_transformers(what: str) -> None:
-    """Transformers, and scikit-learn, whose photograph the models see."""
+    """Raise a Problem unless transformers is installed, and scikit-learn, which has the photograph."""
     need(what, "transformers>=5", "transformers")
     need(what, "[examples]", "sklearn")
 
 
 @torch.no_grad()
 def output_difference(subject: Subject) -> tuple[float, int]:
-    """The largest difference in queries that are not off, and how many are off."""
+    """Return the largest difference over queries that kept their ranks, and the number of the other queries."""
     theirs = subject.forward()
     with mx_driving.patched(subject.model):
         ours = subject.forward()

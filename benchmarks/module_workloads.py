@@ -1,4 +1,4 @@
-"""Modules as models have them: their sizes, their inputs, and the same in plain torch and in other packages."""
+"""Modules in the sizes of models, with inputs, and the same modules in plain torch and in other packages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Forward = Callable[..., Tensor]
 
 
 class Subject(NamedTuple):
-    """A module, what it is given, and who else can do the same with the same parameters."""
+    """A module, its inputs, and other implementations with the same parameters."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
-    learned: tuple[int, ...]  # which inputs have a gradient
-    layers: tuple[tuple[nn.Module, Tensor], ...]  # its linear layers, each with an input; there may be others in `layers`
-    plainly: Forward  # of the inputs: the module in plain torch
-    packages: Callable[[], dict[str, tuple[nn.Module, Forward]]] = dict  # other packages' modules, and how they are called
-    maps: tuple[int, ...] = ()  # which inputs convolutions make: under autocast they have 16 bits
+    learned: tuple[int, ...]  # indices of the inputs that have a gradient
+    layers: tuple[tuple[nn.Module, Tensor], ...]  # linear layers that compute as much as the module's, each with an input
+    plainly: Forward  # the module in plain torch, with the same inputs
+    packages: Callable[[], dict[str, tuple[nn.Module, Forward]]] = dict  # name -> another package's module, its call
+    maps: tuple[int, ...] = ()  # indices of inputs that convolutions compute: in 16 bits under autocast
 
 
 class ModuleWorkload(NamedTuple):
@@ -36,7 +36,7 @@ class ModuleWorkload(NamedTuple):
 
 
 def _randomised(module: Any) -> Any:
-    """Layers of a model that has learned something: at first all offsets are whole pixels, and all weights alike."""
+    """Randomise layers as training does. An untrained module has offsets of whole pixels and equal weights."""
     for name, parameter in module.named_parameters():
         if any(layer in name for layer in ("sampling_offsets", "attention_weights", "weights_fc")):
             nn.init.normal_(parameter, std=1.5 if name.endswith("bias") else 0.15)
@@ -76,7 +76,7 @@ def _plain_attention(module: Any) -> Forward:
 
 
 def _other_attentions(module: nn.Module, levels: int) -> dict[str, tuple[nn.Module, Forward]]:
-    """transformers' module and mmcv's, those that are installed, with the same parameters."""
+    """Return the modules of transformers and mmcv, if installed, with the same parameters."""
     modules = {}
     for name, make in (("transformers", _of_transformers), ("mmcv", _of_mmcv)):
         try:
@@ -91,7 +91,7 @@ def _other_attentions(module: nn.Module, levels: int) -> dict[str, tuple[nn.Modu
 def _of_transformers(levels: int) -> tuple[nn.Module, Forward]:
     transformers = importlib.import_module("transformers")
     code = importlib.import_module("transformers.models.deformable_detr.modeling_deformable_detr")
-    backbone = transformers.ResNetConfig()  # not built; without one, transformers 5.1 fetches its default from the network
+    backbone = transformers.ResNetConfig()  # not built; without this configuration transformers 5.1 downloads its default
     config = transformers.DeformableDetrConfig(
         d_model=256, num_feature_levels=levels, use_timm_backbone=False, backbone_config=backbone
     )
@@ -111,8 +111,8 @@ def _of_transformers(levels: int) -> tuple[nn.Module, Forward]:
 
 
 def _of_mmcv(levels: int) -> tuple[nn.Module, Forward]:
-    """mmcv adds the query and has dropout: here it adds zeros, and drops nothing. Its compiled extension is not used on a CPU,
-    but must be there to import it."""
+    """Return mmcv's module without dropout, and with zeros in place of the query that it adds. Importing mmcv needs its
+    compiled extension, although a CPU does not use it."""
     mx_driving.compat.install()
     try:
         code = importlib.import_module("mmcv.ops.multi_scale_deform_attn")
@@ -138,7 +138,7 @@ def _of_mmcv(levels: int) -> tuple[nn.Module, Forward]:
 
 
 def _temporal(generator: torch.Generator, size: tuple[int, int]) -> Subject:
-    """The cells of a map, which lay half a cell aside a moment before."""
+    """Return temporal self-attention over a map that has moved by half a cell since the previous frame."""
     torch.manual_seed(0)
     module = _randomised(mx_driving.nn.TemporalSelfAttention(dropout=0.0))
     maps, shapes, starts = mx_driving.nn.flatten_levels([torch.randn(2, 256, *size, generator=generator)])
@@ -171,7 +171,7 @@ def _plain_temporal(module: Any) -> Forward:
 
 
 def _spatial(generator: torch.Generator, bev: tuple[int, int], sizes: list[tuple[int, int]]) -> Subject:
-    """Cells of 102 metres by 102, pillars of four points from 5 metres below the cameras to 3 above, six cameras."""
+    """Return spatial cross-attention: cells on 102 by 102 metres, pillars of four points, six cameras."""
     torch.manual_seed(0)
     module = _randomised(mx_driving.nn.SpatialCrossAttention(num_levels=len(sizes), dropout=0.0))
     value, shapes, starts = mx_driving.nn.flatten_levels([torch.randn(6, 256, *size, generator=generator) for size in sizes])
@@ -196,7 +196,7 @@ def _spatial(generator: torch.Generator, bev: tuple[int, int], sizes: list[tuple
 
 
 def _plain_spatial(module: Any) -> Forward:
-    """As published, for one scene: the queries of each camera are padded to the camera that sees most."""
+    """Return BEVFormer's published code for one scene. It pads each camera's queries to the most that any camera sees."""
 
     def run(
         query: Tensor, reference: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, mask: Tensor, position: Tensor
@@ -268,7 +268,7 @@ def _aggregation(generator: torch.Generator, anchors: int, sizes: list[tuple[int
     layers = (
         (module.kps_generator.learnable_fc, feature),
         (module.camera_encoder, projection[:, :, :3].flatten(2)),
-        (module.weights_fc, feature),  # W (feature + camera) = W feature + W camera: on the fewest rows
+        (module.weights_fc, feature),  # W (feature + camera) = W feature + W camera, so few rows suffice
         (module.output_proj, torch.randn(feature.shape, generator=generator)),
     )
     inputs = (feature, anchor, embed, *mx_driving.nn.flatten_cameras(maps), projection, image_size)
@@ -298,7 +298,7 @@ def _plain_aggregation(module: Any) -> Forward:
     return run
 
 
-# A row for each module of `mx_driving.nn`, of the sizes that its model has.
+# A workload for each module of `mx_driving.nn`, with the sizes of its model.
 MODULES = (
     ModuleWorkload("Module: Deformable-DETR encoder", lambda g: _encoder(g, DETR)),
     ModuleWorkload("Module: BEVFormer temporal self-attention", lambda g: _temporal(g, (200, 200))),

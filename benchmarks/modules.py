@@ -1,4 +1,4 @@
-"""The modules at work: rows of bench.py beside other packages' modules, and beside the sum of their parts."""
+"""Measure modules beside other packages' modules and beside the sum of their parts, as rows of bench.py."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from mx_driving._measure.speed import Calls, time_rows
 from mx_driving._measure.timing import Call
 from mx_driving._operator.problems import Problem
 
-# What outputs may differ by, as a share of the largest entry, and gradients, as a share of their norm. Some samples of an
-# encoder lie within a rounding of a pixel centre, where the gradient of a location jumps.
+# The allowed difference of outputs, as a fraction of the largest entry, and of gradients, as a fraction of their norm. Some
+# samples of an encoder lie so close to a pixel centre that rounding decides the gradient of the location, which jumps there.
 CLOSE, CLOSE_GRADIENTS = 1e-4, 1e-2
-AUTOCAST = "autocast to bfloat16"  # in the place of a dtype
+AUTOCAST = "autocast to bfloat16"  # in the column dtype
 
 
 def measure_module(workload: ModuleWorkload, peers: bool, seconds: float, dtype: str = "float32") -> list[Row]:
-    """Return a row for each direction and implementation: "forward" without gradients, and "forward + backward" with the
-    gradients of all parameters and of the inputs that earlier layers make. In float32 all implementations must compute the
-    same. With bfloat16 there are two modes: autocast, beside the parts of the module too, and a module and inputs in
-    bfloat16."""
+    """Return a row for each direction and implementation.
+
+    "forward" computes no gradients. "forward + backward" computes the gradients of all parameters and of the inputs that
+    earlier layers compute. In float32 all implementations must agree. "bfloat16" measures two modes: autocast, also of the
+    parts of the module, and a module and inputs in bfloat16.
+    """
     subject = workload.make(torch.Generator().manual_seed(0))
     if dtype == "bfloat16":
         return [*_autocast_rows(workload.name, subject, seconds), *_bfloat16_rows(workload.name, subject, seconds)]
@@ -58,7 +60,7 @@ def _autocast_rows(name: str, subject: Subject, seconds: float) -> list[Row]:
 
 
 def _bfloat16_rows(name: str, subject: Subject, seconds: float) -> list[Row]:
-    """Reference points are in bfloat16 too, a quarter of a pixel apart on these maps, so results are not compared."""
+    """Return rows in bfloat16. Do not compare results: bfloat16 reference points are up to a quarter of a pixel off."""
     inputs = tuple(_to_bfloat16(x) for x in subject.inputs)
     subject = subject._replace(module=subject.module.bfloat16(), inputs=inputs)
     calls = {one: _directions(module, run, subject) for one, (module, run) in _ours_and_plain(subject).items()}
@@ -74,12 +76,12 @@ def _compiled_name(name: str) -> str:
 
 
 def _directions(module: nn.Module, run: Forward, subject: Subject) -> dict[str, Call]:
-    """The output; and the output with the gradients of inputs and parameters."""
+    """Return the calls of both directions: without gradients, and with the gradients of inputs and parameters."""
     learned = [subject.inputs[i].detach().requires_grad_() for i in subject.learned]
     inputs = list(subject.inputs)
     for i, leaf in zip(subject.learned, learned, strict=True):
         inputs[i] = leaf
-    # by name, because packages have them in different orders
+    # sorted by name, because packages define them in different orders
     parameters = [p for _, p in sorted(module.named_parameters()) if p.requires_grad]
 
     def forward() -> tuple[Tensor, ...]:
@@ -96,12 +98,12 @@ def _directions(module: nn.Module, run: Forward, subject: Subject) -> dict[str, 
 
 
 def _mixture(output: Tensor) -> Tensor:
-    """A gradient of the output, written down in full: products take less time for one that repeats a row."""
+    """Return a gradient of the output as a contiguous tensor: products with an expanded tensor take less time."""
     return torch.linspace(-1, 1, output.shape[-1]).expand_as(output).contiguous()
 
 
 def _need_the_same(workload: str, calls_of: Calls) -> None:
-    """Every implementation gives our output and our gradients."""
+    """Raise a Problem unless every implementation gives our output and our gradients."""
     ours = calls_of[OURS]["forward + backward"]()
     for name, calls in calls_of.items():
         output, *gradients = calls["forward + backward"]()
@@ -121,8 +123,8 @@ def _of_norm(got: Tensor, expected: Tensor) -> float:
 
 
 def _parts(subject: Subject) -> Calls:
-    """The linear layers and the bare operator, each on inputs that are ready: the time below which only fusing gets. And the
-    layers with the gather loop instead of the operator."""
+    """Return calls of the module's parts: its linear layers and its bare operator, each on inputs that are computed before.
+    Only fusion could be faster than their sum. Also return the layers with the gather loop in place of the operator."""
     calls = _operators_of(subject)
     layers = _layers_of(subject)
     operators = _in_turn(_operator(name, args) for name, args in calls)
@@ -133,8 +135,8 @@ def _parts(subject: Subject) -> Calls:
 
 
 def _parts_under_autocast(subject: Subject) -> Calls:
-    """The linear layers under autocast, which converts their weights in each run, and the bare operator on bfloat16 tensors
-    that are ready."""
+    """Return calls of the parts: the linear layers under autocast, which converts their weights in each run, and the bare
+    operator on bfloat16 tensors that are computed before."""
     layers = {way: _under_autocast(call) for way, call in _layers_of(subject).items()}
     calls = [(name, tuple(map(_to_bfloat16, args))) for name, args in _operators_of(subject)]
     return {PARTS: _in_turn([layers, *(_operator(name, args) for name, args in calls)])}
@@ -149,7 +151,7 @@ def _under_autocast(call: Call) -> Call:
 
 
 def _operators_of(subject: Subject) -> list[tuple[str, tuple[Tensor, ...]]]:
-    """The bare operators that a module calls, with inputs that are ready."""
+    """Return the bare operators that a module calls, with their inputs."""
     with torch.no_grad(), mx_driving.viz.recording() as looks:
         subject.module(*subject.inputs)
     return [
@@ -179,7 +181,7 @@ def _floor(name: str, args: tuple[Tensor, ...]) -> dict[str, Call]:
 
 
 def _in_turn(parts: Iterable[dict[str, Call]]) -> dict[str, Call]:
-    """One call after the other, in each direction."""
+    """Return a call for each direction that makes the calls of all parts in turn."""
     parts = list(parts)
 
     def all_of(way: str) -> Call:

@@ -1,4 +1,4 @@
-"""ONNX files that libraries export of their models themselves, before and after `mx_driving.onnx.fuse`.
+"""Compare and time the ONNX files that libraries export, before and after `mx_driving.onnx.fuse`.
 
     python benchmarks/onnx_files.py --only '*rt_detr*' --seconds 30 --csv benchmarks/results/onnx-files.csv
 
@@ -40,7 +40,7 @@ Export = Callable[[Path, int], Path]  # from a folder and the picture's side to 
 
 @dataclass(frozen=True)
 class Exporter:
-    """What pip calls the library, its model, the writing in its file, how many places there are, and its own export."""
+    """A library's own export of a model: the nodes in its file (`writing`) and the number of matches (`places`)."""
 
     distribution: str
     model: str
@@ -50,12 +50,12 @@ class Exporter:
 
 
 def make_sensitive(model: torch.nn.Module, picture: str, side: int) -> None:
-    """Weights that show a wrong sample, as `models.build` makes them; the model's argument for a picture is named."""
+    """Make the model's weights sensitive to wrong samples, like `models.build`. `picture` names the argument of forward."""
     models.make_sensitive(models.Subject("", model.eval(), {picture: models.photograph(side, side)}))
 
 
 def of_transformers(name: str, free: bool = False) -> Export:
-    """By transformers' OnnxExporter."""
+    """Export by transformers' OnnxExporter."""
 
     def export(folder: Path, side: int) -> Path:
         exporter = importlib.import_module("transformers.exporters.exporter_onnx")
@@ -69,7 +69,7 @@ def of_transformers(name: str, free: bool = False) -> Export:
 
 
 def of_ultralytics(folder: Path, side: int) -> Path:
-    """By `RTDETR.export`, which writes beside the working folder."""
+    """Export by `RTDETR.export`, which writes to the working folder."""
     model = importlib.import_module("ultralytics").RTDETR("rtdetr-l.yaml")
     make_sensitive(model.model, "x", side)
     before = Path.cwd()
@@ -81,7 +81,7 @@ def of_ultralytics(folder: Path, side: int) -> Path:
 
 
 def of_rfdetr(name: str) -> Export:
-    """By `RFDETR.export`, at the resolution that its positions are made for."""
+    """Export by `RFDETR.export`, at the resolution of the model's position embeddings."""
 
     def export(folder: Path, side: int) -> Path:
         model = getattr(importlib.import_module("rfdetr"), name)(pretrain_weights=None, device="cpu")
@@ -93,7 +93,7 @@ def of_rfdetr(name: str) -> Export:
 
 
 def of_libreyolo(name: str, size: str) -> Export:
-    """By LibreYOLO's `export`, which leaves the batch free; a backbone's own weights are not fetched."""
+    """Export by LibreYOLO's `export`, with a dynamic batch. Do not download the weights of the backbone."""
 
     def export(folder: Path, side: int) -> Path:
         load = torch.nn.Module.load_state_dict
@@ -112,7 +112,7 @@ def of_libreyolo(name: str, size: str) -> Export:
 
 
 def of_dfine_seg(folder: Path, side: int) -> Path:
-    """By D-FINE-seg's `export_to_onnx`, without the file of its helpers for training that its module imports a name from."""
+    """Export by D-FINE-seg's `export_to_onnx`. Replace the training helpers that its module imports."""
     training: Any = types.ModuleType("dfine_seg.dl.utils")
     training.get_latest_experiment_name = None
     with mock.patch.dict(sys.modules, {training.__name__: training}):
@@ -140,7 +140,7 @@ EXPORTERS = (
 
 
 def fused(exporter: Exporter, folder: Path, side: int) -> tuple[Path, mx_driving.onnx.Fused]:
-    """The library's file, and what `fuse` found in it."""
+    """Return the library's file, and the report of `fuse`."""
     torch.manual_seed(0)
     with silent():
         before = exporter.export(folder, side)
@@ -148,7 +148,7 @@ def fused(exporter: Exporter, folder: Path, side: int) -> tuple[Path, mx_driving
 
 
 def compare(before: Path, after: Path, seconds: float) -> _running.Compared:
-    """Both on a photograph, as large as the file's pictures: noise has no objects, and scores of queries nearly tie."""
+    """Run both files on a photograph of the file's size. In noise, without objects, the scores of queries would nearly tie."""
     inputs = onnx_ir.load(before).graph.inputs
     sides = {str(one.name): one.shape[2:] for one in inputs if one.shape is not None and len(one.shape) == 4}
     pictures = {name: models.photograph(*map(int, two)).numpy() for name, two in sides.items()}
@@ -175,7 +175,7 @@ def row_of(exporter: Exporter, side: int, seconds: float) -> dict[str, Any]:
 
 
 def rows_of_forms(exporter: Exporter, side: int) -> Iterator[dict[str, Any]]:
-    """What each form writes, and its difference in onnxruntime. Our node stands in for NVIDIA's and the vendor's there."""
+    """Yield the nodes and the difference of each form in onnxruntime, with our node in place of NVIDIA's and the vendor's."""
     with tempfile.TemporaryDirectory() as folder:
         before, _ = fused(exporter, Path(folder), side)
         for form in mx_driving.onnx.FUSED_FORMS:

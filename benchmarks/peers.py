@@ -1,4 +1,4 @@
-"""Plain torch compiled, and other packages, as rivals of a workload."""
+"""Other implementations of a workload: compiled plain torch, and other packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mx_driving._operator.description import OPERATORS
 
 
 def compile_form(form: Callable[..., Tensor], operator: str, args: Args) -> Callable[..., Tensor]:
-    """What belongs to the whole model, such as its index tables, never changes: people let the compiler see constants."""
+    """Compile a form with the inputs that the whole model shares, such as index tables, as constants."""
     shared = OPERATORS[operator].shared
     indices = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in shared]
 
@@ -30,7 +30,7 @@ def compile_form(form: Callable[..., Tensor], operator: str, args: Args) -> Call
 
 
 def peers(workload: Workload, args: Args) -> dict[str, Rival]:
-    """torch.compile, and torch-ms-deform-attn where it is installed."""
+    """Return torch.compile, and torch-ms-deform-attn if it is installed."""
     functions = {"torch.compile": compile_form(make_plain(workload.operator), workload.operator, args)}
     if workload.operator == MULTI_SCALE:
         try:

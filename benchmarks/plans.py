@@ -1,4 +1,4 @@
-"""How the native kernels do a workload: their decisions, not their times."""
+"""Describe how the native kernels would compute a workload."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from mx_driving import _backends
 from mx_driving._measure.workloads import Workload
 from mx_driving._operator.description import OPERATORS
 
-Plans = dict[str, dict[str, str]]  # of each direction: decision -> what was decided
+Plans = dict[str, dict[str, str]]  # direction -> decision -> its outcome
 
 
 def plans(workload: Workload, dtype: str) -> Plans:
-    """The plans of the forward, and of a backward that gives all gradients."""
+    """Return the plans of the forward, and of a backward with all gradients."""
     operator, args = workload.operator, workload.inputs(dtype)
     return {
         "forward": _backends.native.describe_plan(operator, args),

@@ -24,7 +24,7 @@ THREADS = (1, 2, 7, 64)
 
 
 def import_with(library: str | None):
-    """Import mx_driving.config, with another native library where one is named."""
+    """Import mx_driving.config. If `library` is given, load that library instead of the installed one."""
     if library:
         spec = importlib.util.find_spec("mx_driving")
         spec.submodule_search_locations.insert(0, str(Path(library).resolve().parent))
@@ -34,7 +34,7 @@ def import_with(library: str | None):
 
 
 def pooling(cells: int, points: int, channels: int) -> tuple:
-    """Inputs of bev_pool_v3: two batches of `cells` x `cells`; most cells have several points, and some have none."""
+    """Return inputs of bev_pool_v3: two batches of `cells` x `cells`, with several points in most cells and none in some."""
     generator = torch.Generator().manual_seed(0)
     ranks = [torch.randint(n, (points,), generator=generator) for n in (40, 300, 2 * cells * cells)]
     feat, depth = (torch.randn(*n, dtype=torch.float64, generator=generator) for n in ((40, channels), (300,)))
@@ -42,7 +42,7 @@ def pooling(cells: int, points: int, channels: int) -> tuple:
 
 
 def cases_of(helpers: Path):
-    """(operator, name, inputs in float64) of every case."""
+    """Yield (operator, name, inputs in float64) of every case."""
     sys.path.insert(0, str(helpers))
     import cases
     import logits_cases
@@ -54,7 +54,7 @@ def cases_of(helpers: Path):
 
 
 def casts(args: tuple):
-    """The inputs in each dtype, in int32, and a 16-bit first input beside others in float32."""
+    """Yield the inputs in each dtype, with int32 tables, and with only the first input in 16 bits."""
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         floats = tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
         yield str(dtype), floats
@@ -64,7 +64,7 @@ def casts(args: tuple):
 
 
 def outputs_of(operator: str, args: tuple):
-    """The output, and the gradients: all at once, the first alone, all but the first."""
+    """Yield the output, and the gradients: all together, only the first, all but the first."""
     forward, backward = (getattr(torch.ops.mx_driving, operator + suffix).default for suffix in ("", "_backward"))
     yield "output", (output := forward(*args))
     grad = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(output.dtype)
@@ -75,7 +75,7 @@ def outputs_of(operator: str, args: tuple):
 
 
 def write_digests(file: str, only: str, library: str | None = None) -> None:
-    """Write {call and output: digest} of the build in this process."""
+    """Write a digest of each output of this process's build, by call and output."""
     config = import_with(library)
     native, digests = ctypes.CDLL(str(config.library_path())), {}
     native.mxd_set_work_of_a_thread(ctypes.c_int64(1000))  # small inputs run on several threads, too

@@ -1,8 +1,8 @@
-"""Deformable models of the installed transformers before and after `mx_driving.patch`.
+"""Compare and time the deformable models of the installed transformers before and after `mx_driving.patch`.
 
     python benchmarks/time_models.py --mode float32 --mode autocast --mode bfloat16 --csv benchmarks/results/mine.csv
 
-The models have default configurations and random weights, and see a photograph of scikit-learn's. Nothing is downloaded.
+The models have default configurations and random weights. The input is scikit-learn's photograph. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def main(
     """Compare and time every deformable model of the installed transformers, before and after `mx_driving.patch`.
 
     A difference is a fraction of the largest magnitude. Queries that differ by more than 1e-3 are counted as "off" instead:
-    in two-stage models they are near ties of the ranking. Times are lower quartiles in milliseconds. "Cores" has the sampling
-    replaced alone, "modules" whole attention modules; "gain" is the one over the other. Attention modules and cores are timed
-    alone, too, on the inputs that the model gives them. With --mode, times are medians in seconds of the whole model.
+    in two-stage models queries with nearly equal scores exchange their ranks. Times are lower quartiles in milliseconds. For
+    "cores" only the sampling is replaced, for "modules" whole attention modules; "gain" is the time of "cores" divided by that
+    of "modules". Attention modules and cores are also timed alone, on the inputs that they get in the model. With --mode,
+    times are medians in seconds of the whole model.
     """
     models.need_transformers("time_models.py")
     import transformers

@@ -1,6 +1,6 @@
-"""Lets torchvision be imported beside a torch that its compiled part was not built for: declares the operators it looks for.
+"""Declare torchvision's operators, so that torchvision can be imported without a compiled part for the installed torch.
 
-The operators have no kernel, and a call of one fails. No model here calls one before its boxes are found.
+The operators have no kernels, so calling them fails. The benchmarked models do not call them before the boxes are computed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ NAMES = (
     *("nms", "qnms", "roi_align", "_roi_align_backward", "ps_roi_align", "_ps_roi_align_backward", "roi_pool"),
     *("_roi_pool_backward", "ps_roi_pool", "_ps_roi_pool_backward", "qroi_align", "deform_conv2d", "_deform_conv2d_backward"),
 )
-_declared = []  # torch forgets a declaration with its object
+_declared = []  # keeps the libraries alive: torch removes the operators of a deleted library
 
 
 def declare() -> None:
-    """Nothing happens where torchvision has its own operators."""
+    """Import torchvision. Declare its operators if its compiled part is missing."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError:  # "operator torchvision::nms does not exist"

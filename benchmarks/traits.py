@@ -1,5 +1,4 @@
-"""Measurements that need no rival: 16 bits against 32, two threads against one, memory, and the cost of importing and
-calling."""
+"""Compare the package with itself: 16 bits with 32 bits, one thread with two; measure memory, the import and one query."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from mx_driving._measure.rivals import make_rival, make_training_call
 from mx_driving._measure.timing import Call, interleaved
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 
-PROCESSES = 5  # fresh ones, for the time of an import
+PROCESSES = 5  # fresh processes that time an import
 TIMED = ("forward", "backward")
-CALLS = 500  # timed together, because one takes microseconds
+CALLS = 500  # calls in one measurement, because a call takes microseconds
 
 
 def _ratio(calls: dict[str, Call], seconds: float) -> float:
-    """Time of the first call over that of the second."""
+    """Return the time of the first call divided by the time of the second."""
     first, second = (statistics.median(t) for t in interleaved(calls, seconds).values())
     return first / second
 
@@ -50,7 +49,7 @@ def _calls(workload: Workload, args: Args) -> dict[str, Call]:
 
 
 def traits(workload: Workload, seconds: float) -> dict[str, tuple[str, ...]]:
-    """Figure -> (forward, backward), of memory also forward + backward."""
+    """Return name -> figures: forward, backward; for memory also forward + backward."""
     threads = torch.get_num_threads()
     own = _calls(workload, workload.inputs("float32"))
     rows = {}
@@ -71,7 +70,7 @@ def _figures(numbers: Iterable[float], form: str = ".2f") -> tuple[str, ...]:
 
 
 def of_the_package() -> str:
-    """The cost of importing and of calling, whatever the work."""
+    """Return sentences with the time of the import and of a call of one query."""
     plain, with_graph = one_query()
     return (
         f"import mx_driving: {1e3 * import_seconds():.0f} ms after torch's own, median of {PROCESSES} fresh processes\n"
@@ -80,7 +79,7 @@ def of_the_package() -> str:
 
 
 def import_seconds() -> float:
-    """Seconds to import this package after torch."""
+    """Return the seconds that the import of this package takes after torch's."""
     code = "import time, torch; start = time.perf_counter(); import mx_driving; print(time.perf_counter() - start)"
     command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     runs = [subprocess.run(command, env=env, check=True, capture_output=True, text=True) for _ in range(PROCESSES)]
@@ -88,7 +87,7 @@ def import_seconds() -> float:
 
 
 def one_query() -> tuple[float, float]:
-    """Seconds of multi_scale_deformable_attn for one query of one point, without and with recording for backward."""
+    """Return the seconds of a call with one query and one point, without a graph and with a graph for the backward."""
     shapes, starts = torch.tensor([[4, 4]]), torch.tensor([0])
     value, locations, weights = torch.rand(1, 16, 1, 8), torch.rand(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1)
     leaf = value.clone().requires_grad_()
@@ -106,10 +105,11 @@ def one_query() -> tuple[float, float]:
 
 
 def extra_memory(workload: Workload, dtypes: Iterable[str]) -> list[dict[str, float]]:
-    """Peak memory of each direction beside inputs, outputs and gradients, as a fraction of value's size, for each dtype.
+    """Return the peak memory beside inputs, outputs and gradients, as a fraction of value's size, by dtype and direction.
 
-    Forward + backward is recorded, so that what autograd keeps counts. The fresh process has an allocator that gives every
-    block above 64 KB back at once, so that memory gone after the call was scratch."""
+    Forward + backward includes the tensors that autograd saves. In the fresh process the allocator returns every freed block
+    above 64 KB to the system at once, so that the peak minus the memory after the call is scratch memory.
+    """
     call = f"_child({workload.name!r}, {list(dtypes)!r}, {torch.get_num_threads()})"
     command = [sys.executable, "-c", f"from {__name__} import _child; {call}"]
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -132,7 +132,7 @@ def _shares(workload: Workload, dtype: str) -> dict[str, float]:
     args = workload.inputs(dtype)
     shares = {}
     for way, call in _calls(workload, args).items():
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         kept = call()
         shares[way] = (_status("VmHWM") - _status("VmRSS")) / args[0].nbytes
         del kept

@@ -14,8 +14,8 @@ BY_MODE = "epyc-zen4-2-cores-models-by-mode.csv"  # time_models.py --mode float3
 GPU = "nvidia-h100-80gb-hbm3.csv"  # gpu.py
 GPU_MODELS = "nvidia-h100-80gb-hbm3-models.csv"  # gpu_models.py
 DIGITS = "train-digits.csv"  # precision.csv of examples/train_digits.py
-DIGITS_LOSSES = "train-digits-losses.csv"  # its losses.csv
-# Of each processor: the file of bare operators, and that of operators with logits
+DIGITS_LOSSES = "train-digits-losses.csv"  # losses.csv of the same run
+# Processor -> the file of bare operators, the file of operators with logits.
 PROCESSORS = {
     "Xeon": ("xeon-207-2-cores.csv", "xeon-207-2-cores.csv"),
     "Zen 4": ("epyc-zen4-2-cores.csv", "epyc-zen4-2-cores.csv"),
@@ -51,13 +51,13 @@ def milliseconds(row: Row) -> str:
 
 
 def speed_up(row: Row) -> str:
-    """How many times longer an implementation takes than this package."""
+    """Return the time of an implementation divided by ours."""
     ratio = float(row["times ours"])
     return f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
 def by_implementation(direction: str, file: str = BENCH, dtype: str = "float32") -> dict[str, dict[str, Row]]:
-    """workload -> implementation -> its row, of one direction."""
+    """Return the rows of one direction: workload -> implementation -> row."""
     workloads: dict[str, dict[str, Row]] = {}
     for row in read(file):
         if (row["direction"], row["dtype"]) == (direction, dtype):
@@ -66,7 +66,7 @@ def by_implementation(direction: str, file: str = BENCH, dtype: str = "float32")
 
 
 RIVALS = ("plain torch", "torch.compile", "torch-ms-deform-attn")
-# What the rows of operators with logits and of modules have beside them, and no other row.
+# Implementations that only operators with logits (BARE) and modules (PARTS) have.
 BARE, PARTS = "bare operator", "layers + operator"
 MODULES = ("plain torch", "torch.compile", "transformers", "transformers, compiled", "mmcv", "mmcv, compiled")
 NOT_YET = "*The recorded run has no such row yet.*\n"
@@ -77,7 +77,7 @@ def workloads_with(implementation: str, direction: str, file: str = BENCH) -> di
 
 
 def bare_workloads(direction: str, file: str = BENCH) -> dict[str, dict[str, Row]]:
-    """Those of operators on locations and weights that are ready."""
+    """Return the workloads of operators without logits."""
     return {name: by for name, by in by_implementation(direction, file).items() if not {BARE, PARTS} & by.keys()}
 
 
@@ -86,7 +86,7 @@ def _cells(by: dict[str, Row], rivals: Iterable[str]) -> list[str]:
 
 
 def speed_ups(direction: str, file: str = BENCH) -> str:
-    """Our time in milliseconds, and the speed-up over each rival that was measured."""
+    """Return a table of our time in milliseconds and the speed-up over each measured rival."""
     workloads = bare_workloads(direction, file)
     rivals = [rival for rival in RIVALS if any(rival in by for by in workloads.values())]
     rows = [[name, milliseconds(by["mx_driving"]), *_cells(by, rivals)] for name, by in workloads.items()]
@@ -94,12 +94,12 @@ def speed_ups(direction: str, file: str = BENCH) -> str:
 
 
 def ratio(by: dict[str, Row], other: str) -> str:
-    """Our time over that of another implementation."""
+    """Return our time divided by the time of another implementation."""
     return f"{float(by['mx_driving']['milliseconds']) / float(by[other]['milliseconds']):.2f}"
 
 
 def beside(other: str, rivals: Iterable[str], file: str = BENCH) -> str:
-    """Of rows that have `other` beside them: our time, its ratio to that of `other`, and the speed-up over each rival."""
+    """Return a table of the workloads that have `other`: our time, its ratio to `other`, the speed-up over each rival."""
     rows = [
         [f"{name}; {direction}", milliseconds(by["mx_driving"]), ratio(by, other), *_cells(by, rivals)]
         for direction in ("forward", "forward + backward")
@@ -111,7 +111,7 @@ def beside(other: str, rivals: Iterable[str], file: str = BENCH) -> str:
 
 
 def floors(file: str = BENCH) -> str:
-    """Return our time in milliseconds, and as a multiple of either gather loop, of workloads that have one."""
+    """Return a table of the workloads with gather loops: our time in milliseconds, and as a multiple of each loop."""
     forward, backward = bare_workloads("forward", file), by_implementation("backward", file)
     floors = ("gather loop", "gather loop, head-major")
     rows = []
@@ -125,7 +125,7 @@ def floors(file: str = BENCH) -> str:
 
 
 def renamed(rows: list[Row], columns: dict[str, str]) -> str:
-    """Some columns, by their names in the file and on the page."""
+    """Return a table of some columns. `columns` maps the name in the file to the name on the page."""
     return markdown(columns.values(), [[row[name] for name in columns] for row in rows])
 
 
@@ -137,7 +137,7 @@ def from_to(before: float, after: float) -> str:
 
 
 def of_mode(file: str, direction: str) -> dict[str, list[str]]:
-    """Return the time of plain torch and ours of each workload, a cell for each mode."""
+    """Return workload -> cells, one for each mode, with the times of plain torch and ours."""
     cells: dict[str, list[str]] = {}
     for mode in MODES:
         for name, by in by_implementation(direction, file, mode).items():
@@ -147,7 +147,7 @@ def of_mode(file: str, direction: str) -> dict[str, list[str]]:
 
 
 def of_models() -> dict[str, list[str]]:
-    """Whole models by their gain in float32, a cell for each mode."""
+    """Return whole model -> cells, one for each mode, sorted by the gain in float32."""
     models: dict[str, list[str]] = {}
     measured = read(BY_MODE)
     gains = {row["model"]: float(row["speed-up"]) for row in measured if row["mode"] == MODES[0]}
@@ -157,14 +157,14 @@ def of_models() -> dict[str, list[str]]:
 
 
 def of_operators() -> dict[str, list[str]]:
-    """The operators of models, in float32."""
+    """Return operator -> its cell in float32, without the vendor's examples."""
     names = [name for name in bare_workloads("forward", BENCH) if not name.startswith("Vendor example")]
     cells = of_mode(BENCH, "forward")
     return {name: cells[name] for name in names}
 
 
 def forwards(what: str, modes: Iterable[str], rows: dict[str, list[str]], file: str) -> str:
-    """Return the table of whole models, of modules or of operators, with its machine."""
+    """Return the table of whole models, modules or operators, and its machine."""
     return f"{markdown([f'{what}, ms', *modes], [[name, *cells] for name, cells in rows.items()])}\n{made(read(file))}\n"
 
 
@@ -179,14 +179,14 @@ FIRST_ON_GPU += ("training step, float32, batch 4 *", "training step, autocast, 
 
 
 def first() -> str:
-    """Return the rows with which README and the landing page begin."""
+    """Return the table of README and the landing page."""
     rows = of_models() | {f"Operator: {name}": [*cells, "", ""] for name, cells in of_operators().items()}
     table = markdown(["milliseconds", *MODES], [[name, *rows[name]] for name in FIRST])
     return f"{table}\n{made([row for file in (BY_MODE, BENCH) for row in read(file)])}\n"
 
 
 def first_on_gpu() -> str:
-    """Return the rows of a GPU that README and the landing page begin with: each variant's milliseconds and memory."""
+    """Return the GPU table of README and the landing page: milliseconds and memory of each variant."""
     calls = gpu_calls(short=True)
     variants = {"plain": "its own code", "torch-ms-deform-attn": "CUDA extension", "mx_driving": "mx_driving"}
     rows = []
@@ -198,7 +198,7 @@ def first_on_gpu() -> str:
 
 
 def modules_by_mode() -> str:
-    """The modules in each mode and direction, and autocast beside the parts of the module."""
+    """Return a table of modules in each mode and direction, with the ratio of autocast to the module's parts."""
     rows = []
     for direction in ("forward", "forward + backward"):
         parts = by_implementation(direction, MODULES_BY_MODE, MODES[1])
@@ -216,8 +216,8 @@ def other_measured() -> str:
 
 
 def undisturbed(direction: str, file: str) -> dict[str, dict[str, Row]]:
-    """Return the workloads but those that one run measured twice, alone and beside the operator with logits, with times that
-    differ by more than 1.3."""
+    """Return the workloads without disturbed ones. A run measures a bare operator twice, alone and beside its operator with
+    logits; it was disturbed if the two times differ by more than a factor of 1.3."""
     workloads = by_implementation(direction, file)
 
     def agrees(name: str) -> bool:
@@ -231,7 +231,7 @@ def undisturbed(direction: str, file: str) -> dict[str, dict[str, Row]]:
 
 
 def other_processors(direction: str) -> str:
-    """Our time on each other processor, and the speed-up over plain torch."""
+    """Return a table of our time on the other processors, and the speed-up over plain torch."""
     columns = [undisturbed(direction, bare) for bare, _ in others().values()]
     names = dict.fromkeys(name for by_name in columns for name, by in by_name.items() if not {BARE, PARTS} & by.keys())
     rows = [[name, *(cell for by_name in columns for cell in _time_and_speed_up(by_name.get(name)))] for name in names]
@@ -244,7 +244,7 @@ def _time_and_speed_up(by: dict[str, Row] | None) -> list[str]:
 
 
 def other_processors_with_logits() -> str:
-    """The time of each operator with logits on each other processor over that of the bare operator."""
+    """Return a table of the other processors: the time with logits divided by that of the bare operator."""
     directions = ("forward", "forward + backward")
     columns = [{way: undisturbed(way, logits) for way in directions} for _, logits in others().values()]
     names = dict.fromkeys(name for by_way in columns for by in by_way.values() for name in by if BARE in by[name])
@@ -261,7 +261,7 @@ def microseconds(by: dict[str, Row], name: str = "mx_driving, kernel") -> str:
 
 
 def gpu() -> str:
-    """Our kernels on a GPU in each dtype, and a whole call from Python in float32."""
+    """Return a table of our GPU kernels in each dtype, and of a call from Python in float32."""
     rows = []
     for direction in ("forward", "backward"):
         narrow = [by_implementation(direction, GPU, dtype) for dtype in ("bfloat16", "float16")]
@@ -272,7 +272,7 @@ def gpu() -> str:
 
 
 def gpu_rivals() -> str:
-    """How many times longer others take on a GPU than we, a call beside a call, in float32."""
+    """Return a table of the time of others divided by ours, for calls on a GPU in float32."""
     rivals = {"plain": "plain torch", "deformops-triton": "deformops 3.0.1", "classic": "torch-ms-deform-attn 0.1.1"}
     rows = []
     for direction in ("forward", "backward"):
@@ -284,7 +284,7 @@ def gpu_rivals() -> str:
 
 
 def gpu_calls(short: bool = False) -> dict[str, dict[str, Row]]:
-    """Return whole models on a GPU: what was measured -> variant -> row. A star marks a time of ours that Python limited."""
+    """Return whole models on a GPU: measurement -> variant -> row. A star marks rows in which Python limits our time."""
     measures = {"forward": "", "compiled forward": "compiled, "} if short else {}
     calls: dict[str, dict[str, Row]] = {}
     for row in read(GPU_MODELS):
@@ -295,7 +295,7 @@ def gpu_calls(short: bool = False) -> dict[str, dict[str, Row]]:
 
 
 def gpu_models() -> str:
-    """Return whole models on a GPU: milliseconds, and in parentheses those of all kernels; memory before and after `patch`."""
+    """Return a table of whole models on a GPU: wall time, (time of all kernels), memory before and after `patch`."""
     variants = ("plain", "torch-ms-deform-attn", "mx_driving")
     rows = []
     for name, by in gpu_calls().items():
@@ -325,7 +325,7 @@ def plain(file: str, last: str = "machine") -> str:
 
 
 def digits_losses() -> str:
-    """Return the losses of both trainings at each hundredth step, the mean of 20 steps."""
+    """Return a table of both trainings' losses after every 100 steps, means of 20 steps."""
     if not (RESULTS / DIGITS_LOSSES).exists():
         return NOT_YET
     rows = [row for row in read(DIGITS_LOSSES) if row["step"].endswith("00")]
@@ -333,12 +333,12 @@ def digits_losses() -> str:
 
 
 def made(rows: list[Row], column: str = "machine") -> str:
-    """Return dates, machines and versions of the rows, each once."""
+    """Return the distinct machines, dates and versions of the rows, in italics."""
     return f"*{'; '.join(dict.fromkeys(row[column] for row in rows))}*"
 
 
 def libraries() -> str:
-    """Models of other libraries before and after `patch`, and the models that no ONNX file can be made of."""
+    """Return a table of libraries' models before and after `patch`, and sentences on failed ONNX exports."""
     if not (RESULTS / "libraries.csv").exists():
         return NOT_YET
     rows = read("libraries.csv")
@@ -350,7 +350,7 @@ def libraries() -> str:
 
 
 def onnx_files() -> str:
-    """Files that libraries export of their models, before and after `fuse`."""
+    """Return a table of the ONNX files that libraries export, before and after `fuse`."""
     if not (RESULTS / "onnx-files.csv").exists():
         return NOT_YET
     columns = {"library": "library", "model": "model", "writing": "made of", "replaced": "replaced", "left": "left"}

@@ -1,6 +1,6 @@
 """The pages' bar charts, drawn from the CSV files of benchmarks/results: `make tables` writes them to docs/images.
 
-A chart is as wide as a telephone; the site enlarges it. Its text alternative has the values, and stands in the picture, too.
+A chart is as wide as a telephone; the site enlarges it. The text alternative has all values; the SVG file contains it, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INK, GRID = "#1b1b1b", "#d5d5d5"
 SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "mx_driving", "font.size": 8}
 SETTINGS |= {"legend.frameon": False, "legend.fontsize": 7.5}
 SETTINGS |= {"text.color": INK, "xtick.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "grid.color": GRID}
-# Told apart by the colour-blind
+# Colour-blind people can tell these colours apart.
 GREY, ORANGE, GREEN, BLUE = "#8c8c8c", "#e08a1e", "#2ca089", "#3b82c4"
 COLOURS = {
     "plain PyTorch": GREY,
@@ -136,7 +136,7 @@ def draw_ratios(axes: Any, rows: dict[str, dict[str, float]]) -> None:
 
 
 def figure(chart: Chart) -> Figure:
-    """Return the drawn chart, whose height follows from the number of bars."""
+    """Return the drawn chart. Its height depends on the number of bars."""
     drawn = Figure(figsize=(WIDTH, 1), layout="constrained")
     axes = drawn.subplots()
     axes.xaxis.grid(True, linewidth=0.5)
@@ -162,7 +162,7 @@ def markdown(name: str) -> str:
 
 
 def write(folder: pathlib.Path) -> None:
-    """Write each chart's picture."""
+    """Write the SVG file of each chart."""
     for name, make in CHARTS.items():
         chart = make()
         with rc_context(SETTINGS):

@@ -1,6 +1,6 @@
-"""The operators' pictures: what one query, or one anchor, reads. `make tables` writes them to docs/images.
+"""Draw the pixels that a query or an anchor reads, for the pages of the operators. `make tables` writes them to docs/images.
 
-How strongly a pixel is read is the operator's own gradient of value, so that a picture cannot differ from the operator.
+The shade of a pixel is the operator's own gradient of value, so that a picture always agrees with the operator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def panels(count: int, titles: list[str], aspect: float) -> tuple[Figure, Any]:
 
 
 def shade(ax: Any, share: Tensor, largest: float) -> None:
-    """Draw a map's pixels with a margin of one pixel. The more a pixel counts, the darker it is."""
+    """Draw a map's pixels with a margin of one pixel. A pixel with a larger share is darker."""
     height, width = share.shape
     ax.imshow(share.numpy(), cmap="Greys", vmin=0, vmax=largest * 1.6)
     lines = {"color": "#d0d0d0", "linewidth": 0.5}
@@ -41,12 +41,12 @@ def shade(ax: Any, share: Tensor, largest: float) -> None:
 
 
 def dots(ax: Any, places: Tensor, size: Any, colour: str, **more: Any) -> None:
-    """Draw places, which are in pixels of the map."""
+    """Draw dots at `places`, in pixels of the map."""
     ax.scatter(*places.unbind(-1), s=size, color=colour, edgecolors="black", linewidths=0.6, zorder=3, **more)
 
 
 def multi_scale_deformable_attn() -> Figure:
-    """One head of one query: four points on each of two levels, one of them off the map."""
+    """Draw one head of one query: four points on each of two levels, one point off the map."""
     shapes, starts = torch.tensor([[8, 12], [4, 6]]), torch.tensor([0, 96])
     value = torch.zeros(1, 120, 1, 1, requires_grad=True)
     reference = torch.tensor([0.62, 0.42])
@@ -74,7 +74,7 @@ def multi_scale_deformable_attn() -> Figure:
 
 
 def deformable_aggregation() -> Figure:
-    """One anchor of seven points before three cameras: the last does not see it, and the first sees four points."""
+    """Draw an anchor of seven points: camera 0 sees four of them, camera 1 all, camera 2 none."""
     size = torch.tensor([12, 8])
     shapes, starts = torch.tensor([[[8, 12]]] * 3), torch.tensor([[0], [96], [192]])
     maps = torch.zeros(1, 288, 1, requires_grad=True)
@@ -96,7 +96,7 @@ def deformable_aggregation() -> Figure:
 
 
 def geometric_kernel_attention() -> Figure:
-    """One head of one query at the map's edge: a window of 3 x 5 places, of which a column is clamped onto its neighbour."""
+    """Draw one head of one query: a window of 3 x 5 pixels at the map's edge, whose last column is clamped."""
     shapes, starts = torch.tensor([[8, 12]]), torch.tensor([0])
     value = torch.zeros(1, 96, 1, 1, requires_grad=True)
     x, y = torch.meshgrid(torch.arange(8, 13), torch.arange(2, 5), indexing="ij")
@@ -116,7 +116,7 @@ def geometric_kernel_attention() -> Figure:
 
 
 def bev_pool_v3() -> Figure:
-    """Two cameras seen from above: what reaches each cell, of depths that grow less likely."""
+    """Draw the output of two cameras seen from above, whose depths are less probable the farther they are."""
     cells, depths, pixels = (16, 28), 24, 12
     place, heading = torch.tensor([[4.0, 8.0], [23.0, 8.0]]), torch.tensor([0.0, torch.pi])
     angle = heading[:, None, None] + torch.linspace(-0.5, 0.5, pixels)

@@ -1,4 +1,4 @@
-"""Tables of what was tried and of what is needed, from the CSV files of docs/support and from the package."""
+"""Tables of tests, requirements and limits, from the CSV files of docs/support and from the package."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 def _outcome(rows: list[Row]) -> str:
-    """ "12 passed, 3 skipped" of all rows together."""
+    """Return the sums over all rows, such as "12 passed, 3 skipped"."""
     sums = {outcome: sum(int(row[outcome]) for row in rows) for outcome in OUTCOMES}
     return ", ".join(f"{count} {outcome}" for outcome, count in sums.items() if count)
 
 
 def _runs() -> dict[tuple[str, ...], list[Row]]:
-    """(torch, other packages, Python, system, processor) -> the rows of test files that exist, older torch first."""
+    """Return (torch, other packages, Python, system, processor) -> rows of existing test files, oldest torch first."""
     runs: dict[tuple[str, ...], list[Row]] = {}
     columns = ("torch", "packages", "python", "system", "processor")
     files = {file.name for file in (SUPPORT.parents[1] / "tests").rglob("test_*.py")}
@@ -41,7 +41,7 @@ def _runs() -> dict[tuple[str, ...], list[Row]]:
 
 
 def tested() -> str:
-    """Each run of the tests."""
+    """Return a table of the recorded runs of the tests."""
     rows = [
         [*place, str(len(by_file)), _outcome(by_file), max(row["date"] for row in by_file)]
         for place, by_file in _runs().items()
@@ -51,14 +51,14 @@ def tested() -> str:
 
 
 def needs() -> str:
-    """The features that not every torch has."""
+    """Return a table of the features that need a newer torch."""
     from mx_driving._needs import NEEDS
 
     return markdown(["feature", "needs torch", "older ones fail, since"], [[name, *need] for name, need in NEEDS.items()])
 
 
 def known(packages: bool = False) -> str:
-    """The projects whose code `patch` knows, with classes and functions; `packages`: of PyPI alone, with what is replaced."""
+    """Return a table of the projects whose code `patch` knows. With `packages`, list only packages of PyPI."""
     from mx_driving._patch._attention import ATTENTION_FORMS
     from mx_driving._patch.known import TABLE
 
@@ -74,7 +74,7 @@ def known(packages: bool = False) -> str:
 
 
 def limits() -> str:
-    """The vendor's documented limits, with the releases that have them."""
+    """Return a table of the vendor's documented limits and their releases."""
     from mx_driving._operator.limits import LIMITS, NEWEST
 
     def releases(first: str, last: str) -> str:
@@ -90,7 +90,7 @@ def limits() -> str:
 
 
 def wheels() -> str:
-    """A line for each wheel that `make check-wheels` looked at."""
+    """Return a list of the wheels that `make check-wheels` checked."""
     rows = _rows("wheels.csv")
     if not rows:
         return NOTHING_YET
@@ -100,13 +100,13 @@ def wheels() -> str:
 
 
 def tested_libraries() -> str:
-    """Each library with what was tried on it."""
+    """Return a table of the libraries and their tests."""
     rows = _rows("libraries.csv")
     if not rows:
         return NOTHING_YET
     lines: dict[tuple[str, str, str], int] = {}
     for row in rows:
-        module, slot, way = row["tried"].partition(", slot, ")  # attention modules of LibreYOLO in one line for each way
+        module, slot, way = row["tried"].partition(", slot, ")  # LibreYOLO: all attention modules of a kind in one line
         outcome = row["outcome"] + (f": {row['message']}" if row["message"] else "")
         line = f"{row['library']} {row['version']}", f"slot of kernels, {way}" if slot else module, outcome
         lines[line] = lines.get(line, 0) + 1
@@ -116,7 +116,7 @@ def tested_libraries() -> str:
 
 
 def onnx_forms() -> str:
-    """The same files in each form of `fuse`: how far outputs are from the file's own."""
+    """Return a table of the differences of outputs for each file and each form of `fuse`."""
     files: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in _rows("onnx-forms.csv"):
         files.setdefault((row["library"], row["model"], row["replaced"], row["left"]), {})[row["form"]] = row
@@ -128,12 +128,12 @@ def onnx_forms() -> str:
 
 
 def _sentence(row: Row) -> str:
-    """The first of a message."""
+    """Return the first sentence of the message."""
     return row["message"].split(". ")[0]
 
 
 def deploy() -> str:
-    """Runtimes by operators: how many times longer than ours, and the difference. Numbers in brackets are messages, below."""
+    """Return a table of runtimes and operators: time / our time (difference). A list below has the numbered messages."""
     rows = _rows("deploy.csv")
     if not rows:
         return NOTHING_YET

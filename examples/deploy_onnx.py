@@ -3,13 +3,13 @@
     python examples/deploy_onnx.py --checkpoint path/to/a/saved/detector --photo street.jpg --folder exported
     python examples/deploy_onnx.py --model rt_detr                  # random weights: boxes mean nothing, times do
 
-Forms: "grid_sample" is the model as it is, whose own GridSample is written; "gather" and "onnxruntime" are the patched model
-with gathers, and with our operators (`mx_driving.onnx.translations`). All are timed in turn, so that their times compare.
-Without --photo the picture is scikit-learn's, of a temple. Needs
+Forms: "grid_sample" exports the unpatched model with its own GridSample. "gather" and "onnxruntime" export the patched model,
+with gathers or with our operators (`mx_driving.onnx.translations`). All run in turn, so that their times can be compared.
+Without --photo the picture is scikit-learn's photograph of a temple. Needs
 `pip install '.[examples]' 'transformers>=5' onnx onnxscript onnxruntime`.
 
-A detector of two stages chooses its queries by a ranking. Where scores nearly tie, as with random weights, rounding alone
-may choose another query. So each box of torch is compared with the nearest box that onnxruntime finds.
+A two-stage detector selects the queries with the best scores. If scores are nearly equal, as with random weights, rounding may
+select other queries. Therefore each box of torch is compared with the nearest box of onnxruntime.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATCHED = "torch, patched"
 
 
 class Detector(torch.nn.Module):
-    """A picture to logits and boxes: tensors alone, as a graph has them."""
+    """The model as a function from a picture to two tensors, logits and boxes, for export."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Detector(torch.nn.Module):
 
 
 def every_element(condition: Any) -> Any:
-    """aten._is_all_true in ONNX, for which torch 2.13 has no function. D-FINE and RT-DETR v2 have it, unless patched."""
+    """Translate aten._is_all_true, which torch 2.13 cannot. Unpatched D-FINE and RT-DETR v2 contain it."""
     import onnx
     import onnxscript
 
@@ -70,7 +70,7 @@ def export(detector: Detector, pixels: Tensor, form: str, path: Path) -> None:
 
 
 def in_onnxruntime(path: Path) -> Callable[[Tensor], list[Tensor]]:
-    """The exported detector, on as many threads as torch has."""
+    """Return a function that runs the exported detector on as many threads as torch."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -83,7 +83,7 @@ def in_onnxruntime(path: Path) -> Callable[[Tensor], list[Tensor]]:
 
 @contextmanager
 def patched(detector: Detector, pixels: Tensor) -> Iterator[None]:
-    """For a moment, because a patch serves all models of the same file."""
+    """Patch the model inside a block only, because a patch changes all models of the same source file."""
     try:
         patch = mx_driving.patch(detector.model)
     except ValueError:
@@ -96,14 +96,14 @@ def patched(detector: Detector, pixels: Tensor) -> Iterator[None]:
 
 
 def farthest(boxes: Tensor, expected: Tensor) -> float:
-    """The largest coordinate's distance of an expected box to the nearest box, both [1, num_queries, 4]."""
+    """Return the largest distance of an expected box to the nearest of `boxes`, both [1, num_queries, 4]."""
     return float(torch.cdist(expected, boxes, p=torch.inf).min(-1).values.max())
 
 
 def time_in_turn(
     calls: dict[str, Callable[[], Any]], seconds: float, within: Callable[[str], AbstractContextManager[None]]
 ) -> dict[str, list[float]]:
-    """Seconds of each call, round after round: whatever else the machine does falls on all calls alike."""
+    """Return the times of each call in seconds. Calls run in turn, so that other programs disturb all calls alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = time.monotonic() + seconds
     while len(times[PATCHED]) < 3 or time.monotonic() < end:
@@ -129,7 +129,7 @@ def read_options() -> argparse.Namespace:
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # what torch.onnx says of torchvision
+    logging.disable(logging.WARNING)  # torch.onnx warns about torchvision
     photo = load_photo(options.photo)
     model, inputs = from_checkpoint(options.checkpoint, photo) if options.checkpoint else at_random(options.model, photo)
     pixels, detector = inputs["pixel_values"], Detector(model)
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     height, width = pixels.shape[-2:]
     print(f"{type(model).__name__}, {height} x {width}, {torch.get_num_threads()} threads", flush=True)
-    with patched(detector, pixels):  # now, rather than after the first export
+    with patched(detector, pixels):  # raises an error now and not after the first export
         pass
     expected = detector(pixels)[1]
 

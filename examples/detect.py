@@ -47,7 +47,7 @@ def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str
     try:
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         model = AutoModelForObjectDetection.from_pretrained(folder, local_files_only=True).eval()
-    except Exception as error:  # transformers has many kinds
+    except Exception as error:  # transformers raises many classes
         raise ValueError(f"{rule}; got {error}") from None
     return model, dict(processor(images=photo, return_tensors="pt"))
 

@@ -6,9 +6,9 @@
     python examples/train_bev.py --transform lift --out runs/lift      # by depths that it learns
     python examples/train_bev.py --page looks.html      # and a page with the points that each cell reads
 
-Scenes are rendered: the demo's street from a random place and heading, with random vehicles. A step's scenes depend on the
-step alone, so that a resumed run and a run on several processes follow the same curve. The folder --out holds
-checkpoint.pt, losses.csv, prediction.png and (of an operator that samples) looks.png, and beside it scenes-*.pt.
+Scenes are rendered: the demo's street from a random place and heading, with random vehicles. The scenes of a step depend only
+on the step, so that a resumed run and a run on several processes have the same losses. The folder --out gets checkpoint.pt,
+losses.csv, prediction.png and, except for "lift", looks.png. The files scenes-*.pt are written beside this folder.
 
 Needs `pip install '.[demo]'`, in the clone.
 """
@@ -119,7 +119,7 @@ def projections(cameras: tuple[Camera, ...]) -> Tensor:
 
 
 def block(inside: int, outside: int, stride: int = 1) -> nn.Sequential:
-    """A convolution with group normalisation, so that results do not depend on the number of processes."""
+    """Return a convolution with group normalisation, whose result does not depend on the number of processes."""
     return nn.Sequential(nn.Conv2d(inside, outside, 3, stride, 1), nn.GroupNorm(8, outside), nn.ReLU(inplace=True))
 
 
@@ -343,7 +343,7 @@ def _rank() -> int:
 
 def train(options: argparse.Namespace) -> dict[str, float]:
     """Train, and return the intersection over union on held-out scenes."""
-    import matplotlib.figure  # noqa: F401  missing packages are named before the work
+    import matplotlib.figure  # noqa: F401  raises now if the package is missing
 
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder; got {options.out}")
@@ -365,7 +365,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
             state = torch.load(checkpoint)
             for part, name in ((model, "model"), (optimiser, "optimiser"), (schedule, "schedule")):
                 part.load_state_dict(state[name])
-        except Exception as error:  # torch.load has many kinds
+        except Exception as error:  # torch.load raises many classes
             raise ValueError(f"{rule}; got {error}") from None
         losses, earlier = state["losses"], state["seconds"]
         if schedule.total_steps != options.steps:
@@ -444,7 +444,7 @@ def main() -> None:
             dist.init_process_group("gloo")
         train(options)
         if dist.is_initialized():
-            dist.barrier()  # no process ends before all are done: the first one still draws pictures
+            dist.barrier()  # the other processes wait, because the first process still draws pictures
             dist.destroy_process_group()
 
 

@@ -32,7 +32,7 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection,
 import mx_driving
 
 SIDE = 64  # pixels of a scene
-SIZES = (14, 29)  # pixels of a digit: from, below
+SIZES = (14, 29)  # pixels of a digit: the least, and an exclusive bound
 HELD_OUT = 397  # digits that only scenes for the evaluation show
 BATCH = 16  # scenes of a step
 EVERY = 20  # steps for one entry of losses.csv

@@ -1,4 +1,5 @@
-"""MX_DRIVING_TEST_BACKENDS names the implementations to test; without it all here run. A named one that is missing fails.
+"""Fixtures of all tests. MX_DRIVING_TEST_BACKENDS names the implementations to test; by default all on this machine are tested.
+A test fails if a named implementation is missing.
 
 Without a GPU the PTX of the Triton kernels is executed on the CPU by gpu/ptx.py, on small inputs unless "triton" is named.
 """
@@ -28,45 +29,45 @@ if not cases.ON_GPU and importlib.util.find_spec("triton"):
     import ptx
     from triton.runtime.driver import driver
 
-    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # compiling takes a tenth less
+    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # compilation takes a tenth less time
     driver.set_active(ptx.Driver(int(os.environ.get("MX_DRIVING_TEST_PTX", "90"))))
 
-for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):  # typer would colour what tests read
+for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):  # with these, typer would colour the output that tests read
     os.environ.pop(name, None)
 
 collect_ignore = ["libraries"]  # `make test-libraries` runs these in an environment of its own
 
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-    # torch's own cache outlives the tests, and ignores the instruction set: loops compiled for another one skip half of the
-    # numbers.
+    # torch's own cache outlives the tests and ignores the instruction set. A loop that was compiled for another instruction set
+    # skips half of the numbers.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
-# The tests compile a few small loops: torch's headers are not worth compiling first, nor processes that import torch to help,
-# nor programs that try which instruction sets this compiler has. Plain loops compile in less time, too.
+# The tests compile a few small loops. Precompiled headers, compiling processes and trials of the compiler's instruction sets
+# would take longer than they save.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# Programs that tests compile come out of ccache where it is installed, whatever temporary folder they are compiled in.
+# Use ccache, if it is installed, for the programs that tests compile in temporary folders.
 if os.path.isdir(ccache := "/usr/lib/ccache") and ccache not in os.environ["PATH"].split(os.pathsep):
     os.environ |= {"PATH": os.pathsep.join([ccache, os.environ["PATH"]]), "CCACHE_NOHASHDIR": "1"}
     os.environ.setdefault("CCACHE_BASEDIR", tempfile.gettempdir())
 
-# torch's tracing makes many objects, and Python looks for circles after each 700 of them: 8 % of the time of tests/torch.
+# torch's tracing makes many objects. Python's garbage collection after each 700 of them took 8 % of the time of tests/torch.
 gc.set_threshold(50_000, 20, 50)
 
-# Test processes and the programs that they start share the cores: a thread that waits must not spin there.
+# Test processes and the programs that they start share the cores, so waiting threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# glibc gives large blocks back at once, and the system clears them anew for the next test: a third of test_values' time. The
-# workers, which start later, read this.
+# glibc returns large freed blocks to the system, which clears new ones for the next test: a third of the time of test_values.
+# Only processes that start later, such as workers, read these variables.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**36))
 
 
 @pytest.fixture(params=cases.wanted_implementations())
 def implementation(request):
-    """Runs the test once per implementation, inside its context."""
+    """Run the test once for each implementation, inside its context."""
     known = cases.implementations()
     if request.param not in known:
         pytest.fail(f"implementation {request.param} is not on this machine; there are {sorted(known)}")
@@ -76,7 +77,7 @@ def implementation(request):
 
 @pytest.fixture
 def every_thread():
-    """As many threads as torch may use, however little each has to do."""
+    """Use as many threads as torch may use, even for small calls."""
     _backends.native.loaded().mxd_set_work_of_a_thread(ctypes.c_int64(1))
     yield
     _backends.native.loaded().mxd_set_work_of_a_thread(ctypes.c_int64(0))
@@ -84,7 +85,7 @@ def every_thread():
 
 @pytest.fixture
 def same_bits():
-    """Ask a GPU for the same bits on every call. A CPU, where the kernels' PTX may be executed, gives them in any case."""
+    """Make a GPU compute the same bits on every call. A CPU, which also executes the kernels' PTX, always does."""
     torch.use_deterministic_algorithms(cases.ON_GPU)
     yield
     torch.use_deterministic_algorithms(False)
@@ -92,7 +93,7 @@ def same_bits():
 
 @pytest.fixture
 def poisoned_allocations():
-    """torch.empty comes filled with NaN, so that an element nobody wrote shows."""
+    """Fill the tensors of torch.empty with NaN, so that an element that is never written shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -103,14 +104,14 @@ def poisoned_allocations():
 
 @pytest.fixture
 def kernel_calls():
-    """The names of the operators whose kernels were called."""
+    """Return the list of the operators whose kernels are called."""
     with attention_modules.Operators() as calls:
         yield calls.names
 
 
 @pytest.fixture
 def mx(monkeypatch, capsys):
-    """`mx-driving` as a shell runs it: (exit status, standard output, standard error)."""
+    """Run `mx-driving` like a shell. Return exit status, standard output, standard error."""
     from mx_driving_portable.command import main
 
     def run(*args):
@@ -125,7 +126,7 @@ def mx(monkeypatch, capsys):
 
 @pytest.fixture
 def refusal(monkeypatch, capsys, tmp_path):
-    """Run an example that refuses its options: it says a sentence on standard error, ends with status 1 and writes nothing."""
+    """Run an example that refuses its options. It must print one sentence, exit with status 1 and write nothing."""
 
     def run(program, *options):
         before = sorted(tmp_path.rglob("*"))
@@ -143,7 +144,7 @@ def refusal(monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def unbuilt(tmp_path, monkeypatch):
-    """Write a package of a repository whose extensions nobody has built; return its folder."""
+    """Write a package of a repository whose extensions are not built; return its folder."""
     names = []
 
     def write(name, text=""):
@@ -169,13 +170,13 @@ def extension(unbuilt):
 
 @pytest.fixture
 def wide_terminal(monkeypatch):
-    """Tables are not folded."""
+    """Make the terminal so wide that tables do not wrap."""
     monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture(autouse=True)
 def _one_thread_per_worker():
-    """pytest-xdist runs two workers on two cores; threads are tested where they matter."""
+    """Use one thread, because pytest-xdist runs two workers on two cores. Tests of threads set their own number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -189,13 +190,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.pluginmanager.hasplugin("xdist"):
-        config.option.loadscopereorder = False  # it would start the largest groups first, however short their tests
+        config.option.loadscopereorder = False  # xdist would start the largest groups first, even if their tests are short
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(config, items):
-    """All implementations of the same inputs run in one process, which works their truth out once. Long tests start first, so
-    that no process is left with one at the end."""
+    """Run all implementations of the same inputs in one process, which computes their truth once. Start long tests first, so
+    that no process still runs one at the end."""
     for item in items:
         if item.path.parent.name == "onnx" and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.long)
@@ -208,14 +209,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_setup(item):
-    """`needs(feature)` skips a test on a torch that lacks it, by the package's own table."""
+    """Skip a test with the mark `needs(feature)` if the package's own table says that this torch lacks the feature."""
     for marker in item.iter_markers("needs"):
         if sentence := _needs.lacks(*marker.args):
             pytest.skip(sentence)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say what skipped tests need, so that nobody takes them for passed."""
+    """Print what skipped tests need, so that nobody mistakes them for passed."""
     reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     if reasons:
         terminalreporter.section("skipped tests, and what they need")

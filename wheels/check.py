@@ -1,10 +1,12 @@
-"""Checks every wheel in dist, from the wheel's own file, and writes docs/support/wheels.csv: `make check-wheels`.
+"""Check every wheel in dist, and write docs/support/wheels.csv: `make check-wheels`.
 
     python wheels/check.py [PLATFORM ...]
 
-Looks at each: size, what is inside, what the library imports and exports, the oldest system. Then it links tests/native against
-the library and runs that: here, under qemu-user (aarch64), under Wine (Windows). Nothing runs a Mac's files on Linux: that
-program is linked, and the row says that it did not run. Needs Debian's qemu-user, libc6-arm64-cross and wine64.
+Checks the size and the files of a wheel, the imports and exports of its library, and the oldest system that can load it. Then
+links tests/native with the library and runs them: here, under qemu-user (aarch64) or under Wine (Windows). Linux cannot run a
+Mac's programs, so the macOS tests are only linked, and the table says so.
+
+Needs Debian's qemu-user, libc6-arm64-cross and wine64.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from sbom import check_bill
 TABLE = ROOT / "docs" / "support" / "wheels.csv"
 COLUMNS = ["platform", "wheel", "bytes", "built_by", "checked", "run", "date"]
 MOST_BYTES = 2_000_000
-CASES = 2500  # of tests/native/compare, each a call and its gradients
+CASES = 2500  # random calls of tests/native/compare, each with its gradients
 ENVIRONMENT = {**environment(), "WINEDEBUG": "-all"}
 WINE = shutil.which("wine64") or "/usr/lib/wine/wine64"
 
@@ -46,7 +48,7 @@ def output_of(*command: object) -> str:
 
 
 def check_inside(platform: Platform, folder: pathlib.Path) -> None:
-    """The library and the one that registers it with PyTorch, no floor, no leftovers."""
+    """Check that the only libraries in the wheel are ours and the library that registers it with PyTorch."""
     holds(platform.wheel.stat().st_size < MOST_BYTES, f"{platform.wheel.name} has 2 MB or more")
     allowed = {".py", ".h", ".cpp", ".cmake", ".typed", ".lib", ".html", ".css", ".js"}
     others = {file.name for file in (folder / "mx_driving").rglob("*") if file.is_file() and file.suffix not in allowed}
@@ -59,7 +61,7 @@ def check_inside(platform: Platform, folder: pathlib.Path) -> None:
 # ---- what a library imports and exports; the oldest system
 
 
-HEADERS = {"_mh_dylib_header", "__dso_handle", "_dso_handle"}  # the linker puts them into every Mach-O library
+HEADERS = {"_mh_dylib_header", "__dso_handle", "_dso_handle"}  # the linker adds them to every Mach-O library
 
 
 def imports_and_exports(library: pathlib.Path) -> tuple[set[str], set[str]]:
@@ -67,7 +69,7 @@ def imports_and_exports(library: pathlib.Path) -> tuple[set[str], set[str]]:
     exported = image.get_export().entries if isinstance(image, lief.PE.Binary) else image.exported_symbols
     names = {symbol.name for symbol in exported}
     if isinstance(image, lief.MachO.Binary):
-        own = lief.MachO.LoadCommand.TYPE.ID_DYLIB  # the library's own name is a command of the same form
+        own = lief.MachO.LoadCommand.TYPE.ID_DYLIB  # LIEF also lists the command with the library's own name
         return {one.name for one in image.libraries if one.command != own}, {name.removeprefix("_") for name in names} - HEADERS
     return set(image.libraries), names
 
@@ -96,13 +98,13 @@ def check_macos(library: pathlib.Path, platform: Platform) -> str:
     return "Mach-O: arm64, macOS 11.0, signed"
 
 
-# How a system's wheel is looked at, and the libraries that every such system has.
+# The check for each system's wheel, and the libraries that every such system has.
 SYSTEMS: dict[str, tuple[Callable[[pathlib.Path, Platform], str], str]] = {
     ".so": (check_linux, r"lib(c|m|dl|pthread)\.so\.\d|ld-linux.*"),
     ".dll": (check_windows, r"(KERNEL32|ntdll|bcryptprimitives|api-ms-win-crt-\w+-l1-1-0)\.dll"),
     ".dylib": (check_macos, r"/usr/lib/libSystem\.B\.dylib"),
 }
-FOR_ONNXRUNTIME = "RegisterCustomOps"  # the name that it looks for; no header declares it
+FOR_ONNXRUNTIME = "RegisterCustomOps"  # onnxruntime looks for this name; no header declares it
 
 
 def check_library(platform: Platform, library: pathlib.Path) -> str:
@@ -130,10 +132,10 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
 def link(sources: str, platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Link a program of sources in tests/native against the library."""
     program = folder / ("program.exe" if library.suffix == ".dll" else "program")
-    # inputs of a comparison must not depend on a processor that multiplies and adds at once
+    # without fused multiply-add, so that all processors compute the same inputs for a comparison
     flags = ["-std=c++17", "-O1", "-g0", "-ffp-contract=off"]
     library_flags = [f"-I{library.parent / 'include'}", f"-L{library.parent}", "-lmx_driving"]
-    # Windows looks beside the program, the others where they are told
+    # Windows finds libraries beside the program; other systems need a path
     path = [] if library.suffix == ".dll" else [f"-Wl,-rpath,{library.parent}"]
     files = sorted((ROOT / "tests" / "native").glob(sources))
     output_of(ZIG, "c++", "-target", platform.target, *files, *flags, *library_flags, *path, "-o", program)
@@ -157,7 +159,7 @@ def run(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> str:
     isa = printed[0].strip()
     holds(isa.startswith("instruction set: ") and ("x86_64" not in platform.target or "baseline" not in isa), isa)
     said = f"{how}: {passed} of {tests} native tests, {isa}"
-    if platform.target.startswith("x86_64-linux"):  # random calls on each instruction set of this machine, against baseline
+    if platform.target.startswith("x86_64-linux"):  # compare each instruction set of this machine with baseline
         said += "; " + output_of(link("compare/main.cpp", platform, library, folder), 0, CASES).splitlines()[-1]
         holds(said.endswith(" 0 findings"), f"tests/native/compare says {said!r}")
     return said
@@ -186,7 +188,7 @@ def row_of(name: str) -> dict[str, object]:
 def main() -> None:
     names = sys.argv[1:] or list(PLATFORMS)
     output_of(sys.executable, "-m", "twine", "check", "--strict", *(ROOT / "dist").iterdir())
-    with TABLE.open(newline="") as file:  # the rows of platforms that are not named stay, with their dates
+    with TABLE.open(newline="") as file:  # keep the rows of the other platforms, with their dates
         rows = {row["platform"]: dict(row) for row in csv.DictReader(file)}
     for name in names:
         rows[name] = row_of(name)

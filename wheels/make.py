@@ -1,9 +1,10 @@
-"""Builds the sdist, and from it a wheel for every platform, into dist: `make wheels`.
+"""Build the sdist, and from the sdist a wheel for every platform, into dist: `make wheels`.
 
     python wheels/make.py [--again] [PLATFORM ...]
 
---again builds what dist holds a second time from its sdist, elsewhere, and fails if one byte differs. The same sources and the
-tools of requirements.txt give the same files: times come from the last commit, paths are left out, and nothing is fetched.
+--again builds the files of dist once more, from the sdist in another folder, and fails if a byte differs. The same sources and
+the tools of requirements.txt give the same bytes: times come from the last commit, files contain no paths, and a build
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ DIST, BUILD = ROOT / "dist", ROOT / "build" / "wheels"
 
 class Platform(NamedTuple):
     tag: str
-    target: str  # of `zig c++ -target`, with the lowest version of the system
+    target: str  # the argument of `zig c++ -target`, with the lowest version of the system
     library: str
 
     @property
     def wheel(self) -> pathlib.Path:
-        """The file in dist; there is one, because a build empties dist first."""
+        """Return the wheel in dist. There is only one per platform, because a build empties dist first."""
         (wheel,) = DIST.glob(f"*-py3-none-{self.tag}.whl")
         return wheel
 
 
-# Those for which torch 2.6 and later has wheels: none for musl, for Macs with Intel processors, for Windows on ARM
+# The platforms of torch's wheels since 2.6. torch has none for musl, for Intel Macs or for Windows on ARM.
 PLATFORMS = {
     "linux-x86_64": Platform("manylinux2014_x86_64", "x86_64-linux-gnu.2.17", "libmx_driving.so"),
     "linux-aarch64": Platform("manylinux2014_aarch64", "aarch64-linux-gnu.2.17", "libmx_driving.so"),
@@ -53,7 +54,7 @@ def sha256(file: pathlib.Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Without a compiler's or a builder's own settings; with the tools beside this Python first."""
+    """Return the environment of a build: no compiler settings, and this Python's tools first in PATH."""
     taken = {name: text for name, text in os.environ.items() if name not in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")}
     commit = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
     if "SOURCE_DATE_EPOCH" not in taken:
@@ -71,7 +72,7 @@ def settings_of(platform: Platform, source: pathlib.Path, folder: pathlib.Path) 
     return {
         "build-dir": str(folder),
         "wheel.tags": f"py3-none-{platform.tag}",
-        "install.strip": "false",  # the linker does it: the machine's own strip knows no other system's files
+        "install.strip": "false",  # the linker strips: this machine's strip cannot read files of other systems
         "cmake.define.CMAKE_TOOLCHAIN_FILE": str(source / "wheels" / "toolchain.cmake"),
         "cmake.define.MXD_ZIG": str(ZIG),
         "cmake.define.MXD_ZIG_TARGET": platform.target,
@@ -109,16 +110,16 @@ def the_sdist() -> pathlib.Path:
 
 
 def build_again(names: list[str]) -> None:
-    """From dist's sdist, so that work on the sources may go on."""
+    """Build again from the sdist in dist, so that the sources may change meanwhile."""
     if missing := [name for name in names if not PLATFORMS[name].wheel.exists()]:
         raise SystemExit(f"make.py: {DIST} must hold the wheels to compare with; there is none for {', '.join(missing)}")
     with tempfile.TemporaryDirectory() as folder:
         dist, work = pathlib.Path(folder, "dist"), pathlib.Path(folder, "work")
         with tarfile.open(the_sdist()) as archive:
             os.environ["SOURCE_DATE_EPOCH"] = str(archive.getmembers()[0].mtime)
-        os.environ["ZIG_GLOBAL_CACHE_DIR"] = str(pathlib.Path(folder, "zig"))  # so that nothing is taken from the first build
+        os.environ["ZIG_GLOBAL_CACHE_DIR"] = str(pathlib.Path(folder, "zig"))  # so that nothing of the first build is reused
         source = unpack(the_sdist(), work)
-        (source / "PKG-INFO").unlink()  # made, and no source
+        (source / "PKG-INFO").unlink()  # generated, not a source
         build(source, "sdist", dist)
         build_wheels(source, names, dist, work)
         different = [file.name for file in dist.iterdir() if sha256(file) != sha256(DIST / file.name)]

@@ -1,5 +1,5 @@
-// Zig's C++ runtime for macOS exports the operators that allocate, and its linker takes no list of exports. These take
-// their place, and are compiled hidden. All are here, because one that is missing brings all of the runtime's.
+// Zig's C++ runtime for macOS exports operator new and delete, and its linker accepts no list of exports. These operators
+// replace them and are compiled as hidden. The list is complete: a missing operator would link all of the runtime's.
 #include <cstddef>
 #include <cstdlib>
 #include <new>

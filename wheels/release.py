@@ -1,7 +1,7 @@
-"""Whether a release can be made of these sources, without building them.
+"""Check without building whether these sources can be released.
 
-`make release-check` runs this program and then everything that builds. What only a registry or GitHub can do (attestations, the
-trusted publisher) is not checked.
+`make release-check` runs this program first, and then all builds and tests. It does not check what only a registry or GitHub
+can do: attestations and the trusted publisher.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_actions() -> str:
 
 
 def check_measurements() -> str:
-    """README's table is measured at a commit, and not between two."""
+    """Check that README's times were measured at commits, without uncommitted changes."""
     page = read("docs/benchmark_tables.py")
     commits = {}
     for name in re.findall(r'^(?:BENCH|MODULES_BY_MODE|BY_MODE) = "(.+?)"', page, re.MULTILINE):

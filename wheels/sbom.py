@@ -1,4 +1,4 @@
-"""A bill of materials in each wheel (PEP 770): what its library holds that is not ours, as CycloneDX.
+"""Add a bill of materials to each wheel (PEP 770): the code of others in its library, as CycloneDX.
 
 The same sources and tools give the same bytes: the serial number comes from the wheel's name, the time from the last commit.
 """
@@ -30,13 +30,13 @@ ZIG_VERSION = next(iter(pathlib.Path(ziglang.__file__).parent.parent.glob("zigla
 
 
 def runtime_version() -> str:
-    """Of LLVM's C++ runtime as Zig brings it: 210108 is 21.1.8."""
+    """Return the version of LLVM's C++ runtime in Zig: 210108 is 21.1.8."""
     number = int(re.search(r"# *define _LIBCPP_VERSION (\d+)", RUNTIME.read_text())[1])  # pyright: ignore
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def runtimes_of(wheel: str) -> list[Component]:
-    """What Zig links into a library: macOS brings the unwinder itself, Windows has mingw-w64's startup code."""
+    """Return the components that Zig links into a library. macOS has an unwinder; Windows needs mingw-w64's startup code."""
     llvm, version = "Apache-2.0 WITH LLVM-exception", runtime_version()
     names = ["compiler-rt", "libc++", "libc++abi"] + ([] if "macosx" in wheel else ["libunwind"])
     components = [component(name, version, ComponentType.LIBRARY, llvm, scope=ComponentScope.REQUIRED) for name in names]
@@ -61,17 +61,17 @@ def bill_of(wheel: str, name: str, version: str, license_: str, epoch: int) -> s
 
 
 def place_of(wheel: pathlib.Path) -> tuple[str, str]:
-    """The bill's place in a wheel, and the metadata of the distribution."""
+    """Return the path of the bill in the wheel, and the metadata of the distribution."""
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return metadata.replace("METADATA", "sboms/mx-driving-portable.cdx.json"), archive.read(metadata).decode()
 
 
 def add_bill(wheel: pathlib.Path, epoch: int) -> None:
-    """Writes the wheel again with its bill, and with a RECORD that names it. Times are `epoch`."""
+    """Rewrite the wheel with its bill and a RECORD that lists the bill. All times in the archive are `epoch`."""
     path, text = place_of(wheel)
     metadata = email.message_from_string(text)
-    os.environ["SOURCE_DATE_EPOCH"] = str(epoch)  # WheelFile's own files, such as RECORD
+    os.environ["SOURCE_DATE_EPOCH"] = str(epoch)  # the time of files that WheelFile writes, such as RECORD
     bill = bill_of(wheel.name, metadata["Name"], metadata["Version"], metadata["License-Expression"], epoch)
     folder = wheel.parent / "with_bill"
     folder.mkdir()
@@ -87,7 +87,7 @@ def add_bill(wheel: pathlib.Path, epoch: int) -> None:
 
 
 def check_bill(wheel: pathlib.Path) -> str:
-    """What the wheel's bill lists."""
+    """Check the wheel's bill, and return a sentence with its components."""
     path, _ = place_of(wheel)
     with zipfile.ZipFile(wheel) as archive:
         if path not in archive.namelist():

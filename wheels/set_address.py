@@ -1,9 +1,9 @@
-"""Writes the repository's address into pyproject.toml and README.md before a release is built:
+"""Write the repository's address into pyproject.toml and README.md before a release is built:
 
     python wheels/set_address.py https://host/owner/name COMMIT
 
-pyproject.toml gets the project's addresses. README's relative links become absolute ones of that commit, because a registry's
-page has no files beside it. The sources themselves name no address: a fork's release must not point elsewhere.
+pyproject.toml gets the project's addresses. README's relative links become absolute links to the commit, because a registry
+shows README without the other files. The sources contain no address, so that a fork's release points to the fork.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-# Cross-compiles with the Clang of ziglang, which brings every system's C library and links its own C++ runtime statically.
-# MXD_ZIG_TARGET: what `zig c++ -target` takes. The system's lowest version is part of it.
+# Cross-compiles with the Clang of ziglang, which contains every system's C library and links its own C++ runtime statically.
+# MXD_ZIG_TARGET: the argument of `zig c++ -target`, which includes the lowest version of the system.
 list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES MXD_ZIG MXD_ZIG_TARGET)
 set(CMAKE_CXX_COMPILER ${MXD_ZIG} c++ -target ${MXD_ZIG_TARGET})
 
@@ -8,7 +8,7 @@ if(MXD_ZIG_TARGET MATCHES "windows")
   set(CMAKE_SYSTEM_NAME Windows)
 elseif(MXD_ZIG_TARGET MATCHES "macos")
   set(CMAKE_SYSTEM_NAME Darwin)
-  set(CMAKE_INSTALL_NAME_TOOL install_name_tool CACHE STRING "") # CMake insists on one and has nothing to do for it
+  set(CMAKE_INSTALL_NAME_TOOL install_name_tool CACHE STRING "") # CMake requires this tool but never calls it
 else()
   set(CMAKE_SYSTEM_NAME Linux)
 endif()

@@ -1,5 +1,5 @@
-/* Trains a deformable attention by gradient descent, in plain C: where it looks, how much each look counts and what it
- * sees, until its output is a given one. Prints the loss of every tenth step.
+/* Trains a deformable attention by gradient descent, in plain C: its locations, weights and values, until its output is
+ * close to a target. Prints the loss of every tenth step.
  *
  *     cc train.c $(python -m mx_driving.config --cflags --libs) -o train && ./train
  */
@@ -23,7 +23,7 @@ enum { KEYS = 8 * 8 + 4 * 4, QUERIES = 12, HEADS = 2, CHANNELS = 8, LEVELS = 2, 
         }                                                                                                                      \
     } while (0)
 
-/* A packed tensor and its memory. */
+/* A contiguous tensor and its memory. */
 typedef struct {
     aclTensor *tensor;
     void *data;
@@ -46,7 +46,7 @@ static void release(Array array) {
     MUST(aclrtFree(array.data));
 }
 
-/* Device memory is the host's here, so it can be filled in place; on an NPU this is aclrtMemcpy's work. */
+/* Device memory is host memory here, so the program fills it in place. On an NPU it must call aclrtMemcpy. */
 static void fill_random(Array array, float low, float high) {
     float *numbers = array.data;
     for (int64_t i = 0; i < array.count; ++i) numbers[i] = low + (high - low) * (float)rand() / (float)RAND_MAX;
@@ -71,7 +71,7 @@ static double squared_error(Array output, Array target, Array gradient) {
     return sum / (double)output.count;
 }
 
-/* Everything a step touches. */
+/* All tensors of a step. */
 typedef struct {
     Array value, shapes, starts, location, weight, output, target;
     Array grad_value, grad_location, grad_weight, grad_output;

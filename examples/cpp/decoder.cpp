@@ -1,6 +1,6 @@
-// Runs what export_decoder.py wrote, in a program without Python: ./decoder FOLDER
+// Runs the files that export_decoder.py wrote, in a program without Python: ./decoder FOLDER
 //
-// Nothing here names mx_driving: the program is linked with mx_driving::torch, which registers the operators when it starts.
+// The source does not name mx_driving. CMake links mx_driving::torch, which registers the operators when the program starts.
 #include <cstdio>
 #include <exception>
 #include <string>

@@ -1,7 +1,7 @@
 """Export a detector's decoder for a C++ program that has no Python: `python examples/cpp/export_decoder.py FOLDER`.
 
-Makes the folder and writes decoder.pt2, a package of AOTInductor; decoder.pt, the traced module; and example.pt, the inputs
-and what both give in Python: `queries`, `memory`, `of_package` and `of_trace`.
+Makes the folder and writes decoder.pt2, a package of AOTInductor; decoder.pt, the traced module; and example.pt with the inputs
+`queries` and `memory` and the outputs of both in Python, `of_package` and `of_trace`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Decoder(torch.nn.Module):
 
 
 class Example(torch.nn.Module):
-    """Tensors in a file that C++ reads."""
+    """A module whose buffers are the tensors of the example, because C++ can read its file."""
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__()

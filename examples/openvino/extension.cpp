@@ -5,8 +5,8 @@
 //         -DOpenVINO_DIR=$(python -c "import openvino; print(openvino.__path__[0])")/cmake
 //     cmake --build build
 //
-// In Python: core.add_extension("build/libmx_driving_openvino.so"). Optional inputs of aggregation may be left out at
-// the end.
+// In Python: core.add_extension("build/libmx_driving_openvino.so"). The last optional inputs of aggregation may be
+// left out.
 
 #include <algorithm>
 #include <map>
@@ -25,7 +25,7 @@ namespace {
 
 using Tensors = const mxd_tensor *const *;
 using Call = int (*)(Tensors in, const mxd_tensor *out, int axis);
-constexpr int THREADS = 1; // an extension is not told of the threads of its stream
+constexpr int THREADS = 1; // OpenVINO does not tell an extension the threads of its stream
 
 // clang-format off
 const std::map<std::string, Call> OPERATORS = {
@@ -104,7 +104,7 @@ class Sampling : public ov::op::Op {
         std::transform(tensors.begin(), tensors.end(), given, [](const mxd_tensor &tensor) { return &tensor; });
         const auto value = inputs[0].get_shape();
         ov::Shape shape{value[0], inputs[3].get_shape()[1], value[2]};
-        shape.insert(shape.end(), value.begin() + 3, value.end()); // attention: heads and channels apart
+        shape.insert(shape.end(), value.begin() + 3, value.end()); // attention: separate axes of heads and channels
         outputs[0].set_shape({shape[0], shape[1], value.size() == 4 ? value[2] * value[3] : value[2]});
         const auto out = described(outputs[0], shape);
         const int status = OPERATORS.at(name_)(given, &out, axis_ == "point");

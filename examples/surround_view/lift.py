@@ -15,7 +15,7 @@ from mx_driving import deformable_aggregation
 from .rig import Camera, Extent, project
 
 SCALES = 4
-POINTS = 2  # samples per side of a cell, so that a cell is an average and not a point
+POINTS = 2  # samples along each side of a cell, which is their average
 Hidden = Callable[[Tensor, Tensor], Tensor]  # (camera position [3], points [..., 3]) -> hidden [...]
 
 
@@ -27,8 +27,8 @@ class Lift:
     scale_start_index: Tensor  # [cam, scale]
     sample_locations: Tensor  # [1, cells, points, cam, 2]
     weight: Tensor  # [1, cells, points, cam, scale, 1]
-    seen: Tensor  # [cells], every point of the cell is seen by a camera
-    cameras: Tensor  # [cells], how many cameras see the cell
+    seen: Tensor  # [cells], True if cameras see all points of the cell
+    cameras: Tensor  # [cells], the number of cameras that see the cell
 
     @property
     def num_feat(self) -> int:
@@ -53,7 +53,7 @@ def pyramid(cameras: tuple[Camera, ...]) -> Tensor:
     for camera, sizes in zip(cameras, shapes(cameras).tolist(), strict=True):
         assert camera.image is not None
         image = camera.image.permute(2, 0, 1)[None]
-        # adaptive pooling keeps 0..1 on the image's edges also when a size is odd
+        # Adaptive pooling keeps 0 and 1 on the image's edges even if a size is odd.
         rows += [F.adaptive_avg_pool2d(image, size).flatten(2).transpose(1, 2) for size in sizes]
     return torch.cat(rows, 1).contiguous()
 
@@ -67,7 +67,7 @@ def unpack(features: Tensor, shape: Tensor) -> list[list[Tensor]]:
 def footprint(camera: Camera, points: Tensor, step: tuple[float, float]) -> Tensor:
     """Return the pixels that one step on the ground covers, along the shorter axis of its image: [...].
 
-    The Jacobian of (u, v) by (x, y) has rows (P[i, :2] - u_i P[2, :2]) / depth; its smaller singular value is taken.
+    The Jacobian of (u, v) by (x, y) has rows (P[i, :2] - u_i P[2, :2]) / depth; the result is its smaller singular value.
     """
     matrix = camera.projection[:3]
     pixel = points @ matrix[:, :3].T + matrix[:, 3]
@@ -94,7 +94,7 @@ def build(cameras: tuple[Camera, ...], extent: Extent, hidden: Hidden | None = N
     locations, weights = [], []
     for camera, sizes in zip(cameras, shape, strict=True):
         location, depth = project(camera, points)
-        # half a pixel of the coarsest scale: nearer to the edge than that a sample would mix with the zeros outside
+        # Closer to the edge than half a pixel of the coarsest scale, a sample would mix with the zeros outside.
         margin = 0.5 / sizes[-1].flip(0)
         visible = ((location > margin) & (location < 1 - margin)).all(-1) & (depth > 0.1)
         if hidden is not None:
@@ -116,7 +116,7 @@ def build(cameras: tuple[Camera, ...], extent: Extent, hidden: Hidden | None = N
 
 @dataclass(frozen=True)
 class Recovery:
-    """What gradient descent found: the view, the features that make it, and the loss of every step."""
+    """The result of gradient descent: the view, its features, and the loss of every step."""
 
     bev: Tensor  # [cells, 3]
     features: Tensor  # [num_feat, 3]
@@ -141,9 +141,9 @@ def recover(lift: Lift, target: Tensor, steps: int) -> Recovery:
 
 
 def paint(lift: Lift, features: Tensor) -> list[Tensor]:
-    """A picture per camera of the recovered features: every scale, weighted by how much the view reads it; [H, W, 4].
+    """Return a picture [H, W, 4] of the recovered features for each camera: the mean of all scales.
 
-    The weight with which each pixel was read is the gradient of the view's sum by the features.
+    The weight of a pixel is the gradient of the view's sum: the weight with which the view reads the pixel.
     """
     ones = torch.ones(1, features.shape[0], 1, requires_grad=True)
     touched = torch.autograd.grad(lift(ones).sum(), ones)[0][0]
@@ -154,14 +154,14 @@ def paint(lift: Lift, features: Tensor) -> list[Tensor]:
         colour, count = (sum(_enlarged(m, size) / 4**s for s, m in enumerate(ms)) for ms in (colours, counts))
         assert isinstance(colour, Tensor)
         assert isinstance(count, Tensor)
-        # near the car cells lie further apart than the coarsest pixels: the gaps take their neighbours' colour
+        # Near the car, cells are further apart than the coarsest pixels. Fill the gaps with the colour of neighbours.
         colour, count = colour + 0.1 * _blurred(colour), count + 0.1 * _blurred(count)
         pictures.append(torch.cat([colour / count.clamp_min(1e-12), (count > 1e-6).float()]).permute(1, 2, 0).clamp(0, 1))
     return pictures
 
 
 def _blurred(plane: Tensor) -> Tensor:
-    """The mean of 25 by 25 pixels: down the columns, then along the rows."""
+    """Return the mean of 25 by 25 pixels around each pixel."""
     return F.avg_pool2d(F.avg_pool2d(plane[None], (25, 1), 1, (12, 0)), (1, 25), 1, (0, 12))[0]
 
 
@@ -170,5 +170,5 @@ def _enlarged(plane: Tensor, size: list[int]) -> Tensor:
 
 
 def psnr(a: Tensor, b: Tensor, mask: Tensor) -> float:
-    """Peak signal-to-noise ratio in decibels inside the mask; colours are 0..1."""
+    """Return the peak signal-to-noise ratio in decibels inside the mask. Colours are 0..1."""
     return -10 * math.log10(max(float((a - b)[mask].square().mean()), 1e-12))

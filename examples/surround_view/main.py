@@ -3,9 +3,9 @@
     python examples/surround_view/main.py --out demo.png --page looks.html
     python examples/surround_view/main.py --rig examples/surround_view/rig.json       # photographs and their calibration
 
-Cameras round a car look at a rendered street. `deformable_aggregation` gathers their images into a view from above; then the
-same view is recovered from blank feature maps through the operator's backward. One picture shows it all, and a page where each
-cell looks. Exit status 0 means that the view matches the true map and the descent descended.
+Cameras around a car look at a rendered street. `deformable_aggregation` gathers their images into a view from above. Gradient
+descent then recovers feature maps from this view, through the operator's backward. --out gets a picture of both, --page a page
+that shows where each cell looks. Exit status 0 means that the view matches the true map and that the loss has fallen.
 
 Needs `pip install '.[demo]'`, in the clone.
 """
@@ -34,7 +34,7 @@ FALL = 1000.0  # times the loss must fall; 157 thousand measured on the example 
 
 @dataclass(frozen=True)
 class Result:
-    """Measurements. psnr is None for a user's rig, which has no true map."""
+    """The quality of the view and of the recovery. psnr is None for a user's rig, which has no true map."""
 
     psnr: float | None
     recovered_psnr: float

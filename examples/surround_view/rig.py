@@ -87,7 +87,7 @@ def looking(x: float, y: float, z: float, yaw: float, pitch: float = 0.0) -> Ten
 
 
 def surround(height: int = 450, width: int = 800) -> tuple[Camera, ...]:
-    """Six cameras placed and focused about like nuScenes' (whose sensor is 900 x 1600), on a sensor of the size given."""
+    """Return six cameras with about the poses and focal lengths of nuScenes, on a sensor of this size."""
     rows = (  # name, x, y, z, yaw, focal length in pixels of the full sensor
         ("front left", 1.52, 0.49, 1.51, 55, 1272.0),
         ("front", 1.70, 0.0, 1.51, 0, 1266.0),
@@ -144,7 +144,7 @@ def _matrix(name: str, rows: Any, shape: tuple[int, int]) -> Tensor:
 
 
 def _photograph(source: str, folder: Path) -> Any:
-    """A Pillow image in RGB: a file beside the rig file, or one of the photographs that scikit-learn ships."""
+    """Return a Pillow image in RGB: a file relative to the rig file, or a photograph of scikit-learn."""
     from PIL import Image
 
     if source.startswith(SKLEARN):

@@ -31,18 +31,18 @@ class Box:
     colour: Colour
 
     def corners(self) -> Tensor:
-        """The footprint, anticlockwise: [4, 2]."""
+        """Return the corners of the footprint, anticlockwise: [4, 2]."""
         length, width = self.size[0] / 2, self.size[1] / 2
         local = torch.tensor([[length, width], [-length, width], [-length, -width], [length, -width]], dtype=torch.float64)
         return local @ self.turn().T + torch.tensor([self.x, self.y], dtype=torch.float64)
 
     def turn(self) -> Tensor:
-        """Rotation from the box's frame to the ego frame: [2, 2]."""
+        """Return the rotation from the box's frame to the ego frame: [2, 2]."""
         c, s = math.cos(math.radians(self.yaw)), math.sin(math.radians(self.yaw))
         return torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
 
     def hides(self, eye: Tensor, points: Tensor, swell: float = 0.1) -> Tensor:
-        """Whether the line from the eye [3] to each point [..., 3] meets the box, swollen by a few centimetres: [...]."""
+        """Return whether the line from the eye [3] to each point [..., 3] meets the box, enlarged by `swell`: [...]."""
         centre = torch.tensor([self.x, self.y], dtype=torch.float64)
         start = torch.cat([(eye[:2] - centre) @ self.turn(), eye[2:]])
         end = torch.cat([(points[..., :2] - centre) @ self.turn(), points[..., 2:]], -1)
@@ -74,7 +74,7 @@ BUILDINGS = tuple(
 
 
 def hidden(eye: Tensor, points: Tensor) -> Tensor:
-    """Whether a car stands between the eye and each point, or on it."""
+    """Return whether a vehicle is between the eye and each point, or on the point."""
     return torch.stack([box.hides(eye, points) for box in TRAFFIC]).any(0)
 
 
@@ -98,19 +98,19 @@ class Painter:
         self.polygon([(x0, y0), (x1, y0), (x1, y1), (x0, y1)], colour)
 
     def line(self, start: tuple[float, float], end: tuple[float, float], width: float, colour: Colour) -> None:
-        """A straight stroke of the width given."""
+        """Draw a straight stroke of this width."""
         length = math.dist(start, end)
         dx, dy = ((end[i] - start[i]) / length * width / 2 for i in (0, 1))
         sides = (start, 1), (end, 1), (end, -1), (start, -1)
         self.polygon([(x - side * dy, y + side * dx) for (x, y), side in sides], colour)
 
     def dashes(self, x0: float, x1: float, y: float) -> None:
-        """A dashed lane line along x."""
+        """Draw a dashed lane line along x."""
         for i in range(int((x1 - x0) // 4.5)):
             self.rectangle(x0 + 4.5 * i, x0 + 4.5 * i + 2.4, y - 0.1, y + 0.1, WHITE)
 
     def arrow(self, x: float, y: float, heading: int, bend: int = 0) -> None:
-        """A lane arrow: heading +1 forward, -1 backward; bend +1 or -1 turns its tip to a side."""
+        """Draw a lane arrow. Heading +1 is forward, -1 backward; bend +1 or -1 turns its tip to a side."""
         place = lambda points: [(x + heading * a, y + heading * b) for a, b in points]  # noqa: E731
         if bend == 0:
             self.polygon(place([(-2, 0.16), (0.6, 0.16), (0.6, -0.16), (-2, -0.16)]), WHITE)
@@ -122,7 +122,7 @@ class Painter:
         self.polygon(place([(0.3, 0.5 * b), (1.7, 0.5 * b), (1.0, 1.5 * b)]), WHITE)
 
     def zebra(self, x0: float, x1: float, y0: float, y1: float, along_x: bool = True) -> None:
-        """A crossing: bars along x, one every metre of y, or the other way round."""
+        """Draw a crossing: bars along x, one every metre of y, or with x and y exchanged."""
         low, high = (y0, y1) if along_x else (x0, x1)
         for i in range(int(high - low)):
             a, b = low + i + 0.22, low + i + 0.78
@@ -130,7 +130,7 @@ class Painter:
 
 
 def street(per_metre: int = 32, traffic: Sequence[Box] = TRAFFIC) -> Tensor:
-    """The painted ground with the traffic's shadows, [rows, columns, 3] bytes over -HALF..HALF metres in x and in y."""
+    """Return the painted ground with the traffic's shadows, [rows, columns, 3] bytes over -HALF..HALF metres in x and in y."""
     painter = Painter(per_metre)
     _surfaces(painter)
     _lines(painter)
@@ -142,7 +142,7 @@ def street(per_metre: int = 32, traffic: Sequence[Box] = TRAFFIC) -> Tensor:
 
 
 def _surfaces(painter: Painter) -> None:
-    """Roads, pavements, the cycle lane and the parking strip. The main road runs along x, the side road along y."""
+    """Draw roads, pavements, cycle lane and parking strip. The main road runs along x, the side road along y."""
     far = HALF
     for x0, x1, y0, y1 in ((-far, far, -10.6, 15.4), (9.6, 26.4, -far, far)):
         painter.rectangle(x0, x1, y0, y1, KERB)
@@ -162,7 +162,7 @@ def _surfaces(painter: Painter) -> None:
 
 
 def _lines(painter: Painter) -> None:
-    """Lane lines, stop lines, crossings and the hatched junction."""
+    """Draw lane lines, stop lines, crossings and the hatched junction."""
     for x0, x1 in ((-HALF, 8.0), (26.5, HALF)):
         for y in (1.55, 1.95):
             painter.rectangle(x0, x1, y - 0.08, y + 0.08, YELLOW)
@@ -184,14 +184,14 @@ def _lines(painter: Painter) -> None:
 
 
 def _hatch(painter: Painter, x: float, rise: int) -> None:
-    """A stroke at 45 degrees that crosses y = 2 at x + 6, cut to 12.6 <= x <= 23.4 and |y - 2| <= 6."""
+    """Draw a stroke at 45 degrees that crosses y = 2 at x + 6, cut to 12.6 <= x <= 23.4 and |y - 2| <= 6."""
     a, b = max(x, 12.6), min(x + 12, 23.4)
     if b - a > 0.5:
         painter.line((a, 2 + rise * (a - x - 6)), (b, 2 + rise * (b - x - 6)), 0.18, YELLOW)
 
 
 def _signs(painter: Painter) -> None:
-    """Arrows in the lanes, and coloured squares on the grass as on a test card."""
+    """Draw arrows in the lanes, and coloured squares on the grass as on a test card."""
     for x, y, heading, bend in (
         (4.8, 0.0, 1, 0), (4.8, -3.5, 1, -1), (-9, -3.5, 1, -1), (-9, 0.0, 1, 0), (-13, 3.5, -1, 0), (-13, 7.0, -1, 0),
         (-22, 3.5, -1, 0), (31, 3.5, -1, 0), (-16.5, -3.5, 1, 0), (4.5, 7.0, -1, 0),
@@ -206,7 +206,7 @@ def _signs(painter: Painter) -> None:
 
 
 def true_map(ground: Tensor, extent: Extent, points: int = 8) -> Tensor:
-    """The ground as seen from straight above, with the boxes' footprints: cells [cells * cells, 3], averaged inside."""
+    """Return the ground from above with the vehicles' footprints, averaged over each cell: [cells * cells, 3]."""
     from PIL import Image, ImageDraw
 
     image = Image.frombytes("RGB", (ground.shape[1], ground.shape[0]), ground.numpy().tobytes())
@@ -217,14 +217,14 @@ def true_map(ground: Tensor, extent: Extent, points: int = 8) -> Tensor:
 
 
 def _look(ground: Tensor, points: Tensor) -> Tensor:
-    """The ground's colour at points [..., 2]; beyond the painted part its edge goes on."""
+    """Return the ground's colour at points [..., 2]. Beyond the painted part, the colour of its edge continues."""
     scale = ground.shape[0] / (2 * HALF)
     at = ((points + HALF) * scale).long().clamp_(0, ground.shape[0] - 1)
     return ground.view(-1, 3)[at[..., 0] * ground.shape[1] + at[..., 1]]
 
 
 def photograph(camera: Camera, ground: Tensor, boxes: Sequence[Box] = TRAFFIC + BUILDINGS) -> Camera:
-    """The camera with its image: ground and sky by rays at twice the resolution, then boxes back to front."""
+    """Return the camera with its image: ground and sky by rays at twice the resolution, then boxes back to front."""
     from PIL import Image, ImageDraw
 
     height, width = camera.size
@@ -240,7 +240,7 @@ def photograph(camera: Camera, ground: Tensor, boxes: Sequence[Box] = TRAFFIC + 
 
 
 def _background(camera: Camera, ground: Tensor) -> Tensor:
-    """Ground and sky behind the boxes: [height, width, 3] bytes, two rays a pixel, one above the other."""
+    """Return ground and sky: [height, width, 3] bytes, from two rays a pixel, one above the other."""
     height, width = camera.size
     picture = torch.zeros(height, width, 3)
     ray = camera.camera_to_ego[:3, :3] @ torch.linalg.inv(camera.intrinsics)
@@ -249,7 +249,7 @@ def _background(camera: Camera, ground: Tensor) -> Tensor:
         down = torch.arange(height, dtype=torch.float32) + offset
         v, u = torch.meshgrid(down, across, indexing="ij")
         x, y, z = (float(r[0]) * u + float(r[1]) * v + float(r[2]) for r in ray)
-        horizon = int((z[:, 0] >= -1e-4).sum())  # rows above it see the sky; the cameras are level
+        horizon = int((z[:, 0] >= -1e-4).sum())  # the cameras are level, so all rows above this row see the sky
         distance = float(camera.position[2]) / -z[horizon:]
         hit = torch.stack([float(camera.position[i]) + distance * d[horizon:] for i, d in enumerate((x, y))], -1)
         fade = ((hit.norm(dim=-1) - 40) / 160).clamp(0, 1)[..., None]
@@ -260,7 +260,7 @@ def _background(camera: Camera, ground: Tensor) -> Tensor:
 
 
 def _faces(box: Box, camera: Camera) -> list[tuple[list[tuple[float, float]], Colour]]:
-    """The sides and top that face the camera, as polygons in pixels with their shade."""
+    """Return the sides and the top that face the camera, as polygons in pixels with colours."""
     base = box.corners()
     low = torch.cat([base, torch.zeros(4, 1, dtype=torch.float64)], 1)
     high = low + torch.tensor([0, 0, box.size[2]], dtype=torch.float64)
@@ -281,7 +281,7 @@ def _faces(box: Box, camera: Camera) -> list[tuple[list[tuple[float, float]], Co
 
 
 def _panes(quad: Tensor, box: Box) -> list[tuple[Tensor, float]]:
-    """Dark windows on a side: one band on a vehicle, rows of them on a building."""
+    """Return the dark windows of a side: one band on a vehicle, rows of windows on a building."""
     tall = box.size[2] > 6
     columns, rows = (6, int(box.size[2] // 3)) if tall else (1, 1)
     origin, across, up = quad[0], quad[1] - quad[0], quad[3] - quad[0]
@@ -295,7 +295,7 @@ def _panes(quad: Tensor, box: Box) -> list[tuple[Tensor, float]]:
 
 
 def _outline(quad: Tensor, depth: list[float], camera: Camera) -> list[tuple[float, float]]:
-    """Return a polygon's corners in pixels, cut off at 0.1 m before the camera. depth: the corners' depths."""
+    """Return a polygon's corners in pixels, clipped 0.1 m in front of the camera. depth: the corners' depths."""
     points = []
     for i in range(len(quad)):
         j = (i + 1) % len(quad)
