@@ -198,14 +198,12 @@ EXPECTED = ["reference", "native-baseline"] + (["native-avx2"] if platform.machi
 
 
 def wanted_implementations(small: bool = False) -> list[str]:
-    """Names of the implementations to test. Without a GPU, `triton` is among them if inputs are `small` or if it is named.
-
-    `native` stands for the kernels of the instruction set that calls use.
-    """
-    named = os.environ.get("MX_DRIVING_TEST_BACKENDS")
-    if named:
-        return [f"native-{_backends.native.isa()}" if name == "native" else name for name in named.split(",")]
+    """Return the names of the implementations to test. Without a GPU, `triton` is among them if inputs are `small` or if it is
+    named. MX_DRIVING_TEST_BACKENDS names some of them; `native` is the native kernels on the best instruction set."""
     found = dict.fromkeys([*EXPECTED, *implementations()])
+    if named := os.environ.get("MX_DRIVING_TEST_BACKENDS"):
+        best = next(name for name in reversed(found) if name.startswith("native"))
+        return [best if name == "native" else name for name in named.split(",")]
     if not ON_GPU and not small:
         found.pop("triton", None)
     return list(found)

@@ -8,6 +8,7 @@ import re
 
 import cases
 import pytest
+import refusals
 import torch
 from test_memory_of_calls import is_written
 from test_memory_of_calls import run as run_function
@@ -137,12 +138,26 @@ def test_sentences_are_those_of_the_python_checks(name):
     assert refused == set(inputs)
 
 
-def test_a_level():
-    call = call_of("window", False)
-    tables = torch.tensor([[3, 5], [2, 4]])
-    given = {**call.arguments, "spatial_shapes": described(tables)}
-    assert run(call.function, [a.packed() for a in given.values()]) == BAD_LEVEL
-    assert last_error() == "level_start_index[1] must leave room for 2 x 4 rows among 21; got 15 (needs 23 rows)"
+def can_describe(refusal) -> bool:
+    """Return whether the call can be described in C: no words, known dtypes, the right number of axes, logits on two axes."""
+    tensors = [a for a in refusal.args() if isinstance(a, torch.Tensor)]
+    if refusal.changes_shape_of_value or not all(t.is_cpu and t.dtype in _backends.native._DTYPE for t in tensors):
+        return False
+    original, changed = refusals.GOOD[refusal.operator]()[refusal.index], refusal.args()[refusal.index]
+    has_logits = refusal.operator in cases.WITH_LOGITS and refusal.index == cases.WEIGHTS[refusal.operator]
+    return isinstance(changed, torch.Tensor) and changed.dim() == original.dim() and (changed.dim() > 4 or not has_logits)
+
+
+@pytest.mark.parametrize("refusal", [r for r in (*refusals.SHAPES, *refusals.NUMBERS) if can_describe(r)], ids=str)
+def test_sentences_of_the_table(refusal):
+    """In the words of all other layers."""
+    args, weights = refusal.args(), cases.WEIGHTS[refusal.operator]
+    if args[weights].dim() == 4:
+        args[weights] = args[weights].unflatten(-1, (2, -1))
+    output = torch.zeros(2, 3, *args[0].shape[2:])
+    tensors = [a for a in args if not isinstance(a, str)]
+    assert run(refusal.operator, [None if t is None else described(t).packed() for t in (*tensors, output)]) != OK
+    assert last_error() == refusals.without_hint(refusal.sentence)
 
 
 def test_each_thread_has_its_own_sentence():

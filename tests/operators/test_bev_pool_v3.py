@@ -356,35 +356,6 @@ def test_a_rank_without_a_row_is_refused(implementation, sentence, index):
             assert (str(refused.value), refused.value.argument) == (sentence, sentence.partition("[")[0])
 
 
-def refusals() -> dict[str, tuple[Any, ...]]:
-    p = points(30, 8)
-    t = torch.tensor
-    depth, feat, rd, rf, rb, shape = public(p)
-    return {
-        "feat must have shape (..., C=9); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 9)),
-        "feat must have shape (..., C=7); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 7)),
-        "bev_feat_shape must be five ints, (B, D, H, W, C); got (2, 1)": (depth, feat, rd, rf, rb, (2, 1)),
-        "bev_feat_shape must have no negative size; got (2, 1, -5, 7, 8)": (depth, feat, rd, rf, rb, (2, 1, -5, 7, 8)),
-        "output must have fewer than 2**48 elements; got (4194304, 8, 4194304, 1, 7)": (
-            depth, feat, rd, rf, rb, (2**22, 2**22, 1, 7, 8)
-        ),
-        "ranks_feat must have shape (n=30,); got (29,)": (depth, feat, rd, rf[:29], rb, shape),
-        "ranks_bev must have dtype int32 or int64; got float32": (depth, feat, rd, rf, rb.float(), shape),
-        "ranks_depth must be a torch.Tensor; got NoneType": (depth, feat, None, rf, rb, shape),
-        "ranks_bev must be 2D when running without depth": (None, feat, None, None, rb, shape),
-        "ranks_bev must have shape (n, 4); got (30, 3)": (None, feat, None, None, rb[:, None].expand(30, 3), shape),
-        "feat must hold 30 or more rows of C=8; got shape (9, 8)": (None, feat, None, None, rb[:, None].expand(30, 4), shape),
-        "ranks_bev[0] must lie in (H=5, W=7, D=1, B=2); got (5, 0, 0, 0)": (None, feat, None, None, t([[5, 0, 0, 0]]), shape),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("sentence", refusals())
-def test_sentences(sentence):
-    with pytest.raises((TypeError, ValueError)) as refused:
-        mx_driving.bev_pool_v3(*refusals()[sentence])
-    assert str(refused.value) == sentence
-
-
 def test_sizes_that_the_operator_refuses():
     """Cells without channels take no memory, but counting the points of each would."""
     p = points(30, 8)

@@ -271,8 +271,23 @@ def v2(starts, lengths, *ranks):
     return lambda: mx_driving.bev_pool_v2(*lifted()[: 5 - len(ranks)], *ranks, SHAPE, starts, lengths)
 
 
+def v3(shape=SHAPE, **changes):
+    given = dict(zip(("depth", "feat", "ranks_depth", "ranks_feat", "ranks_bev"), lifted(), strict=True)) | changes
+    return lambda: mx_driving.bev_pool_v3(**given, bev_feat_shape=shape)
+
+
 # A sentence that ends with a space goes on. torch.ops raises RuntimeError.
 REFUSED = [
+    *((v3((*SHAPE[:4], c)), f"feat must have shape (..., C={c}); got (2, 3, 2, 3, 8)") for c in (9, 7)),
+    (v3((2, 1)), "bev_feat_shape must be five ints, (B, D, H, W, C); got (2, 1)"),
+    (v3((2, 2, -4, 5, 8)), "bev_feat_shape must have no negative size; got (2, 2, -4, 5, 8)"),
+    (v3((2**22, 2**22, 1, 7, 8)), "output must have fewer than 2**48 elements; got (4194304, 8, 4194304, 1, 7)"),
+    (v3(ranks_feat=FLAT), "ranks_feat must have shape (n=60,); got (0,)"),
+    (v3(ranks_bev=torch.zeros(60)), "ranks_bev must have dtype int32 or int64; got float32"),
+    (v3(ranks_depth=None), "ranks_depth must be a torch.Tensor; got NoneType"),
+    (v3(depth=None), "ranks_bev must be 2D when running without depth"),
+    (v3(depth=None, ranks_bev=torch.zeros(60, 3).int()), "ranks_bev must have shape (n, 4); got (60, 3)"),
+    (v3(depth=None, ranks_bev=torch.zeros(60, 4).int()), "feat must hold 60 or more rows of C=8; got shape (2, 3, 2, 3, 8)"),
     (voxels(geom_xyz=[0]), "geom_xyz must be a torch.Tensor, as torch.tensor(geom_xyz) makes it; got list"),
     (voxels(geom_xyz=GEOMETRY.float()), "geom_xyz must have dtype int32 or int64; got float32"),
     (voxels(geom_xyz=GEOMETRY[..., :2]), "geom_xyz must have shape (B, ..., 3); got (2, 4, 2)"),

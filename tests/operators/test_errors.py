@@ -7,7 +7,8 @@ import re
 import cases
 import pytest
 import torch
-from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
+from refusals import ARGUMENTS, FLOATING, LEVELS, NUMBERS, SHAPES, without_hint
 from small_cases import GOOD
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,70 +18,6 @@ from mx_driving import _backends, reference
 from mx_driving._dispatch.registered import REGISTERED
 from mx_driving._operator import checks, rules
 from mx_driving._operator.description import OPERATORS
-
-FLOATING = "have dtype float32, float64, float16 or bfloat16"
-QUERIES = "bs=2, num_queries=3, num_heads=2"
-LEVELS = "value_level_start_index"
-t = torch.tensor
-
-# operator, the place of an argument, what it becomes, the sentence. test_checks.py has every size, dtype and device.
-SENTENCES = [
-    (MULTI_SCALE, 0, lambda a: a.numpy(), "value must be a torch.Tensor; got ndarray"),
-    (AGGREGATION, 4, lambda a: None, "weight must be a torch.Tensor; got NoneType"),
-    (GEOMETRIC_LOGITS, 4, lambda a: a.tolist(), "window must be a torch.Tensor, as torch.tensor(window) makes it; got list"),
-    (MULTI_SCALE, 0, lambda a: a.to_sparse(), "value must have the layout torch.strided; got torch.sparse_coo"),
-    (MULTI_SCALE, 1, lambda a: a.to_sparse(), "value_spatial_shapes must have the layout torch.strided; got torch.sparse_coo"),
-    (GEOMETRIC, 2, lambda a: a.to_sparse(), "level_start_index must have the layout torch.strided; got torch.sparse_coo"),
-    (AGGREGATION_LOGITS, 7, lambda a: a.to_mkldnn(), "pair_scale must have the layout torch.strided; got torch._mkldnn"),
-    (GEOMETRIC, 4, lambda a: torch.nested.nested_tensor([*a], layout=torch.jagged),
-     "attention_weights must have the layout torch.strided; got torch.jagged"),
-    (MULTI_SCALE, 1, lambda a: a[0], "value_spatial_shapes must have shape (num_levels=2, 2); got (2,)"),
-    (MULTI_SCALE, 2, lambda a: a[:1], f"{LEVELS} must have shape (num_levels=2,); got (1,)"),
-    (MULTI_SCALE, 4, lambda a: a[..., :1],
-     f"attention_weights must have shape ({QUERIES}, num_levels=2, num_points=2); got (2, 3, 2, 2, 1)"),
-    (GEOMETRIC, 0, lambda a: a.transpose(1, 2),
-     "value must have shape (bs=2, num_keys, num_heads=2, embed_dims); got (2, 2, 16, 4), whose axes 1 and 2 look swapped"),
-    (AGGREGATION, 3, lambda a: a[:, :, :, :1],
-     "sample_locations must have shape (bs=2, anchor=3, pts=2, cam=2, 2); got (2, 3, 2, 1, 2)"),
-    (AGGREGATION, 4, lambda a: a[:, :2],
-     "weight must have shape (bs=2, anchor=3, pts=2, cam=2, scale=1, group); got (2, 2, 2, 2, 1, 2)"),
-    (AGGREGATION, 0, lambda a: a[..., :3], "weight must have a group count that divides c=3; got 2"),
-    (AGGREGATION, 4, lambda a: a[..., :0], "weight must have a group count that divides c=4; got 0"),
-    (MULTI_SCALE_LOGITS, 3, lambda a: torch.cat([a, a[..., :1]], -1),
-     "reference_points must have shape (bs=2, num_queries=3, num_levels=2 or 1, 2 or 4); got (2, 3, 2, 3)"),
-    (MULTI_SCALE_LOGITS, 5, lambda a: a[..., :3],
-     f"attention_logits must have shape ({QUERIES}, num_levels * num_points=4); got (2, 3, 2, 3)"),
-    (MULTI_SCALE_LOGITS, 5, lambda a: a.view(2, 3, 2, 4, 1),
-     f"attention_logits must have shape ({QUERIES}, num_levels=2, num_points=2); got (2, 3, 2, 4, 1)"),
-    (AGGREGATION_LOGITS, 5, lambda a: a.transpose(3, 4),
-     "logits must have shape (bs=2, anchor=3, cam=2, scale=1, pts=2, group); "
-     "got (2, 3, 2, 2, 1, 2), whose axes 3 and 4 look swapped"),
-    (AGGREGATION_LOGITS, 7, lambda a: a.transpose(2, 3)[:, :, :1],
-     "pair_scale must have shape (bs=2, anchor=3, cam=2, pts=2); got (2, 3, 1, 2)"),
-    (AGGREGATION_LOGITS, 0, lambda a: a[..., :3], "logits must have a group count that divides c=3; got 2"),
-    (MULTI_SCALE, 0, lambda a: a.cfloat(), f"value must {FLOATING}; got complex64"),
-    (MULTI_SCALE, 2, lambda a: a.short(), f"{LEVELS} must have dtype int32 or int64; got int16"),
-    (GEOMETRIC, 3, lambda a: a.bool(), "sampling_locations must have a floating or an integer dtype; got bool"),
-    (AGGREGATION_LOGITS, 7, lambda a: a.to("meta"), "pair_scale must be on feature_maps's device (cpu); got meta"),
-    (MULTI_SCALE_LOGITS, 6, lambda a: "heads", "reference_axis must be 'level' or 'point'; got 'heads'"),
-    (MULTI_SCALE, 1, lambda a: t([[3, 4], [0, 2]]), "value_spatial_shapes[1] must be positive (H, W); got (0, 2)"),
-    (AGGREGATION, 1, lambda a: t([[[3, 4]], [[2, -2]]]), "spatial_shape[1, 0] must be positive (H, W); got (2, -2)"),
-    (GEOMETRIC, 2, lambda a: t([-1, 12]), "level_start_index[0] must not be negative; got -1"),
-    (MULTI_SCALE, 2, lambda a: a + 1, f"{LEVELS}[1] must leave room for 2 x 2 rows among 16; got 13 (needs 17 rows)"),
-    (MULTI_SCALE, 1, lambda a: t([[3, 4], [2**62, 2**62]]),
-     f"{LEVELS}[1] must leave room for {2**62} x {2**62} rows among 16; got 12 (needs {12 + 2**124} rows)"),
-    (AGGREGATION, 2, lambda a: t([[5], [12]]),
-     "scale_start_index[0, 0] must leave room for 3 x 4 rows among 16; got 5 (needs 17 rows)"),
-    (AGGREGATION, 0, lambda a: torch.rand(2, 4, 16),
-     "scale_start_index[0, 0] must leave room for 3 x 4 rows among 4; "
-     "got 0 (needs 12 rows); axes 1 and 2 of feature_maps look swapped"),
-    (MULTI_SCALE, 2, lambda a: torch.rand(2, 3, 2, 2, 2, 2),
-     f"{LEVELS} must have shape (num_levels=2,); got (2, 3, 2, 2, 2, 2), which looks like sampling_locations"),
-    (GEOMETRIC_LOGITS, 4, lambda a: torch.rand(2, 3, 2, 4),
-     "window must have shape (num_points, 2); got (2, 3, 2, 4), which looks like attention_logits"),
-    (AGGREGATION_LOGITS, 2, lambda a: a + 1,
-     "scale_start_index[1, 0] must leave room for 2 x 2 rows among 16; got 13 (needs 17 rows)"),
-]  # fmt: skip
 
 
 def said(call):
@@ -101,17 +38,10 @@ def said_by_cpp(call):
     return str(refused.value)
 
 
-def without_hint(sentence):
-    """Name, rule and fact, which Python and C++ have in common. C takes fewer integer dtypes than torch, and says so."""
-    sentence = sentence.replace("a floating dtype, int32 or int64", "a floating or an integer dtype")
-    return re.sub(r"(, whose axes|, which looks like|; axes 1 and 2) .*", "", sentence)
-
-
-@pytest.mark.parametrize(("operator", "place", "change", "sentence"), SENTENCES, ids=[f"{r[0]}: {r[-1]}" for r in SENTENCES])
-def test_the_sentence_of_each_kind(operator, place, change, sentence):
-    args = list(GOOD[operator]())
-    args[place] = change(args[place])
-    assert said(lambda: getattr(mx_driving, operator)(*args)) == sentence
+@pytest.mark.parametrize("refusal", [*ARGUMENTS, *SHAPES, *NUMBERS], ids=str)
+def test_public_function(refusal):
+    args = refusal.args()
+    assert said(lambda: getattr(mx_driving, refusal.operator)(*args)) == refusal.sentence
 
 
 def test_references_of_points_divide_them():
@@ -153,21 +83,49 @@ def spoilt(args):
 PLACES = ["cpu", "cuda", "other", "meta", "fake"]
 
 
+def assert_said_on(place, backward, operator, args, sentence):
+    """torch.ops, or its backward, says the sentence. C++ has no hints."""
+    op, (grad, *_, mask) = backward_of(operator)
+    if backward:
+        args = [grad, *args, mask]
+    else:
+        op = getattr(torch.ops.mx_driving, operator).default
+    found = said_on(place, op, args)
+    assert (without_hint(found) == without_hint(sentence)) if place == "cpu" else (found == sentence)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("refusal", SHAPES, ids=str)
+def test_torch_ops(refusal, place):
+    """The public function is not the only way in: each kernel checks for itself, forward and backward."""
+    if place == "meta" and "device" in refusal.sentence:
+        return  # all tensors are on one device there
+    for backward in (False, True):
+        if not (refusal.changes_shape_of_value and (backward or place == "cpu")):
+            assert_said_on(place, backward, refusal.operator, refusal.args(), refusal.sentence)
+
+
+@pytest.mark.parametrize("place", ["cpu", "other"])
+@pytest.mark.parametrize("refusal", NUMBERS, ids=str)
+def test_numbers_that_torch_ops_reads(refusal, place):
+    """Where reading is free, the numbers in index tables are checked, too; `other` is the reference."""
+    for backward in (False, True):
+        if not (refusal.changes_shape_of_value and backward):
+            assert_said_on(place, backward, refusal.operator, refusal.args(), refusal.sentence)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_the_same_sentence_everywhere(operator, backward, place):
-    """The public function is not the only way in: every kernel checks for itself, and says what the function says."""
-    op, (grad, *args, mask) = backward_of(operator)
-    if not backward:
-        op = getattr(torch.ops.mx_driving, operator).default
+    """Each kernel says what the public function says, of each tensor."""
+    args = GOOD[operator]()
     for at, wrong in spoilt(args):
         given = [*args[:at], wrong, *args[at + 1 :]]
         if at == 0 and wrong.dim() == args[0].dim() and wrong.is_floating_point():
             continue  # value has any number of channels, but for groups and grad_output, of which each may be named
         sentence = said(lambda given=given: getattr(mx_driving, operator)(*given))
-        found = said_on(place, op, [grad, *given, mask] if backward else given)
-        assert (without_hint(found) == without_hint(sentence)) if place == "cpu" else (found == sentence)
+        assert_said_on(place, backward, operator, given, sentence)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -260,7 +218,7 @@ def test_tensors_without_axes_or_elements_are_refused_in_words(operator):
 def of_one_sample(operator, value, shape):
     """Arguments that sample `value` in the middle of one level, with weight 2."""
     cameras = 1 if operator == AGGREGATION else 0
-    tables = t(shape).expand(*[1] * cameras, 1, 2), t(0).expand(*[1] * cameras, 1)
+    tables = torch.tensor(shape).expand(*[1] * cameras, 1, 2), torch.tensor(0).expand(*[1] * cameras, 1)
     return value, *tables, torch.full([1] * (5 - cameras) + [2], 0.5), torch.full([1] * (5 + cameras), 2.0)
 
 

@@ -1,6 +1,11 @@
-"""No byte outside the tensors is read into a result or written, whatever the index tables hold; every output is written."""
+"""No byte outside the tensors is read into a result or written, whatever the index tables hold; every output is written. Many
+calls need no more memory than few."""
 
 from __future__ import annotations
+
+import json
+import subprocess
+import sys
 
 import cases
 import pytest
@@ -106,3 +111,99 @@ def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected)
     args = [*args[:3], locations, weights]
     with pytest.raises(RuntimeError, match=expected):
         getattr(torch.ops.mx_driving, operator)(*args)
+
+
+# Each number is a call with new sizes, by torch.ops and by the public function of one of four operators. One number of ten adds
+# autograd, and kernels by ctypes, whose checks in Python are cached. One of a hundred adds a call that is refused.
+SOAK = """
+import gc, json, math, os, sys
+import torch
+import mx_driving
+from mx_driving._dispatch.registered import REGISTERED
+
+torch.set_num_threads(1)
+MEMORY, RANKS, SHAPES, STARTS = torch.rand(1_100), torch.zeros(7).long(), torch.tensor([[2, 2]]), torch.tensor([0])
+
+def part(*shape):
+    return MEMORY[: math.prod(shape)].view(shape)
+
+def attention(queries, points, channels, rows):
+    samples = 1, queries, 1, 1, points
+    return part(1, rows, 1, channels), SHAPES, STARTS, part(*samples, 2), part(*samples)
+
+def aggregation(anchors, points, channels, rows):
+    samples = 1, anchors, points, 1
+    return part(1, rows, channels), SHAPES[None], STARTS[None], part(*samples, 2), part(*samples, 1, 1)
+
+def pool(rows, count, channels, cells):
+    ranks = RANKS[:count]
+    return part(rows, channels), part(5), ranks, ranks, ranks, 1, 1, 1, cells
+
+def bev_pool_v3(feat, depth, ranks_feat, ranks_depth, ranks_bev, *sizes):
+    return mx_driving.bev_pool_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (*sizes, feat.shape[1]))
+
+OPERATORS = [
+    ("multi_scale_deformable_attn", attention, mx_driving.multi_scale_deformable_attn, [True] * 3),
+    ("deformable_aggregation", aggregation, mx_driving.deformable_aggregation, [True] * 3),
+    ("geometric_kernel_attention", attention, mx_driving.geometric_kernel_attention, [True] * 2),
+    ("bev_pool_v3", pool, bev_pool_v3, [True] * 2),
+]
+
+def inputs_of(number):
+    place = number * 7919 % (73 * 7 * 8 * 12)  # 7919 is prime: no sizes repeat, and large and small ones alternate
+    return OPERATORS[number % 4][1](1 + place % 73, 1 + place // 73 % 7, 1 + place // 511 % 8, 4 + place // 4088)
+
+def fill_caches_of_checks(number):
+    name, _, public, mask = OPERATORS[number % 4]
+    args = inputs_of(number)
+    REGISTERED[name].check(*args)
+    REGISTERED[name + "_backward"].check(public(*args), *args, mask)
+
+def call(number):
+    name, _, public, mask = OPERATORS[number % 4]
+    args, op = inputs_of(number), REGISTERED[name].op
+    output = op(*args)
+    public(*args)
+    if number % 40 < 4:
+        op(args[0].detach().requires_grad_(), *args[1:]).backward(output)
+        REGISTERED[name].run("cpu", *args)
+        REGISTERED[name + "_backward"].run("cpu", output, *args, mask)
+    if number % 100 == 0:
+        try:
+            op(*args[:2], MEMORY, *args[3:])
+        except (RuntimeError, TypeError):
+            pass
+
+def measure():
+    \"\"\"Return the resident memory, and the size of every cache and container of the package's modules.\"\"\"
+    gc.collect()
+    sizes = {}
+    for module in [m for name, m in sys.modules.items() if name.partition(".")[0] == "mx_driving"]:
+        for name, kept in vars(module).items():
+            if hasattr(kept, "cache_info"):
+                sizes[f"{module.__name__}.{name}"] = kept.cache_info().currsize
+            elif isinstance(kept, (dict, list, set)):
+                sizes[f"{module.__name__}.{name}"] = len(kept)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), sizes
+
+results = []
+for number in range(4_200):
+    fill_caches_of_checks(number)
+for first, last in ((0, 10_000), (10_000, 43_000)):
+    for number in range(first, last):
+        call(number)
+    results.append(measure())
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_100_000_calls_of_changing_sizes_hold_their_memory():
+    """A quarter of the calls fills all caches. The other calls add no entry to a cache, and less than 14 bytes each."""
+    done = subprocess.run([sys.executable, "-c", SOAK], capture_output=True, text=True, check=True)
+    (before, caches_before), (after, caches_after) = json.loads(done.stdout)
+    assert caches_before["mx_driving._operator.checks._fit"] == 4096
+    assert caches_before == caches_after
+    assert after - before < 2**20

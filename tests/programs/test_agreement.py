@@ -1,11 +1,15 @@
-"""How far apart two results are: entries that are not finite, empty tensors, scales, dtypes and ties."""
+"""How far apart two results are: entries that are not finite, empty tensors, scales, dtypes, ties; and the limits."""
 
 import math
 
+import cases
 import numpy as np
 import pytest
 import torch
+import values
+from small_cases import TINY
 
+from mx_driving import _agreement
 from mx_driving._agreement import difference_beside_ties, model_difference, output_difference, queries_off
 from mx_driving.onnx._running import _difference
 
@@ -73,3 +77,89 @@ def test_a_query_of_nan_is_no_tie():
 def test_outputs_without_a_finite_scale(value):
     outputs = {"boxes": torch.full((1, 3, 2), value)}
     assert difference_beside_ties(outputs, outputs) == (0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "other_output", "difference"),
+    [
+        (3e-3, 2000.0, 1.5e-3),  # a thousandth of 2000 is the scale
+        (3e-3, 1.0, 3.0),  # 1e-3 is the scale: a thousandth of 1
+        (1.5, 1000.0, 1.5),
+    ],
+)
+def test_a_model_s_small_tensors_are_compared_with_a_thousandth_of_the_largest(ours, other_output, difference):
+    theirs = {"small": torch.zeros(1), "large": torch.tensor([other_output])}
+    found = model_difference({"small": torch.tensor([ours]), "large": theirs["large"]}, theirs)
+    assert found == pytest.approx(difference)
+
+
+@pytest.mark.parametrize(("difference", "off"), [(0.0099, False), (0.0101, True)])
+def test_a_query_is_off_beyond_a_thousandth_of_the_largest(difference, off):
+    theirs = torch.full((1, 2, 1), 10.0, dtype=torch.float64)
+    ours = theirs.clone()
+    ours[0, 1] += difference
+    assert queries_off({"boxes": ours}, {"boxes": theirs}).tolist() == [False, off]
+
+
+@pytest.mark.parametrize(
+    ("result", "compute", "magnitude", "scale", "terms", "extent", "limit"),
+    [
+        # 16 + 2 * sqrt(9) + 2 * 5 = 32 ulps of the scale
+        (torch.float32, torch.float32, 7.0, 2.0, 9, 5, 32 * 2.0**-23 * 2),
+        (torch.float64, torch.float64, 7.0, 2.0, 9, 5, 32 * 2.0**-52 * 2),
+        # a product alone: 16 + 2 * sqrt(1)
+        (torch.float32, torch.float32, 0.0, 1.0, 1, 0, 18 * 2.0**-23),
+        # half an ulp of the result, and of float16's subnormal numbers
+        (torch.bfloat16, torch.float32, 3.0, 1.0, 1, 0, 18 * 2.0**-23 + 3 * 2.0**-8),
+        (torch.float32, torch.float64, 3.0, 1.0, 1, 0, 18 * 2.0**-52 + 3 * 2.0**-24),
+        (torch.float16, torch.float32, 3.0, 0.0, 1, 0, 3 * 2.0**-11 + 2.0**-23),
+    ],
+)
+def test_rounding_limit(result, compute, magnitude, scale, terms, extent, limit):
+    """Computed by hand."""
+    assert _agreement.rounding_limit(result, compute, magnitude, scale, terms, extent) == limit
+
+
+# 1e-3 pixels in the units of locations. Locations of geometric_kernel_attention are pixels, which are cut to whole numbers: a
+# location that is a whole number and moves down reads another pixel.
+MOVED = {
+    cases.MULTI_SCALE: lambda shapes: 1e-3 / shapes.flip(-1)[:, None],
+    cases.AGGREGATION: lambda shapes: 1e-3 / shapes[:, 0].flip(-1),  # in pixels of the largest map of a camera
+    cases.GEOMETRIC: lambda shapes: -1e-3,
+}
+
+
+def small_call(operator, dtype):
+    args = TINY[operator]()
+    locations = args[3].double()
+    args = cases.cast((*args[:3], locations, *args[4:]) if operator in MOVED else args, dtype)
+    return args, cases.grad_for(operator, args).to(dtype)
+
+
+def assert_each_is_refused(operator, args, grad, results, changed):
+    """The comparison of tests/helpers/cases.py with truth accepts `results`, but none of `changed` in its place."""
+    true = cases.truth_of(operator, args, grad)
+    cases.assert_near(true, operator, args, results)
+    for place, result in enumerate(changed):
+        with pytest.raises(AssertionError, match=f"^result {place}: .* times the allowed error"):
+            cases.assert_near(true, operator, args, [*results[:place], result, *results[place + 1 :]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_a_factor_of_1_0001_is_found(operator, dtype):
+    """In the output, and in each gradient."""
+    args, grad = small_call(operator, dtype)
+    results = values.run("native", operator, args, grad)
+    assert_each_is_refused(operator, args, grad, results, [1.0001 * result for result in results])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_locations_off_by_a_thousandth_of_a_pixel_are_found(operator, dtype):
+    """In the output, and in each gradient."""
+    args, grad = small_call(operator, dtype)
+    locations = (args[3].double() + MOVED[operator](args[1].double())).to(dtype)
+    results = values.run("native", operator, args, grad)
+    moved = values.run("native", operator, (*args[:3], locations, args[4]), grad)
+    assert_each_is_refused(operator, args, grad, results, moved)
