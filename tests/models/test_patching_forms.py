@@ -109,7 +109,7 @@ def test_samples_along_trajectories():
 
 
 def test_each_form_of_a_module_has_a_row():
-    forms = {name for name, (form, *_) in FORMS.items() if form.kind == "module" and name != "layer"}
+    forms = {name for name, form in FORMS.items() if form.kind == "module" and name != "layer"}
     assert forms == {kind.form for kind, *_ in MODULES} | {libraries.Motion.form}
 
 

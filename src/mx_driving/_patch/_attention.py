@@ -40,6 +40,11 @@ from ._parameters import find_source
 
 LEVELS = 0  # in a shape: as many as there are levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
+# Attributes that every attention form reads as modules do, or that change no number.
+READ = LINEAR_LAYERS | {
+    *("n_heads", "num_heads", "n_levels", "num_levels", "n_points", "num_points", "batch_first", "im2col_step"),
+    *("d_model", "embed_dims", "embed_dim", "hidden_size", "head_dim", "ratio", "value_proj", "output_proj"),
+}
 Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, channels], logits, last sides of the weights
 
 

@@ -23,38 +23,38 @@ from ._pools import make_frustum, make_image, make_lifted, make_runs, make_sorte
 
 @dataclass(frozen=True)
 class OverExtension(ExactForm):
-    """An autograd function of a row."""
+    """An autograd function of the table of foreign functions."""
 
-    row: AutogradFunction
+    foreign: AutogradFunction
     casts: str = ""  # a dtype to which its code converts all inputs, or "value": to value's
     kind = AUTOGRAD
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return tuple(self.row.parameters.split())
+        return tuple(self.foreign.parameters.split())
 
     @property
     def example(self) -> Callable[[], tuple[Any, ...]] | None:
         """What makes the arguments of a trial, where they are not those of a core."""
-        if self.row.operator == AGGREGATION:
+        if self.foreign.operator == AGGREGATION:
             return _make_aggregation
-        words = self.row.words.split()
+        words = self.foreign.words.split()
         return next((make for word, make in _EXAMPLES.items() if word in words), None)
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.row
+        return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.foreign
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         """Return whether operators take the call. Pools refuse places that are not whole numbers, and features that are."""
-        facts = dict(zip(self.row.words.split(), arguments.values(), strict=True))
-        if self.row.operator != POOL:
+        facts = dict(zip(self.foreign.words.split(), arguments.values(), strict=True))
+        if self.foreign.operator != POOL:
             return True
         tensors = {word: t for word, t in facts.items() if isinstance(t, Tensor)}
         are_fit = (t.is_floating_point() if word in ("depth", "feat") else is_table(t) for word, t in tensors.items())
         return facts.get("method", "sum") == "sum" and all(are_fit)
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
-        return differentiable(self.row)(*arguments.values())
+        return differentiable(self.foreign)(*arguments.values())
 
 
 def _make_aggregation() -> tuple[Tensor, ...]:

@@ -68,9 +68,9 @@ def _explain_global(function: Any, name: str, reader: Reader, trusts: Callable[[
     if name not in function.__globals__:
         is_error = name.endswith(("Error", "Warning"))
         return "" if name in _BUILTINS or is_error else f"reads the global {name}"
-    thing = function.__globals__[name]
-    below = unwrap(thing) if callable(thing) and not isinstance(thing, type) else thing
-    if is_of_known_library(thing) or below in seen or trusts(below):
+    value = function.__globals__[name]
+    below = unwrap(value) if callable(value) and not isinstance(value, type) else value
+    if is_of_known_library(value) or below in seen or trusts(below):
         return ""
     if isinstance(below, types.FunctionType):
         reason = explain_impurity(below, reader, trusts, seen)

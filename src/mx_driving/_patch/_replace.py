@@ -42,11 +42,11 @@ def make({{free}}):
 """
 
 
-def find_holder(thing: Any) -> Any:
-    """Return the object to change: an autograd function's class, or the function below the decorators."""
-    if isinstance(thing, type) and not issubclass(thing, torch.autograd.Function):
-        return unwrap(vars(thing)["forward"])
-    return thing
+def find_holder(original: Any) -> Any:
+    """Return the object to change: the class of an autograd function, or the function below the decorators."""
+    if isinstance(original, type) and not issubclass(original, torch.autograd.Function):
+        return unwrap(vars(original)["forward"])
+    return original
 
 
 def replace(fit: Fit, holder: Any) -> Callable[[], None]:
@@ -136,14 +136,14 @@ def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
 
 def _make_methods(form: Any, kind: Any) -> dict[str, staticmethod]:
     """Return the new methods of an autograd function."""
-    apply, forward, backward = (_wrap_function if form.row.operator == POOL else _wrap_operator)(form, kind)
+    apply, forward, backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
     wrapped = functools.wraps(kind.forward)(forward), functools.wraps(kind.backward)(backward)
     return {name: staticmethod(m) for name, m in zip(("apply", "forward", "backward"), (apply, *wrapped), strict=True)}
 
 
 def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
-    casts, run, operator = _read_casts(kind.forward, form.casts), differentiable(form.row), form.row.operator
-    words = [word for word in form.row.words.split() if word != "step"]
+    casts, run, operator = _read_casts(kind.forward, form.casts), differentiable(form.foreign), form.foreign.operator
+    words = [word for word in form.foreign.words.split() if word != "step"]
     count = len(words)
 
     def apply(*args: Any) -> Tensor:
@@ -171,7 +171,7 @@ def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
 def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
     """Return methods that run a function of several operators. Backward runs it again, and differentiates it."""
-    run = differentiable(form.row)
+    run = differentiable(form.foreign)
 
     def apply(*args: Any) -> Tensor:
         return run(*args)
