@@ -1,8 +1,8 @@
 """Whether an unknown core can be tried: a pure function whose branches a trial can take.
 
-A pure function of tensors has no state, so equal numbers on small examples that take every branch mean equal numbers on all
-inputs. A branch may ask which optional arguments a call has, for the number of axes, or whether a size is 1; the examples of a
-trial have all of these. A branch on a dtype, a device or another size is not for a trial.
+A pure function of tensors has no state. If it gives our numbers on small examples that take every branch, it gives our numbers
+on all inputs. The examples of a trial take branches on optional arguments, on the number of axes, and on whether a size is 1.
+They do not take branches on a dtype, a device or another size.
 """
 
 from __future__ import annotations
@@ -17,33 +17,16 @@ from typing import Any
 from ._code import NoKey, Reader, is_of_known_library, list_globals
 from ._parameters import Parameters, find_source, list_code, unwrap
 
-_BUILTINS = frozenset(
-    (
-        "len",
-        "range",
-        "zip",
-        "enumerate",
-        "int",
-        "float",
-        "list",
-        "tuple",
-        "sum",
-        "isinstance",
-        "map",
-        "reversed",
-        "dict",
-        "slice",
-        "str",
-    )
-)
+_BUILTINS = {"len", "range", "zip", "enumerate", "int", "float", "list", "tuple", "sum", "isinstance", "map", "reversed"}
+_BUILTINS |= {"dict", "slice", "str"}
 _SETTING = {"STORE_GLOBAL": "sets the global", "DELETE_GLOBAL": "deletes the global", "STORE_ATTR": "sets the attribute"}
 _STATES = {"is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabled", "get_default_dtype", "globals", "environ"}
-_STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}  # of numbers and settings that no example has
+_STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}  # No example has such numbers or settings.
 _EXPORTING = {"is_exporting", "is_compiling", "is_tracing", "is_scripting", "is_in_onnx_export", "isinstance"}
 
 
 def explain_impurity(function: Any, reader: Reader, trusts: Callable[[Any], bool], seen: tuple[Any, ...] = ()) -> str:
-    """Return why a function cannot be tried, or nothing. `trusts` tells the globals that are replaced cores."""
+    """Return why a function cannot be tried, or nothing. `trusts` is true for replaced cores, which are not read."""
     source = find_source(function)
     if not isinstance(source, types.FunctionType) or source.__closure__ or inspect.isgeneratorfunction(source):
         return "is not a plain function"
@@ -91,7 +74,7 @@ def _explain_branches(node: ast.FunctionDef, parameters: Parameters) -> str:
 
 
 def _list_compared_tensors(node: ast.AST) -> list[ast.expr]:
-    """Return the comparisons of tensors: `(x > 0) & (x < w)`, `(x > 0).float()` and `x[1:] != x[:-1]` are no branches."""
+    """Return the comparisons of tensors. `(x > 0) & (x < w)`, `(x > 0).float()` and `x[1:] != x[:-1]` are not branches."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
         return [node.left, node.right]
     if isinstance(node, ast.Compare) and isinstance(node.left, ast.Subscript):
@@ -100,7 +83,7 @@ def _list_compared_tensors(node: ast.AST) -> list[ast.expr]:
 
 
 def _is_allowed(test: ast.expr, node: ast.FunctionDef, parameters: Parameters) -> bool:
-    """Return whether the examples of a trial have both outcomes of a test, or the outcome changes no number."""
+    """Return whether the examples of a trial take both branches of a test, or both branches compute the same."""
     if isinstance(test, ast.BoolOp):
         return all(_is_allowed(value, node, parameters) for value in test.values)
     if isinstance(test, ast.UnaryOp):

@@ -7,10 +7,8 @@ which is tried; it is an unknown autograd function over a known compiled functio
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .._foreign_functions import FUNCTIONS
@@ -23,40 +21,13 @@ from ._parameters import collect_words, list_code
 from ._pools import POOLS
 from ._pure import explain_impurity
 from ._search import Candidate
-from ._trial import Outcome, try_forms
+from ._trial import Finding, try_forms
 from .known import TABLE, Known
 
 # The name that a user writes -> the form, or the forms to try.
 FORMS: Mapping[str, Form] = {**ATTENTION_FORMS, **CORES, **EXTENSIONS, **POOLS}
 GROUPS: Mapping[str, Mapping[str, Form]] = {"core": CORES, "pool": POOLS}
 _CASTS = {"half", "float16", "float", "float32", "double", "float64", "bfloat16", "type_as", "to", "type"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Which form a candidate has.
-
-    Attributes:
-        name: of the function or class, with its Python module.
-        key: of its code, or nothing.
-        state: "known", "by name", "tried" or "unknown".
-        form: the name of the form, or of the nearest one.
-        difference: the largest difference between its results and those of the form, in float64; nan if it was not tried.
-        reason: why no form serves it.
-        fit: the calls that the form serves.
-    """
-
-    name: str
-    key: str
-    state: str
-    form: str = ""
-    difference: float = math.nan
-    reason: str = ""
-    fit: Fit | None = None
-
-    def __str__(self) -> str:
-        difference = "" if math.isnan(self.difference) else f", difference {self.difference:.1e}"
-        return f"{self.state:8}{self.name}: {self.form or 'no form'}{difference}{': ' if self.reason else ''}{self.reason}"
 
 
 def recognize(
@@ -73,25 +44,24 @@ def recognize(
         tries_all: whether code is tried that `patch` tries only if its form is named.
     """
     try:
-        code, unknown = reader.read(candidate.original), "its code is not known"
+        code, reason = reader.read(candidate.original), "its code is not known"
     except NoKey as error:
-        code, unknown = Code(), f"its code is not known, because {error}"
+        code, reason = Code(), f"its code is not known, because {error}"
     if not named and (entry := TABLE.get(code.key)):
-        outcome = Outcome(entry.form, entry.difference, "", _fit_known(entry, candidate, code))
-        return Finding(candidate.name, code.key, "known", *outcome)
+        fit = _fit_known(entry, candidate, code)
+        return Finding(candidate.name, code.key, "known", entry.form, entry.difference, fit=fit)
+    unknown = Finding(candidate.name, code.key, reason=reason)
     forms = {name: form for name, form in _list_forms(named).items() if _may_have(candidate, form)}
-    state = "tried"
     if candidate.kind == AUTOGRAD and not named:
-        state, outcome = "by name", _find_compiled_function(candidate, reader, forms, unknown)
-    elif not code.key:
-        outcome = Outcome(reason=unknown)
-    elif not named and not tries_all and (reason := _explain_untried(candidate, forms, reader, is_replaced, unknown)):
-        outcome = Outcome(reason=reason)
-    elif not forms:
-        outcome = Outcome(reason=f"no known form has the parameters {candidate.parameters}")
-    else:
-        outcome = try_forms(forms, candidate, code)
-    return Finding(candidate.name, code.key, state if outcome.fit else "unknown", *outcome)
+        return _find_compiled_function(candidate, reader, forms, unknown)
+    is_asked_for = bool(named) or tries_all
+    if not code.key or not (is_asked_for or _is_tried(candidate, forms)):
+        return unknown
+    if not forms:
+        return dataclasses.replace(unknown, reason=f"no known form has the parameters {candidate.parameters}")
+    if not is_asked_for and (impurity := explain_impurity(candidate.function, reader, is_replaced)):
+        return dataclasses.replace(unknown, reason=f"{reason}, and it cannot be tried, because it {impurity}")
+    return try_forms(forms, candidate, code)
 
 
 def _list_forms(named: str) -> Mapping[str, Form]:
@@ -120,18 +90,13 @@ def _fit_known(entry: Known, candidate: Candidate, code: Code) -> Fit:
     return dataclasses.replace(fit, options=options, widths=tuple(entry.widths), masked=entry.masked)
 
 
-def _explain_untried(
-    candidate: Candidate, forms: Mapping[str, Form], reader: Reader, is_replaced: Callable[[Any], bool], unknown: str
-) -> str:
-    """Return why unknown code whose form no user names is not tried, or nothing."""
-    if candidate.kind == MODULE and (not forms or any(isinstance(form, Attention) for form in forms.values())):
-        return unknown
-    impurity = explain_impurity(candidate.function, reader, is_replaced) if forms else ""
-    return f"{unknown}, and it cannot be tried, because it {impurity}" if impurity else ""
+def _is_tried(candidate: Candidate, forms: Mapping[str, Form]) -> bool:
+    """Return whether unknown code is tried although no user names its form: a core, not an attention module."""
+    return candidate.kind != MODULE or (bool(forms) and not any(isinstance(form, Attention) for form in forms.values()))
 
 
-def _find_compiled_function(candidate: Candidate, reader: Reader, forms: Mapping[str, Form], unknown: str) -> Outcome:
-    """Return the form of an unknown autograd function that calls a known compiled function of a known module."""
+def _find_compiled_function(candidate: Candidate, reader: Reader, forms: Mapping[str, Form], unknown: Finding) -> Finding:
+    """Find the form of an unknown autograd function that calls a known compiled function of a known module."""
     forward = candidate.function
     called = {name for own in list_code(forward) for name in own.co_names}
     modules = [reader.name_module(forward, name) for name in list_globals(forward)] if called else []
@@ -140,9 +105,11 @@ def _find_compiled_function(candidate: Candidate, reader: Reader, forms: Mapping
         functions = [f for f in FUNCTIONS if f.operator == operator and not f.backward and f.name in called]
         if any(_is_module(module, function.module) for module in modules for function in functions):
             if casts := _CASTS & called:
-                return Outcome(name, reason=f"{unknown}, and it converts its inputs by {min(casts)}")
-            return Outcome(name, fit=Fit(form))
-    return Outcome(next(iter(forms), ""), reason=f"{unknown}, and it calls no compiled function that is known")
+                reason = f"{unknown.reason}, and it converts its inputs by {min(casts)}"
+                return dataclasses.replace(unknown, form=name, reason=reason)
+            return dataclasses.replace(unknown, state="by name", form=name, reason="", fit=Fit(form))
+    reason = f"{unknown.reason}, and it calls no compiled function that is known"
+    return dataclasses.replace(unknown, form=next(iter(forms), ""), reason=reason)
 
 
 def _is_module(name: str, known: str) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 
 from ._code import Reader
 from ._patch import Replacements
-from ._recognize import Finding, recognize
+from ._recognize import recognize
 from ._search import Candidate, Candidates, find, find_marked, is_core
+from ._trial import Finding
 from .known import Known, format_entry
 
 

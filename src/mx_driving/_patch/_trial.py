@@ -12,7 +12,8 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,37 +61,48 @@ class Fails(Refused):
     rank = 2
 
 
-class Outcome(NamedTuple):
-    """Which form a candidate has, or nearly has.
+@dataclass(frozen=True)
+class Finding:
+    """Which form a candidate has.
 
     Attributes:
-        form: the name of the form.
-        difference: the largest difference of the results; inf if they cannot be compared, nan if the form was not tried.
-        reason: why the form is refused.
+        name: of the function or class, with its Python module.
+        key: of its code, or nothing.
+        state: "known", "by name", "tried" or "unknown".
+        form: the name of the form, or of the nearest one.
+        difference: the largest difference of the results, in float64; inf if they cannot be compared, nan without a trial.
+        reason: why no form serves it.
         fit: the calls that the form serves.
     """
 
+    name: str
+    key: str
+    state: str = "unknown"
     form: str = ""
     difference: float = math.nan
     reason: str = ""
     fit: Fit | None = None
 
+    def __str__(self) -> str:
+        difference = "" if math.isnan(self.difference) else f", difference {self.difference:.1e}"
+        return f"{self.state:8}{self.name}: {self.form or 'no form'}{difference}{': ' if self.reason else ''}{self.reason}"
 
-def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Outcome:
+
+def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Finding:
     """Return the first form that agrees. If no form agrees, return the most telling refusal."""
     refusals: dict[str, Refused] = {}
     with _isolate():
         for name, form in forms.items():
             try:
                 fit, difference = _try_form(form, candidate, code)
-                return Outcome(name, difference, "", fit)
+                return Finding(candidate.name, code.key, "tried", name, difference, fit=fit)
             except Refused as error:
                 refusals[name] = error
             except Exception as error:  # A form may raise anything on unknown code.
                 refusals[name] = Refused(f"no known form fits it: {type(error).__name__}: {error}")
     name = min(refusals, key=lambda name: (not refusals[name].args[0], refusals[name].rank, refusals[name].difference))
     reason = refusals[name].args[0] or "it does not run on a small example"
-    return Outcome(name, refusals[name].difference, reason)
+    return Finding(candidate.name, code.key, form=name, difference=refusals[name].difference, reason=reason)
 
 
 @contextlib.contextmanager
