@@ -42,11 +42,14 @@ class NoKey(Exception):
 
 @dataclass
 class Code:
-    """The key of a function, and the cores and attributes that the function reaches.
+    """The key of a function, and all that the function reaches.
 
     Attributes:
         key: equal for equal code.
-        cores: the sampling cores that the code calls.
+        cores: the sampling cores that the code calls. They are not read.
+        functions: the functions that were read -> the path to them, such as "calls helper, which ", and the syntax tree.
+        values: global names that stand for no function, and for nothing of a known library -> the path to them.
+        builtins: names of builtins -> the path to them.
         attributes: names of the layer's attributes that the code reads, without methods.
         methods: names of the layer's methods that the code calls.
         writes: names of the layer's attributes that the code sets.
@@ -55,6 +58,9 @@ class Code:
 
     key: str = ""
     cores: list[Any] = field(default_factory=list)
+    functions: dict[types.FunctionType, tuple[str, ast.FunctionDef]] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    builtins: dict[str, str] = field(default_factory=dict)
     attributes: set[str] = field(default_factory=set)
     methods: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
@@ -64,32 +70,27 @@ class Code:
 class Reader:
     """Reads the code of functions. A key says where a core is called, and does not depend on the core's code.
 
-    A reader keeps the syntax trees of files for one call of `patch`, in which files do not change.
+    A reader keeps the syntax trees of files for one call of `patch`, in which files do not change. Readers may share `files`.
     """
 
-    def __init__(self, is_core: Callable[[Any], bool]) -> None:
+    def __init__(self, is_core: Callable[[Any], bool], files: dict[str, _File] | None = None) -> None:
         self._is_core = is_core
-        self._files: dict[str, _File] = {}
+        self.files: dict[str, _File] = {} if files is None else files
 
     def read(self, original: Any) -> Code:
         """Return the code of a function, of the forward of a module class, or of both methods of an autograd function."""
-        code, seen = Code(), set()
+        code = Code()
         if not isinstance(original, type):
-            parts = [self._read_function(original, None, code, seen)]
+            parts = [self._read_function(original, None, code)]
         elif not isinstance(inspect.getattr_static(original, "forward", None), (types.FunctionType, staticmethod)):
             raise NoKey("its forward is not a function")
         elif issubclass(original, torch.autograd.Function):
             methods = [inspect.getattr_static(original, name) for name in ("forward", "backward")]
-            parts = [self._read_function(method, None, code, seen, True) for method in methods]
+            parts = [self._read_function(method, None, code, decorated=True) for method in methods]
         else:
-            parts = [self._read_function(vars(original)["forward"], original, code, seen)]
+            parts = [self._read_function(vars(original)["forward"], original, code)]
         code.key = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
         return code
-
-    def find(self, function: Any) -> ast.FunctionDef:
-        """Return the syntax tree of a function below its decorators."""
-        code = find_source(function).__code__
-        return self._open(code).find(code)
 
     def name_module(self, function: Any, name: str) -> str:
         """Return the name of the module that a global name stands for. If its import failed, return the text of the import."""
@@ -98,18 +99,18 @@ class Reader:
         return module.__name__ if isinstance(module, types.ModuleType) else str(self._open(source.__code__).find_binding(name))
 
     def _open(self, code: types.CodeType) -> _File:
-        if code.co_filename not in self._files:
-            self._files[code.co_filename] = _File(code.co_filename)
-        return self._files[code.co_filename]
+        if code.co_filename not in self.files:
+            self.files[code.co_filename] = _File(code.co_filename)
+        return self.files[code.co_filename]
 
-    def _read_function(self, function: Any, kind: type | None, code: Code, seen: set[Any], decorated: bool = False) -> Any:
+    def _read_function(self, function: Any, kind: type | None, code: Code, path: str = "", decorated: bool = False) -> Any:
         source, is_static = find_source(function), isinstance(function, staticmethod)
-        if source in seen:
+        if source in code.functions:
             return "again"
-        seen.add(source)
         if set(source.__code__.co_freevars) - {"__class__"}:
             raise NoKey(f"{source.__qualname__} has a closure")
-        tree = self.find(source)
+        tree = self._open(source.__code__).find(source.__code__)
+        code.functions[source] = path, tree
         own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
         text = _Text(own)
         parts = [text.dump_function(tree), [_Text("").dump(d) for d in tree.decorator_list] if decorated else []]
@@ -119,8 +120,10 @@ class Reader:
             parts.append(repr((source.__defaults__, source.__kwdefaults__)))
         code.passes_self |= text.passes_self
         code.writes |= text.writes
-        for name in sorted(set(list_globals(source)) & text.names):
-            parts.append([name, self._describe_global(source, name, code, seen)])
+        names = set(list_globals(source))
+        code.builtins |= {name: path for name in sorted(names) if name not in source.__globals__}
+        for name in sorted(names & text.names):
+            parts.append([name, self._describe_global(source, name, code, path)])
         for name in sorted(text.attributes):
             method = inspect.getattr_static(kind, name, None)
             method = method.fget if isinstance(method, property) else method
@@ -130,12 +133,12 @@ class Reader:
                 parts.append([name, "core"])
             elif isinstance(below, types.FunctionType) and not is_of_known_library(below):
                 code.methods.add(name)
-                parts.append([name, self._read_function(method, kind, code, seen)])
+                parts.append([name, self._read_function(method, kind, code, f"{path}calls {name}, which ")])
             else:
                 code.attributes.add(name)
         return parts
 
-    def _describe_global(self, function: Any, name: str, code: Code, seen: set[Any]) -> Any:
+    def _describe_global(self, function: Any, name: str, code: Code, path: str) -> Any:
         value = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
         if self._is_core(value):
             code.cores.append(value)
@@ -143,7 +146,8 @@ class Reader:
         if is_of_known_library(value):
             return getattr(value, "__qualname__", None) or value.__name__
         if isinstance(below := unwrap(value) if callable(value) else value, types.FunctionType):
-            return self._read_function(below, None, code, seen)
+            return self._read_function(below, None, code, f"{path}calls {name}, which ")
+        code.values[name] = path
         if isinstance(value, type):
             return value.__qualname__
         return self._open(function.__code__).find_binding(name)

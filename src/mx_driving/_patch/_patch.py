@@ -23,6 +23,7 @@ from ._code import Reader
 from ._fit import Fit, reads_starts
 from ._forms import MODULE
 from ._layers import find_layers, list_cores
+from ._parameters import unwrap
 from ._recognize import FORMS, GROUPS, find_nearest, recognize
 from ._replace import add_fit, find_holder, replace
 from ._search import Candidate, find, find_elsewhere, find_network, is_core
@@ -235,6 +236,7 @@ def _put_over_cores(fit: Fit, named: str) -> tuple[Fit | None, str]:
 
 
 def _is_replaced(member: Any) -> bool:
+    member = unwrap(member) if isinstance(member, types.FunctionType) else member
     if not isinstance(member, types.FunctionType) and not (isinstance(member, type) and "forward" in vars(member)):
         return False
     change = _changes.get(id(find_holder(member)))

@@ -11,11 +11,9 @@ import ast
 import dis
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any
 
-from ._code import NoKey, Reader, is_of_known_library, list_globals
-from ._parameters import Parameters, find_source, list_code, unwrap
+from ._code import Code
+from ._parameters import Parameters, list_code
 
 _BUILTINS = {"len", "range", "zip", "enumerate", "int", "float", "list", "tuple", "sum", "isinstance", "map", "reversed"}
 _BUILTINS |= {"dict", "slice", "str"}
@@ -25,12 +23,26 @@ _STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}  # No example has
 _EXPORTING = {"is_exporting", "is_compiling", "is_tracing", "is_scripting", "is_in_onnx_export", "isinstance"}
 
 
-def explain_impurity(function: Any, reader: Reader, trusts: Callable[[Any], bool], seen: tuple[Any, ...] = ()) -> str:
-    """Return why a function cannot be tried, or nothing. `trusts` is true for replaced cores, which are not read."""
-    source = find_source(function)
-    if not isinstance(source, types.FunctionType) or source.__closure__ or inspect.isgeneratorfunction(source):
+def explain_impurity(code: Code) -> str:
+    """Return why code cannot be tried, or nothing."""
+    for function, (path, _) in code.functions.items():
+        if reason := _explain_bytecode(function):
+            return f"{path}{reason}"
+    for name, path in code.builtins.items():
+        if name not in _BUILTINS and not name.endswith(("Error", "Warning")):
+            return f"{path}reads the global {name}"
+    for name, path in code.values.items():
+        return f"{path}reads the global {name}"
+    for function, (path, tree) in code.functions.items():
+        if reason := _explain_branches(tree, Parameters(function)):
+            return f"{path}{reason}"
+    return ""
+
+
+def _explain_bytecode(function: types.FunctionType) -> str:
+    if inspect.isgeneratorfunction(function):
         return "is not a plain function"
-    for code in list_code(source):
+    for code in list_code(function):
         for step in dis.get_instructions(code):
             if step.opname in _SETTING:
                 return f"{_SETTING[step.opname]} {step.argval}"
@@ -38,27 +50,7 @@ def explain_impurity(function: Any, reader: Reader, trusts: Callable[[Any], bool
                 return f"imports {step.argval}"
         if states := _STATES & set(code.co_names):
             return f"asks for {min(states)}"
-    for name in sorted(set(list_globals(source))):
-        if reason := _explain_global(source, name, reader, trusts, (*seen, source)):
-            return reason
-    try:
-        return _explain_branches(reader.find(source), Parameters(source))
-    except NoKey as error:
-        return str(error)
-
-
-def _explain_global(function: Any, name: str, reader: Reader, trusts: Callable[[Any], bool], seen: tuple[Any, ...]) -> str:
-    if name not in function.__globals__:
-        is_error = name.endswith(("Error", "Warning"))
-        return "" if name in _BUILTINS or is_error else f"reads the global {name}"
-    value = function.__globals__[name]
-    below = unwrap(value) if callable(value) and not isinstance(value, type) else value
-    if is_of_known_library(value) or below in seen or trusts(below):
-        return ""
-    if isinstance(below, types.FunctionType):
-        reason = explain_impurity(below, reader, trusts, seen)
-        return f"calls {name}, which {reason}" if reason else ""
-    return f"reads the global {name}"
+    return ""
 
 
 def _explain_branches(node: ast.FunctionDef, parameters: Parameters) -> str:

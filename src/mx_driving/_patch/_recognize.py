@@ -59,7 +59,7 @@ def recognize(
         return unknown
     if not forms:
         return dataclasses.replace(unknown, reason=f"no known form has the parameters {candidate.parameters}")
-    if not is_asked_for and (impurity := explain_impurity(candidate.function, reader, is_replaced)):
+    if not is_asked_for and (impurity := _explain_impurity(candidate, Reader(is_replaced, reader.files))):
         return dataclasses.replace(unknown, reason=f"{reason}, and it cannot be tried, because it {impurity}")
     return try_forms(forms, candidate, code)
 
@@ -88,6 +88,14 @@ def _fit_known(entry: Known, candidate: Candidate, code: Code) -> Fit:
     fit = make_fit(form, candidate, code, entry.flags)
     options = {**fit.options, **entry.options}
     return dataclasses.replace(fit, options=options, widths=tuple(entry.widths), masked=entry.masked)
+
+
+def _explain_impurity(candidate: Candidate, reader: Reader) -> str:
+    """Return why a core cannot be tried, or nothing. The reader also reads called cores, unless they are replaced."""
+    try:
+        return explain_impurity(reader.read(candidate.original))
+    except NoKey as error:
+        return f"calls code without a key: {error}"
 
 
 def _is_tried(candidate: Candidate, forms: Mapping[str, Form]) -> bool:
