@@ -1,7 +1,4 @@
-"""Sampling cores and attention modules as libraries write them, in few lines: what `patch` must find and replace.
-
-`patch` knows a form by the linear layers that a forward names, and by the names of its parameters.
-"""
+"""Sampling cores and attention modules in each form in which libraries write them, in few lines."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ import mx_driving
 
 SIZES = [(4, 5), (3, 2)]
 KEYS = 26
-POINTS = [2, 4]  # of each level, where levels have numbers of their own
+POINTS = [2, 4]  # of each level, for modules whose levels have different numbers
 WITH_LOGITS, BARE = "multi_scale_deformable_attn_with_logits", "multi_scale_deformable_attn"
 # The names that libraries have for a parameter of a forward.
 ROLES = {
@@ -41,7 +38,7 @@ ROLE = {name: role for role, names in ROLES.items() for name in names}
 
 
 def plain_core(value, value_spatial_shapes, sampling_locations, attention_weights):
-    """What most libraries write: grid_sample per level."""
+    """The core of most libraries: grid_sample per level."""
     bs, _, heads, channels = value.shape
     queries = sampling_locations.shape[1]
     parts = value.split([h * w for h, w in value_spatial_shapes], 1)
@@ -92,14 +89,14 @@ _NUMBERS = itertools.count()
 
 
 def make_functions(source: str, space: dict[str, Any], name: str = "a_library") -> None:
-    """Run a text whose functions have a source at hand, as those of a file do: `patch` reads it."""
+    """Run a text as a file would be run: `patch` reads the source of its functions."""
     file = f"<{name} {next(_NUMBERS)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     exec(compile(source, file, "exec", dont_inherit=True), space)
 
 
 def make_forward(parameters: str, **expressions: str) -> Any:
-    """Return a forward that gives `attend` its parameters that have a role, and expressions in the place of some."""
+    """Return a forward that calls `attend` with its parameters by role. Expressions replace some of them."""
     words = re.findall(r"\w+", re.sub(r"=\w+", "", parameters))
     arguments = {ROLE[word]: word for word in words if word in ROLE and ROLE[word] != "starts"} | expressions
     call = ", ".join(f"{role}={expression}" for role, expression in arguments.items())
@@ -109,22 +106,27 @@ def make_forward(parameters: str, **expressions: str) -> Any:
     return space["forward"]
 
 
-def define(name: str, base: type, parameters: str, form: str, **more: Any) -> Any:
+def define(name: str, base: type, takes: str, form: str, **more: Any) -> Any:
     """Return a class of a form, with expressions for roles, and attributes."""
-    expressions = {name: more.pop(name) for name in set(ROLES) & set(more)}
-    return type(name, (base,), {"forward": make_forward(parameters, **expressions), "form": form, **more})
+    gives = {name: more.pop(name) for name in set(ROLES) & set(more)}
+    return type(name, (base,), {"takes": takes, "gives": gives, "form": form, **more})
 
 
 class Layers(nn.Module):
-    """The linear layers that all of these modules have, and what becomes of their outputs.
+    """The linear layers of these modules, and how a module samples with their outputs.
 
-    `form` is the name of a class's form; `patch` reads the other attributes that methods name.
+    Each derived class has a forward of its own, with the parameters `takes`, because `patch` replaces only such classes.
+    `gives` has expressions for roles. `form` is the name of the class's form.
     """
 
-    form = ""
+    form, takes, gives = "", "", {}
     names = ("num_heads", "num_levels", "num_points")
-    reads, queue = 1, 1  # what the layers read, in widths; maps that a query looks at
-    keeps = returns_weights = False  # the mask is True where a key counts; forward returns its weights, too
+    reads, queue = 1, 1  # widths of a linear layer's input; maps in which a query samples
+    keeps = returns_weights = False  # whether the mask is True for keys that count; whether forward returns its weights
+
+    def __init_subclass__(cls):
+        if cls.takes and "forward" not in vars(cls):
+            cls.forward = make_forward(cls.takes, **cls.gives)
 
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=4, batch_first=True):
         super().__init__()
@@ -213,7 +215,7 @@ D_FINE = "query, reference_points, value, value_spatial_shapes"
 RT_DETR = D_FINE + ", value_mask=None"
 
 
-# transformers: masks are True where a key counts, or where it is padding.
+# transformers: masks are True for keys that count, or for padding.
 HuggingFace = define("HuggingFace", OfConfiguration, HUGGING_FACE, "transformers", keeps=True, returns_weights=True)
 Mask2Former = define("Mask2Former", OfConfiguration, HUGGING_FACE, "mask2former", returns_weights=True)
 Libre = define("Libre", OfConfiguration, LIBRE, "rt_detr", keeps=True)
@@ -237,13 +239,11 @@ Mmcv = define("Mmcv", Dropping, MMCV + "**kwargs", "mmcv")
 class Pillars(Layers):
     """BEVFormer's MSDeformableAttention3D: point p belongs to reference p mod Z of a pillar."""
 
-    form = "bevformer_spatial"
+    form, takes = "bevformer_spatial", MMCV + "**kwargs"
 
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=8, batch_first=True):
         super().__init__(embed_dims, num_heads, num_levels, num_points, batch_first)
         self.output_proj = None
-
-    forward = make_forward(MMCV + "**kwargs")
 
     def samples(self, reference, shapes, offsets, logits):
         steps, weights = sample(self.sides(), torch.zeros(1, 1, 1, 2), shapes, offsets, logits)
@@ -252,15 +252,13 @@ class Pillars(Layers):
 
 
 class Temporal(Dropping):
-    """BEVFormer's TemporalSelfAttention: two maps, and the mean of what a query reads in both."""
+    """BEVFormer's TemporalSelfAttention: the mean of the samples in two maps."""
 
-    form = "bevformer_temporal"
+    form, takes = "bevformer_temporal", MMCV + "flag='decoder', **kwargs"
     reads = queue = num_bev_queue = 2
 
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=4, dropout=0.1, batch_first=True):
         super().__init__(embed_dims, num_heads, num_levels, num_points, dropout, batch_first)
-
-    forward = make_forward(MMCV + "flag='decoder', **kwargs")
 
     def attend(self, query, reference, value=None, position=None, mask=None, table=None, identity=None):
         identity = query if identity is None else identity
@@ -276,8 +274,7 @@ class Temporal(Dropping):
 
 
 class RfDetr(OfPaper):
-    form, _export = "deformable_detr", False
-    forward = make_forward(PAPER + ", input_level_start_index, input_padding_mask=None, input_spatial_shapes_hw=None")
+    form, takes, _export = "deformable_detr", PAPERS + ", input_spatial_shapes_hw=None", False
 
     def core(self, value, shapes, locations, weights):
         locations = locations.flatten(3, 4) if self._export else locations  # at most five axes
@@ -285,18 +282,16 @@ class RfDetr(OfPaper):
 
 
 class Ultralytics(OfPaper):
-    form = "deformable_detr"
-    forward = make_forward(ULTRALYTICS)
+    form, takes = "deformable_detr", ULTRALYTICS
 
     def core(self, value, shapes, locations, weights):
         return merged_core(value, shapes, locations.flatten(3, 4), weights.flatten(3, 4))
 
 
 class RtDetr(Layers):
-    """OTX's: value_mask is True where a key is hidden."""
+    """OTX's module: value_mask is True for hidden keys."""
 
-    form = "deformable_detr"
-    forward = make_forward(RT_DETR)
+    form, takes = "deformable_detr", RT_DETR
 
     def samples(self, reference, shapes, offsets, logits):
         if reference.shape[-1] == 6:  # a centre, and distances to four sides
@@ -305,10 +300,9 @@ class RtDetr(Layers):
 
 
 class Multiplies(RtDetr):
-    """RT-DETR's: value is multiplied by the mask."""
+    """RT-DETR's module: value is multiplied by the mask."""
 
     form = "rt_detr"
-    forward = make_forward(RT_DETR)
 
     def rows(self, value, mask=None):
         value = self.value_proj(value).unflatten(-1, (self.num_heads, -1))
@@ -316,7 +310,7 @@ class Multiplies(RtDetr):
 
 
 class RtDetrV2(Multiplies):
-    """What RT-DETR v2 and D-FINE share: each level has its own number of points."""
+    """RT-DETR v2's module, from which D-FINE's derives: each level has its own number of points."""
 
     form = "rt_detr_v2"
 
@@ -325,8 +319,6 @@ class RtDetrV2(Multiplies):
         self.num_points_list = num_points if isinstance(num_points, list) else [num_points] * num_levels
         self.method, self.offset_scale = method, offset_scale
         del self.num_points  # DEIM and others keep the list alone
-
-    forward = make_forward(RT_DETR)
 
     def samples(self, reference, shapes, offsets, logits):
         sides = *reference.shape[:2], self.num_heads, sum(self.num_points_list)
@@ -342,25 +334,22 @@ class RtDetrV2(Multiplies):
 class ConfiguredV2(RtDetrV2):
     """transformers' RT-DETR v2."""
 
-    form, returns_weights = "rt_detr_v2_transformers", True
-    forward = make_forward(HUGGING_FACE)
+    form, takes, returns_weights = "rt_detr_v2_transformers", HUGGING_FACE, True
 
     def __init__(self, config):
         super().__init__(config.d_model, config.decoder_attention_heads, config.num_feature_levels, config.decoder_n_points)
 
 
 class ConfiguredDFine(ConfiguredV2):
-    """transformers' D-FINE, whose mask is True where a key is hidden."""
+    """transformers' D-FINE, whose mask is True for hidden keys."""
 
-    form = "d_fine_transformers"
-    forward = make_forward(HUGGING_FACE, mask="None if attention_mask is None else ~attention_mask")
+    form, gives = "d_fine_transformers", {"mask": "None if attention_mask is None else ~attention_mask"}
 
 
 class BirderV2(RtDetrV2):
-    """birder's RT-DETR v2: points by level alone, and a mask that is True where a key is hidden."""
+    """birder's RT-DETR v2: points by level alone, and a mask that is True for hidden keys."""
 
-    form = "birder"
-    forward = make_forward(BIRDER, mask="None if input_padding_mask is None else ~input_padding_mask")
+    form, takes, gives = "birder", BIRDER, {"mask": "None if input_padding_mask is None else ~input_padding_mask"}
 
     def __init__(self, d_model, n_levels, n_heads, n_points):
         super().__init__(d_model, n_heads, n_levels, list(n_points))
@@ -369,14 +358,12 @@ class BirderV2(RtDetrV2):
 class DFine(RtDetrV2):
     """Values of each level are given by heads, [bs, heads, channels, keys]."""
 
-    form = "d_fine"
+    form, takes = "d_fine", D_FINE
 
     def __init__(self, embed_dim=12, num_heads=3, num_levels=2, num_points=4, method="default", offset_scale=0.5):
         super().__init__(embed_dim, num_heads, num_levels, num_points, method, offset_scale)
         del self.value_proj, self.output_proj
         self.output_proj = None
-
-    forward = make_forward(D_FINE)
 
     def rows(self, value, mask=None):
         return value
@@ -389,7 +376,6 @@ class Gtr(DFine):
     """LibreYOLO's GTR: values of each level are pictures, [bs * heads, channels, H, W]."""
 
     form = "libreyolo"
-    forward = make_forward(D_FINE)
 
     def rows(self, value, mask=None):
         return [level.flatten(2).unflatten(0, (-1, self.num_heads)) for level in value]
@@ -434,7 +420,7 @@ class Motion(Dropping):
 
 
 def by_heads(memory, heads=2, sizes=SIZES):
-    """Levels [bs, heads, channels, keys] of rows [bs, keys, width], where they lie: so D-FINE and DEIM make them."""
+    """Views [bs, heads, channels, keys] of each level of memory [bs, keys, width], as D-FINE and DEIM make them."""
     return memory.unflatten(-1, (heads, -1)).permute(0, 2, 3, 1).split([h * w for h, w in sizes], -1)
 
 
@@ -487,18 +473,28 @@ def arguments_for(
     return {name: arguments[ROLE[name]] for name in inspect.signature(module.forward).parameters if name in ROLE}
 
 
-def library(*things: Any, source: str = "", name: str = "a_library") -> types.ModuleType:
-    """A Python module that has these classes and functions, and what its text defines."""
+def core_arguments(
+    points=(2, 4), layout=torch.clone, shapes: object = SIZES, dtype=torch.float64, sides=(2, 7, 2, 8), sizes=SIZES
+):
+    """Arguments of a core by position. `sides` are batches, queries, heads and channels; `shapes` are given for `sizes`."""
+    generator, (bs, queries, heads, channels) = torch.Generator().manual_seed(3), sides
+    samples, keys = (bs, queries, heads, *points), sum(h * w for h, w in sizes)
+    rand = [torch.rand(s, generator=generator, dtype=dtype) for s in ((bs, keys, heads, channels), (*samples, 2), samples)]
+    return layout(rand[0]), shapes, *rand[1:]
+
+
+def library(*members: Any, source: str = "", name: str = "a_library") -> types.ModuleType:
+    """A Python module that has these classes and functions, and the definitions of a text."""
     module = types.ModuleType(name)
-    vars(module).update({"torch": torch} | {thing.__name__: thing for thing in things})
+    vars(module).update({"torch": torch} | {member.__name__: member for member in members})
     make_functions(textwrap.dedent(source), vars(module), name)
     return module
 
 
-def patched(*things: Any, **options: Any) -> Any:
-    """`mx_driving.patched` of a library of these things and `plain_core`, with the forms that classes name."""
-    forms = {thing: thing.form for thing in things if getattr(thing, "form", "")}
-    return mx_driving.patched(library(*things, plain_core), **{"forms": forms, **options})
+def patched(*kinds: Any, **options: Any) -> Any:
+    """`mx_driving.patched` of a library of these classes and `plain_core`, with the forms that the classes name."""
+    forms = {kind: kind.form for kind in kinds if getattr(kind, "form", "")}
+    return mx_driving.patched(library(*kinds, plain_core), **{"forms": forms, **options})
 
 
 def close(results: Any, expected: Any) -> None:

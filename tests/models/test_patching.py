@@ -29,6 +29,7 @@ from attention_modules import (
     arguments_for,
     build,
     close,
+    core_arguments,
     define,
     library,
     operators,
@@ -75,10 +76,7 @@ class deformable(torch.autograd.Function):
 
 
 def inputs(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    value = torch.rand(1, 26, 2, 4, generator=generator)
-    locations, weights = (torch.rand(1, 3, 2, 2, 2, *last, generator=generator) for last in ((2,), ()))
-    return value.to(dtype), [(5, 4), (3, 2)], locations.to(dtype), weights.to(dtype)
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in core_arguments((2, 2), dtype=torch.float32))
 
 
 def calls(function) -> int:
@@ -255,16 +253,12 @@ def test_a_module_that_takes_its_core_from_elsewhere_is_pointed_there(tmp_path, 
 class Sharper(HuggingFace):
     """Other arithmetic: the weights are the softmax of doubled logits."""
 
-    forward = libraries.make_forward(libraries.HUGGING_FACE)
-
     def samples(self, reference, shapes, offsets, logits):
         return libraries.sample(self.sides(), reference, shapes, offsets, 2 * logits)
 
 
 class Unbuildable(HuggingFace):
     """Its constructor wants what nobody can guess."""
-
-    forward = libraries.make_forward(libraries.HUGGING_FACE)
 
     def __init__(self, secret):
         super().__init__(secret, 2, 2)
@@ -280,22 +274,18 @@ class OtherNames(libraries.Layers):
 
 
 class Counting(Paper):
-    forward = libraries.make_forward(PAPERS)
-
     def rows(self, value, mask=None):
         self.calls = 1
         return self.value_proj(value).unflatten(-1, (self.n_heads, -1))
 
 
 class HandsOver(Paper):
-    forward = libraries.make_forward(PAPERS)
-
     def rows(self, value, mask=None):
         return len(self) and self.value_proj(value)
 
 
 class OfATable(Paper):
-    forward, table = libraries.make_forward(PAPERS), {"scale": 1.0}
+    form, table = Paper.form, {"scale": 1.0}
 
     def rows(self, value, mask=None):
         return self.value_proj(value * self.table["scale"]).unflatten(-1, (self.n_heads, -1))

@@ -7,11 +7,7 @@ import sys
 
 import pytest
 import torch
-from attention_modules import (
-    SIZES,
-    library,
-    plain_core,
-)
+from attention_modules import SIZES, core_arguments, library, plain_core
 
 import mx_driving
 from mx_driving._patch._code import NoKey, Reader
@@ -187,6 +183,23 @@ def test_an_unknown_core_that_is_not_pure_or_computes_something_else_keeps_its_c
         assert module.core.__code__ is own
 
 
+LAYER = """
+SCALE = 1.0
+class Core(torch.nn.Module):
+    def forward(self, value, value_spatial_shapes, sampling_locations, attention_weights):
+        return self.post(plain_core(value, value_spatial_shapes, sampling_locations, attention_weights))
+    def post(self, x):
+        return x * SCALE
+"""
+
+
+def test_methods_of_a_core_that_is_a_layer_must_be_pure():
+    with mx_driving.patched(library(plain_core, source=LAYER)) as done:
+        assert "calls post, which reads the global SCALE" in done.skipped["a_library.Core"]
+    with mx_driving.patched(library(plain_core, source=LAYER.replace("x * SCALE", "x"))) as done:
+        assert done.replaced == ("attention_modules.plain_core", "a_library.Core")
+
+
 CLAMPED = "{0} = {0}.clamp({1})"
 # an edit of a pure core that small examples might not show, and what its call has otherwise
 HIDDEN = [
@@ -202,14 +215,11 @@ HIDDEN = [
 ]
 
 
-def core_inputs(bs=2, queries=9, heads=3, channels=4, sizes=SIZES, times=1.0, dtype=torch.float64, broadcast=None):
-    rand = lambda *sides: torch.rand(*sides, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # noqa: E731
-    samples = bs, queries, heads, len(sizes), 4
-    locations = rand(*samples, 2) * 5 - 2
+def core_inputs(bs=2, queries=9, heads=3, channels=4, sizes=SIZES, times=1.0, broadcast=None):
+    value, _, locations, weights = core_arguments((len(sizes), 4), sides=(bs, queries, heads, channels), sizes=sizes)
+    locations = locations * 5 - 2
     locations = locations if broadcast is None else locations.narrow(broadcast, 0, 1)
-    tensors = times * (rand(bs, sum(h * w for h, w in sizes), heads, channels) - 0.4), locations, times * (rand(*samples) - 0.4)
-    value, locations, weights = (t.to(dtype) for t in tensors)
-    return value, sizes, locations, weights
+    return times * (value - 0.4), sizes, locations, times * (weights - 0.4)
 
 
 @pytest.mark.parametrize(("place", "code", "more"), HIDDEN)

@@ -23,6 +23,7 @@ from attention_modules import (
     by_heads,
     by_level_core,
     close,
+    core_arguments,
     define,
     library,
     operators,
@@ -45,8 +46,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:mx_driving.patch")
 class Fixed(libraries.Pillars):
     """UniAD of tt-forge: sizes are written into the constructor."""
 
-    forward = libraries.make_forward(MMCV + "**kwargs")
-
     def __init__(self, embed_dims=16):
         super().__init__(16, 4, 2, 8)
         self.value_proj = torch.nn.Linear(embed_dims, embed_dims)
@@ -58,32 +57,32 @@ BROADCAST = {"reference_points": torch.rand(1, 1, 1, 2).double()}  # for all bat
 UNREAD = {"key": torch.rand(3).double(), "attn_mask": None, "key_pos": 1}  # mmcv gives every attention the same keywords
 
 
-def row(kind, *references, changes=(), layout=lambda rows: rows, **more):
+def case(kind, *references, changes=(), layout=lambda memory: memory, **more):
     """A module, its reference points, other inputs, the layout of its value, and arguments of its constructor."""
     return kind, references, changes, layout, more
 
 
 MODULES = [
-    row(libraries.HuggingFace, POINT, BOX, changes=[*UNIFORM, BROADCAST]),
-    row(libraries.Mask2Former, POINT, BOX),
-    row(libraries.Libre, POINT, BOX),
-    *(row(kind, POINT, BOX, batch_first=b) for kind in (libraries.Mmcv, libraries.GroundingDino) for b in (False, True)),
-    row(WithoutMasks, POINT),
-    row(libraries.Pillars, POINT, changes=[UNREAD]),
-    row(Fixed, POINT),
-    row(libraries.Temporal, POINT, BOX),
-    row(libraries.Paper, POINT, BOX),
-    row(libraries.LwDetr, POINT, ONE_BOX, changes=[{"input_spatial_shapes": SIZES}]),
-    row(libraries.Birder, POINT, BOX),
-    row(libraries.BirderV2, ONE_BOX, n_points=POINTS),
-    row(libraries.RfDetr, ONE_POINT, POINT, ONE_BOX, BOX),
-    row(libraries.Ultralytics, ONE_POINT, ONE_BOX),
-    *(row(kind, POINT, ONE_BOX, BOX) for kind in (libraries.RtDetr, libraries.Multiplies)),
-    *(row(libraries.RtDetrV2, ONE_BOX, num_points=n, offset_scale=0.6) for n in (4, POINTS, [3, 1])),
-    *(row(kind, ONE_BOX) for kind in (libraries.ConfiguredV2, libraries.ConfiguredDFine)),
+    case(libraries.HuggingFace, POINT, BOX, changes=[*UNIFORM, BROADCAST]),
+    case(libraries.Mask2Former, POINT, BOX),
+    case(libraries.Libre, POINT, BOX),
+    *(case(kind, POINT, BOX, batch_first=b) for kind in (libraries.Mmcv, libraries.GroundingDino) for b in (False, True)),
+    case(WithoutMasks, POINT),
+    case(libraries.Pillars, POINT, changes=[UNREAD]),
+    case(Fixed, POINT),
+    case(libraries.Temporal, POINT, BOX),
+    case(libraries.Paper, POINT, BOX),
+    case(libraries.LwDetr, POINT, ONE_BOX, changes=[{"input_spatial_shapes": SIZES}]),
+    case(libraries.Birder, POINT, BOX),
+    case(libraries.BirderV2, ONE_BOX, n_points=POINTS),
+    case(libraries.RfDetr, ONE_POINT, POINT, ONE_BOX, BOX),
+    case(libraries.Ultralytics, ONE_POINT, ONE_BOX),
+    *(case(kind, POINT, ONE_BOX, BOX) for kind in (libraries.RtDetr, libraries.Multiplies)),
+    *(case(libraries.RtDetrV2, ONE_BOX, num_points=n, offset_scale=0.6) for n in (4, POINTS, [3, 1])),
+    *(case(kind, ONE_BOX) for kind in (libraries.ConfiguredV2, libraries.ConfiguredDFine)),
     # levels that were split from one tensor are read where they lie
-    *(row(libraries.DFine, ONE_BOX, layout=how, num_points=n) for how in (by_heads, libraries.as_copies) for n in (4, POINTS)),
-    *(row(libraries.Gtr, ONE_BOX, layout=libraries.as_images, num_points=n) for n in (4, POINTS)),
+    *(case(libraries.DFine, ONE_BOX, layout=how, num_points=n) for how in (by_heads, libraries.as_copies) for n in (4, POINTS)),
+    *(case(libraries.Gtr, ONE_BOX, layout=libraries.as_images, num_points=n) for n in (4, POINTS)),
 ]
 
 
@@ -108,8 +107,8 @@ def test_samples_along_trajectories():
     agrees(module, arguments, {**arguments, "key_padding_mask": rand(2, KEYS) < 0.3})
 
 
-def test_each_form_of_a_module_has_a_row():
-    forms = {name for name, (form, *_) in FORMS.items() if form.kind == "module" and name != "layer"}
+def test_each_form_of_a_module_has_a_case():
+    forms = {name for name, form in FORMS.items() if form.kind == "module" and name != "layer"}
     assert forms == {kind.form for kind, *_ in MODULES} | {libraries.Motion.form}
 
 
@@ -121,7 +120,6 @@ class Sampler(torch.nn.Module):
 class Holds(libraries.Paper):
     """D-FINE's layers hold a partial core."""
 
-    forward = libraries.make_forward(PAPERS)
     times = 1
 
     def __init__(self, d_model=256, n_levels=4, n_heads=8, n_points=4):
@@ -135,8 +133,6 @@ class Holds(libraries.Paper):
 class HoldsLayer(Holds):
     """transformers' hold a layer."""
 
-    forward = libraries.make_forward(PAPERS)
-
     def __init__(self, d_model=256, n_levels=4, n_heads=8, n_points=4):
         super().__init__(d_model, n_levels, n_heads, n_points)
         self.held = Sampler()
@@ -145,7 +141,6 @@ class HoldsLayer(Holds):
 class Evenly(libraries.Paper):
     """It scales offsets, by an attribute that some forms know and this one does not."""
 
-    forward = libraries.make_forward(PAPERS)
     offset_scale = 1.0
 
     def samples(self, reference, shapes, offsets, logits):
@@ -155,15 +150,13 @@ class Evenly(libraries.Paper):
 class ByInt(libraries.Pillars):
     """VADv2 of tt-forge: its core reads the table by `int`."""
 
-    forward = libraries.make_forward("query, value, reference_points, spatial_shapes, level_start_index")
+    takes = "query, value, reference_points, spatial_shapes, level_start_index"
 
     def core(self, value, shapes, locations, weights):
         return plain_core(value, [(int(h), int(w)) for h, w in shapes], locations, weights)
 
 
 class PointsAlone(libraries.Paper):
-    forward = libraries.make_forward(PAPERS)
-
     def samples(self, reference, shapes, offsets, logits):
         if reference.shape[-1] != 2:
             raise KeyError("points alone")
@@ -301,13 +294,6 @@ SAMPLED = {
 
 def join(levels):
     return torch.cat(list(levels), -1).permute(0, 3, 1, 2)
-
-
-def core_arguments(points, layout=torch.clone, shapes: object = SIZES):
-    generator = torch.Generator().manual_seed(3)
-    sides = (2, KEYS, 2, 8), (2, 7, 2, *points, 2), (2, 7, 2, *points)
-    value, locations, weights = (torch.rand(s, generator=generator, dtype=torch.float64) for s in sides)
-    return layout(value), shapes, locations, weights
 
 
 @pytest.mark.parametrize("way", SAMPLED)

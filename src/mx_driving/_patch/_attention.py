@@ -1,10 +1,10 @@
 """The forms in which libraries write an attention module around a sampling core, each over the operator with logits.
 
-A module's linear layers are called as its own code calls them, so their hooks, adapters and quantised kinds go on working.
-Softmax and the arithmetic of locations are left to the operator. What the module's own code returns is returned.
+A form calls a module's linear layers as the module's own code calls them, so hooks, adapters and quantised layers keep working.
+The operator computes the softmax and the locations.
 
-Several forms may fit the parameters of one module: masks, for instance, say which keys count, or which do not. The form whose
-trial agrees is taken.
+Several forms may have the parameters of one module. For instance, a mask is True for keys that count, or for keys that are
+hidden. `patch` takes the form whose trial agrees.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ from ._forms import (
 )
 from ._parameters import find_source
 
-LEVELS = 0  # in a shape: as many as there are levels
-LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
+LEVELS = 0  # in a shape: the number of levels
+LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that every forward of these modules names
+# Attributes that every attention form reads as modules do, or that change no number.
+READ = LINEAR_LAYERS | {
+    *("n_heads", "num_heads", "n_levels", "num_levels", "n_points", "num_points", "batch_first", "im2col_step"),
+    *("d_model", "embed_dims", "embed_dim", "hidden_size", "head_dim", "ratio", "value_proj", "output_proj"),
+}
 Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, channels], logits, last sides of the weights
 
 
@@ -50,20 +55,32 @@ def has_layers(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Attention(Form):
-    """One way to write an attention module: how it differs from the others, and what its trial needs."""
+    """One way to write an attention module.
+
+    Attributes:
+        sample: samples, and returns the output before its projection.
+        keeps: whether the mask is True for keys that count, instead of for hidden keys.
+        weights: whether forward returns its weights, too.
+        residual: whether forward applies dropout to its output, and adds `identity` or else the query.
+        references: last sides of the reference points.
+        uneven: arguments of the constructor that are the numbers of points of each level.
+        queue: batches of memory for each batch of queries.
+        reads: attributes of the layer that the form reads, in addition to `READ`.
+        mark: a name in the code of such a forward, to choose which form to suggest.
+        layout: of memory. In all layouts but ROWS memory has an axis of heads already.
+    """
 
     sample: Callable[[Any, Arguments], Sampled]
-    keeps: bool = False  # the mask is True where a key counts, instead of where it is hidden
-    weights: bool = False  # forward returns its weights, too
-    residual: bool = False  # forward applies dropout to its output, and adds the residual: `identity`, or else the query
-    usual: Callable[[Any, Arguments], bool] = lambda module, arguments: _has_a_reference_for_each_level(module, arguments)
-    references: tuple[tuple[int, int], ...] = ((LEVELS, 2), (LEVELS, 4), (1, 4))  # last sides of the reference
-    uneven: frozenset[str] = frozenset()  # arguments of the constructor that are the numbers of points of each level
-    queue: int = 1  # batches of memory for each batch of queries
-    reads: frozenset[str] = frozenset()  # attributes of the layer that the form reads beside heads, levels, points and layers
-    mark: str = ""  # a name in the code of such a forward, to tell which form to suggest
-    layout: ValueLayout = ROWS  # of memory, which has its heads already where this is another one
-    needs: frozenset[str] = frozenset(("query", "reference"))  # roles of forward's parameters
+    keeps: bool = False
+    weights: bool = False
+    residual: bool = False
+    references: tuple[tuple[int, int], ...] = ((LEVELS, 2), (LEVELS, 4), (1, 2), (1, 4))
+    uneven: frozenset[str] = frozenset()
+    queue: int = 1
+    reads: frozenset[str] = frozenset()
+    mark: str = ""
+    layout: ValueLayout = ROWS
+    needs: frozenset[str] = frozenset(("query", "reference"))
     kind: str = MODULE
     reads_all = False
     roles = frozenset(
@@ -74,14 +91,25 @@ class Attention(Form):
     )
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        mask = arguments.get("mask")
-        # some libraries multiply values by their mask, which may have other numbers, or use the fractions of their tables
-        masks = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
-        shapes_and_starts = arguments.get("shapes"), arguments.get("starts")
-        if not masks or not all(is_table(t) for t in shapes_and_starts if isinstance(t, Tensor)):
+        # Some libraries multiply values by a mask of any numbers, and some use the fractions of floating tables.
+        mask, tables = arguments.get("mask"), (arguments.get("shapes"), arguments.get("starts"))
+        is_mask = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
+        if not is_mask or not all(is_table(t) for t in tables if isinstance(t, Tensor)):
             return False
         reference = arguments.get("reference", arguments.get("trajectories"))
-        return isinstance(reference, Tensor) and reference.is_floating_point() and self.usual(module, arguments)
+        if not isinstance(reference, Tensor) or not reference.is_floating_point():
+            return False
+        if "trajectories" in self.needs:
+            return reference.dim() == 6
+        has_layout = self.layout is ROWS or _has_levels_apart(module, arguments["value"])
+        return has_layout and reference.dim() == 4 and self._takes(module, *reference.shape[2:])
+
+    def _takes(self, module: Any, count: int, last: int) -> bool:
+        """Return whether the form takes these last sides of the reference points."""
+        if self.sample is _sample_pillars:  # There may be any number of heights that divides the number of points.
+            return last == 2 and _get_levels_and_points(module)[1] % max(count, 1) == 0
+        sides = [(get_levels(module) if number == LEVELS else number, width) for number, width in self.references]
+        return (count, last) in sides
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         query, identity = arguments["query"], arguments.get("identity")
@@ -108,16 +136,16 @@ class Attention(Form):
         return {**arguments, "query": query, "value": memory, "mask": mask}
 
     def _swaps(self, module: Any) -> bool:
-        """Return whether the module has batches second. UniAD's does not ask its `batch_first`."""
+        """Return whether the module has batches second. UniAD's module does not read its `batch_first`."""
         return not getattr(module, "batch_first", True) and self.sample is not _sample_trajectories
 
     def reads_points_of(self, module: Any) -> bool:
-        """Return whether the module keeps its number of points as the form reads it: for each level, or one for all."""
+        """Return whether the module has a number of points for each level and the form reads one, or neither does."""
         return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
 
 
 def _get_attribute(module: Any, *names: str) -> int:
-    """Return a number that libraries keep under several names."""
+    """Return a number that libraries store under several names."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
@@ -134,7 +162,7 @@ def _get_levels_and_points(module: Any) -> tuple[int, int]:
 
 
 def _get_counts(module: Any) -> list[int]:
-    """Return the number of points of each level, where a module keeps them apart."""
+    """Return the number of points of each level, or nothing if the module has one number for all levels."""
     counts = (
         getattr(module, "n_points_list", None) or getattr(module, "num_points_list", None) or getattr(module, "num_points", 0)
     )
@@ -161,9 +189,9 @@ def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operator's value and tables: memory, projected where the module does so, by heads, zero where it is hidden.
+    """Return the operator's value and tables. The value is projected if the module projects it, and 0 for hidden keys.
 
-    To see that a mask hides nothing takes a hundredth of the time of a copy of rows.
+    To check whether a mask hides any key takes a hundredth of the time of masking.
     """
     value, hidden = arguments["value"], arguments["mask"]
     if value.dim() != 4:
@@ -180,16 +208,16 @@ def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Ten
 
 
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
-    """Call the operator. Libraries broadcast a reference to all batches or queries."""
+    """Call the operator. Expand the reference points first: some libraries pass one for all batches or queries."""
     reference = reference.expand(*offsets.shape[:2], -1, -1)
-    if torch.is_grad_enabled():  # their own code does not save it, so that a caller may write to it
+    if torch.is_grad_enabled():  # The modules' own code does not save the reference, so a caller may write to it.
         reference = reference.clone()
     return multi_scale_deformable_attn_with_logits(*inputs, reference, offsets, logits, axis)  # pyright: ignore
 
 
 def _sample_evenly(module: Any, arguments: Arguments, axis: str = "level") -> Sampled:
-    """Sample as many points on one level as on another: nearly all libraries."""
-    sides, inputs = _get_levels_and_points(module), _make_inputs(module, arguments)  # layers draw dropout in this order
+    """Sample the same number of points on each level, as nearly all libraries do."""
+    sides, inputs = _get_levels_and_points(module), _make_inputs(module, arguments)  # Call layers in this order, for dropout.
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), *sides, 2))
     logits = module.attention_weights(arguments["query"]).unflatten(-1, (get_heads(module), -1))
     return _sample(inputs, arguments["reference"], offsets, logits, axis), logits, sides
@@ -201,18 +229,18 @@ def _sample_pillars(module: Any, arguments: Arguments) -> Sampled:
 
 
 def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
-    """Sample as RT-DETR v2, D-FINE and DEIM: a level has its own number of points, in boxes.
+    """Sample as RT-DETR v2, D-FINE and DEIM: each level has its own number of points, and the reference is a box.
 
-    A level with more points than another is listed several times. The operator divides a box by twice the points of one such
-    entry. These modules multiply it by offset_scale, and divide it by the level's own number of points, whose inverses most of
-    them keep in a buffer.
+    A level with more points than another is listed several times. The operator divides a box by twice the points of one list
+    entry. These modules multiply the box by offset_scale, and divide it by the level's number of points. Most of them have a
+    buffer with the inverses of these numbers.
     """
     counts = _get_counts(module)
     points, order = math.gcd(*counts), repeat_levels(counts)
     value, shapes, starts = _make_inputs(module, arguments)
     value = value if hasattr(module, "value_proj") else put_keys_last(value)
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), len(order), points, 2))
-    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX writes the number
+    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX has the number in its code.
     inverses = getattr(module, "num_points_scale", getattr(module, "n_points_scale", None))
     if inverses is not None:
         offsets = offsets * (inverses.to(offsets) * factor).view(-1, points, 1)
@@ -236,10 +264,10 @@ def _sample_two_maps(module: Any, arguments: Arguments) -> Sampled:
 
 
 def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
-    """Sample as UniAD's MotionDeformableAttention: each query follows its trajectory, and samples around every step of it.
+    """Sample as UniAD's MotionDeformableAttention: each query samples around every step of its trajectory.
 
     Queries are [bs, agents, modes, channels], values [keys, bs, channels], trajectories [bs, agents, modes, T, levels, 2] in
-    metres from their agent. A step of a query is a query of the operator.
+    metres from their agent. Each step of a query becomes a query of the operator.
     """
     query, steps = arguments["query"].flatten(1, 2), module.num_steps
     chosen = arguments["trajectories"][:, :, :, [module.sample_index]].detach().clone()
@@ -253,76 +281,46 @@ def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
     return _sample(inputs, reference, offsets, logits).unflatten(1, (-1, steps)).flatten(2), logits, sides[2:]
 
 
-def _has_a_reference_for_each_level(module: Any, arguments: Arguments) -> bool:
-    """Return whether the reference is a point or a box for each level, or one for all levels."""
-    reference = arguments["reference"]
-    return reference.dim() == 4 and reference.shape[2] in (1, get_levels(module)) and reference.shape[3] in (2, 4)
-
-
-def _has_a_reference_for_each_height(module: Any, arguments: Arguments) -> bool:
-    reference = arguments["reference"]
-    points = _get_levels_and_points(module)[1]
-    return reference.dim() == 4 and reference.shape[3] == 2 and points % max(reference.shape[2], 1) == 0
-
-
-def _has_box(module: Any, arguments: Arguments) -> bool:
-    """Return whether there is one box. With points these modules work for few shapes, by broadcasting."""
-    return tuple(arguments["reference"].shape[2:]) == (1, 4)
-
-
-def _has_levels_apart(module: Any, arguments: Arguments) -> bool:
-    """Return whether values come level by level. LibreYOLO's GTR merges linear layers and levels for deployment."""
-    by_level = isinstance(arguments["value"], (list, tuple)) and all(level.dim() == 4 for level in arguments["value"])
-    return by_level and not getattr(module, "_fused_offset_weight", False) and _has_box(module, arguments)
-
-
-def _has_trajectories(module: Any, arguments: Arguments) -> bool:
-    return arguments["trajectories"].dim() == 6
+def _has_levels_apart(module: Any, value: Any) -> bool:
+    """Return whether value is a list of levels. For deployment LibreYOLO's GTR merges linear layers and levels."""
+    by_level = isinstance(value, (list, tuple)) and all(level.dim() == 4 for level in value)
+    return by_level and not getattr(module, "_fused_offset_weight", False)
 
 
 _POINTS = frozenset(("num_points", "num_points_list"))
-_BOX = ((1, 4),)
 _CONFIGURED = frozenset(("decoder_n_points",))
 _TRAJECTORIES = frozenset(("query", "value", "trajectories", "boxes"))
 _COUNTED = frozenset(("num_points_list", "n_points_list", "num_points_scale", "n_points_scale", "offset_scale", "total_points"))
 _DROPOUT = frozenset(("dropout",))
+# With points instead of a box these modules run for few shapes, by accidental broadcasting.
 _UNEVEN: dict[str, Any] = {
     "sample": _sample_unevenly,
     "mark": "num_points_list",
     "reads": _COUNTED,
-    "usual": _has_box,
-    "references": _BOX,
+    "references": ((1, 4),),
 }
-_PILLARS: dict[str, Any] = {"usual": _has_a_reference_for_each_height, "references": ((2, 2),)}
-ATTENTION_FORMS = {  # the name that a user writes -> the form
-    # modules with a number of points for each level
+# The name that a user writes -> the form. The first six have a number of points for each level.
+ATTENTION_FORMS = {
     "rt_detr_v2_transformers": Attention(keeps=True, weights=True, **_UNEVEN),
     "d_fine_transformers": Attention(weights=True, uneven=_CONFIGURED, **_UNEVEN),
     "rt_detr_v2": Attention(keeps=True, uneven=_POINTS, **_UNEVEN),
     "birder": Attention(uneven=frozenset(("n_points",)), **_UNEVEN),
-    "d_fine": Attention(uneven=_POINTS, layout=BY_LEVEL, **{**_UNEVEN, "usual": _has_levels_apart}),
-    "libreyolo": Attention(uneven=_POINTS, layout=IMAGES, **{**_UNEVEN, "usual": _has_levels_apart}),
+    "d_fine": Attention(uneven=_POINTS, layout=BY_LEVEL, **_UNEVEN),
+    "libreyolo": Attention(uneven=_POINTS, layout=IMAGES, **_UNEVEN),
     "transformers": Attention(_sample_evenly, keeps=True, weights=True, mark="hidden_states"),
     "mask2former": Attention(_sample_evenly, weights=True, mark="with_pos_embed"),
     "mmcv": Attention(_sample_evenly, residual=True, reads=_DROPOUT, mark="dropout"),
-    "bevformer_spatial": Attention(_sample_pillars, mark="num_Z_anchors", **_PILLARS),
+    "bevformer_spatial": Attention(_sample_pillars, mark="num_Z_anchors", references=((2, 2),)),
     "bevformer_temporal": Attention(
-        _sample_two_maps,
-        residual=True,
-        references=((LEVELS, 2), (LEVELS, 4)),
-        queue=2,
-        reads=_DROPOUT | {"num_bev_queue"},
-        mark="num_bev_queue",
+        _sample_two_maps, residual=True, queue=2, reads=_DROPOUT | {"num_bev_queue"}, mark="num_bev_queue"
     ),
     "deformable_detr": Attention(_sample_evenly),
     "rt_detr": Attention(_sample_evenly, keeps=True),
     "uniad": Attention(
         _sample_trajectories,
-        usual=_has_trajectories,
         residual=True,
         reads=_DROPOUT | {"num_steps", "sample_index", "bev_range"},
         mark="num_steps",
-        references=((LEVELS, 2),),
         needs=_TRAJECTORIES,
     ),
 }

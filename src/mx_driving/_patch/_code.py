@@ -1,15 +1,14 @@
 """The key of a function: a hash of its syntax tree and of the functions and methods that the function reaches.
 
-Two functions of one key compute the same. A key does not depend on the Python version, and not on words for people: comments,
-docstrings, annotations, asserts, and branches that only raise. A function whose source is not at hand, or is not the source of
-the running code, has no key.
+Two functions with the same key compute the same. A key does not depend on the Python version. It does not depend on comments,
+docstrings, annotations, asserts and branches that only raise. A function has no key if its source cannot be read, or is not the
+source of the running code.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import dis
 import hashlib
 import inspect
@@ -26,12 +25,12 @@ import torch
 from ._parameters import find_source, list_code, read_names, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
-# A test that calls nothing else has no effect of its own, so a branch on it that only raises may be dropped.
+# A test that calls no other functions has no effect, so a branch on such a test that only raises may be dropped.
 _HARMLESS = {"size", "sum", "dim", "len", "isinstance", "numel", "prod", "item", "all", "any", "type", "format"}
 _ASSERTED = {"set", "list", "sorted", "min", "max", "hasattr", "allclose", "equal", "isfinite", "is_floating_point", "issubset"}
-_WORDS = {"print", "warn", "torch_compilable_check"}  # functions that only say or check something
+_WORDS = {"print", "warn", "torch_compilable_check"}  # functions that only print or check
 _KNOWN_PACKAGES = {"torch", "math", "numpy", "typing", "builtins", "torchvision", "functools", "itertools", "warnings"}
-_STATEMENT = re.compile(r"[^\s#)\]}]")  # begins a line that begins a statement at the top of a file
+_STATEMENT = re.compile(r"[^\s#)\]}]")  # the first character of a statement at the top of a file
 _DEFINES = ("@", "def ", "class ", "async ")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _ABSENT = object()
@@ -43,19 +42,25 @@ class NoKey(Exception):
 
 @dataclass
 class Code:
-    """What a function is and reaches.
+    """The key of a function, and all that the function reaches.
 
     Attributes:
         key: equal for equal code.
-        cores: the sampling cores that the function calls, or holds in a global.
-        attributes: the names of a layer's attributes that the code reads, but for its methods.
-        methods: the names of a layer's methods that the code calls.
-        writes: the names of a layer's attributes that the code sets.
-        passes_self: whether the code hands the layer itself to something, which may read any attribute.
+        cores: the sampling cores that the code calls. They are not read.
+        functions: the functions that were read -> the path to them, such as "calls helper, which ", and the syntax tree.
+        values: global names that stand for no function, and for nothing of a known library -> the path to them.
+        builtins: names of builtins -> the path to them.
+        attributes: names of the layer's attributes that the code reads, without methods.
+        methods: names of the layer's methods that the code calls.
+        writes: names of the layer's attributes that the code sets.
+        passes_self: whether the code passes the layer itself to other code, which may read any attribute.
     """
 
     key: str = ""
     cores: list[Any] = field(default_factory=list)
+    functions: dict[types.FunctionType, tuple[str, ast.FunctionDef]] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    builtins: dict[str, str] = field(default_factory=dict)
     attributes: set[str] = field(default_factory=set)
     methods: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
@@ -63,54 +68,49 @@ class Code:
 
 
 class Reader:
-    """Reads functions. A key has the place of a core, not its code.
+    """Reads the code of functions. A key says where a core is called, and does not depend on the core's code.
 
-    `is_core` tells the functions and classes that a form may replace. A reader
-    keeps the syntax trees of files, and lives as long as one call of `patch`.
+    A reader keeps the syntax trees of files for one call of `patch`, in which files do not change. Readers may share `files`.
     """
 
-    def __init__(self, is_core: Callable[[Any], bool]) -> None:
+    def __init__(self, is_core: Callable[[Any], bool], files: dict[str, _File] | None = None) -> None:
         self._is_core = is_core
-        self._files: dict[str, _File] = {}
+        self.files: dict[str, _File] = {} if files is None else files
 
-    def read(self, thing: Any) -> Code:
+    def read(self, original: Any) -> Code:
         """Return the code of a function, of the forward of a module class, or of both methods of an autograd function."""
-        code, seen = Code(), set()
-        if not isinstance(thing, type):
-            parts = [self._read_function(thing, None, code, seen)]
-        elif not isinstance(inspect.getattr_static(thing, "forward", None), (types.FunctionType, staticmethod)):
+        code = Code()
+        if not isinstance(original, type):
+            parts = [self._read_function(original, None, code)]
+        elif not isinstance(inspect.getattr_static(original, "forward", None), (types.FunctionType, staticmethod)):
             raise NoKey("its forward is not a function")
-        elif issubclass(thing, torch.autograd.Function):
-            methods = [inspect.getattr_static(thing, name) for name in ("forward", "backward")]
-            parts = [self._read_function(method, None, code, seen, True) for method in methods]
+        elif issubclass(original, torch.autograd.Function):
+            methods = [inspect.getattr_static(original, name) for name in ("forward", "backward")]
+            parts = [self._read_function(method, None, code, decorated=True) for method in methods]
         else:
-            parts = [self._read_function(vars(thing)["forward"], thing, code, seen)]
+            parts = [self._read_function(vars(original)["forward"], original, code)]
         code.key = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
         return code
 
-    def find(self, function: Any) -> ast.FunctionDef:
-        """Return the syntax tree of a function below its decorators."""
-        source = find_source(function)
-        if source.__code__.co_filename not in self._files:
-            self._files[source.__code__.co_filename] = _File(source.__code__.co_filename)
-        return self._files[source.__code__.co_filename].find(source.__code__)
-
     def name_module(self, function: Any, name: str) -> str:
-        """Return the name of the module that a global name stands for, from the file's text where its import failed."""
-        thing = find_source(function).__globals__.get(name)
-        if isinstance(thing, types.ModuleType):
-            return thing.__name__
-        self.find(function)
-        return str(self._files[find_source(function).__code__.co_filename].find_binding(name))
+        """Return the name of the module that a global name stands for. If its import failed, return the text of the import."""
+        source = find_source(function)
+        module = source.__globals__.get(name)
+        return module.__name__ if isinstance(module, types.ModuleType) else str(self._open(source.__code__).find_binding(name))
 
-    def _read_function(self, function: Any, kind: type | None, code: Code, seen: set[Any], decorated: bool = False) -> Any:
+    def _open(self, code: types.CodeType) -> _File:
+        if code.co_filename not in self.files:
+            self.files[code.co_filename] = _File(code.co_filename)
+        return self.files[code.co_filename]
+
+    def _read_function(self, function: Any, kind: type | None, code: Code, path: str = "", decorated: bool = False) -> Any:
         source, is_static = find_source(function), isinstance(function, staticmethod)
-        if source in seen:
+        if source in code.functions:
             return "again"
-        seen.add(source)
         if set(source.__code__.co_freevars) - {"__class__"}:
             raise NoKey(f"{source.__qualname__} has a closure")
-        tree = self.find(source)
+        tree = self._open(source.__code__).find(source.__code__)
+        code.functions[source] = path, tree
         own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
         text = _Text(own)
         parts = [text.dump_function(tree), [_Text("").dump(d) for d in tree.decorator_list] if decorated else []]
@@ -120,8 +120,10 @@ class Reader:
             parts.append(repr((source.__defaults__, source.__kwdefaults__)))
         code.passes_self |= text.passes_self
         code.writes |= text.writes
-        for name in sorted(set(list_globals(source)) & text.names):
-            parts.append([name, self._describe_global(source, name, code, seen)])
+        names = set(list_globals(source))
+        code.builtins |= {name: path for name in sorted(names) if name not in source.__globals__}
+        for name in sorted(names & text.names):
+            parts.append([name, self._describe_global(source, name, code, path)])
         for name in sorted(text.attributes):
             method = inspect.getattr_static(kind, name, None)
             method = method.fget if isinstance(method, property) else method
@@ -131,70 +133,64 @@ class Reader:
                 parts.append([name, "core"])
             elif isinstance(below, types.FunctionType) and not is_of_known_library(below):
                 code.methods.add(name)
-                parts.append([name, self._read_function(method, kind, code, seen)])
+                parts.append([name, self._read_function(method, kind, code, f"{path}calls {name}, which ")])
             else:
                 code.attributes.add(name)
         return parts
 
-    def _describe_global(self, function: Any, name: str, code: Code, seen: set[Any]) -> Any:
-        thing = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
-        if self._is_core(thing):
-            code.cores.append(thing)
+    def _describe_global(self, function: Any, name: str, code: Code, path: str) -> Any:
+        value = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
+        if self._is_core(value):
+            code.cores.append(value)
             return "core"
-        if is_of_known_library(thing):
-            return getattr(thing, "__qualname__", None) or thing.__name__
-        if isinstance(function_below := unwrap(thing) if callable(thing) else thing, types.FunctionType):
-            return self._read_function(function_below, None, code, seen)
-        if isinstance(thing, type):
-            return thing.__qualname__
-        return self._files[function.__code__.co_filename].find_binding(name)
+        if is_of_known_library(value):
+            return getattr(value, "__qualname__", None) or value.__name__
+        if isinstance(below := unwrap(value) if callable(value) else value, types.FunctionType):
+            return self._read_function(below, None, code, f"{path}calls {name}, which ")
+        code.values[name] = path
+        if isinstance(value, type):
+            return value.__qualname__
+        return self._open(function.__code__).find_binding(name)
 
 
 class _File:
-    """A Python file's syntax tree. Of definitions at its top, only those that are asked for are parsed."""
+    """A Python file's syntax trees. A definition at the top of the file is parsed only if it is asked for, to save time."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lines = name, linecache.getlines(name)
         lines = [k for k, line in enumerate(self._lines) if _STATEMENT.match(line)]
         starts = [k for n, k in enumerate(lines) if n == 0 or not self._lines[lines[n - 1]].startswith("@")]
         self._blocks = list(itertools.pairwise([*starts, len(self._lines)]))
-        self._trees: dict[int, ast.Module] = {}
+        self._parsed: dict[int, tuple[ast.Module, list[types.CodeType]]] = {}
 
     def find(self, code: types.CodeType) -> ast.FunctionDef:
-        """Return the definition whose compiled code is the running code: a file may have changed since its import.
-
-        Only the definitions around it are compiled. Imports stay, because they change how a call is compiled.
-        """
-        for path in _find_definitions(self._parse(code.co_firstlineno - 1), code):
-            outer: Any = ast.Module([], [])
-            inner, level = outer, self._parse(code.co_firstlineno - 1)
-            for node in path:
-                inner.body = [s for s in level.body if s is node or not isinstance(s, _DEFINITIONS)]  # type: ignore[attr-defined]
-                if node is path[-1] or not isinstance(node, ast.ClassDef):
-                    break
-                level, place = node, inner.body.index(node)
-                inner.body[place] = inner = copy.copy(node)
-            compiled = compile(outer, self._name, "exec", dont_inherit=True)
-            if any(other == code for other in _list_nested(compiled)):
-                return path[-1]
+        """Return the definition of the running code. The file may have changed since its import, so compile it to compare."""
+        tree, compiled = self._parse(code.co_firstlineno - 1)
+        for node in ast.walk(tree) if code in compiled else ():
+            if isinstance(node, ast.FunctionDef) and (node.name, _get_first_line(node)) == (code.co_name, code.co_firstlineno):
+                return node
         raise NoKey(f"the source of {code.co_name} is not at hand")
 
-    def _parse(self, line: int) -> ast.Module:
-        """Return the tree of all statements at the top but definitions, and of the definition with a line."""
+    def _parse(self, line: int) -> tuple[ast.Module, list[types.CodeType]]:
+        """Return the tree and the compiled functions of the definition that has a line.
+
+        The tree also has the statements at the top of the file that define nothing: imports change how calls are compiled.
+        """
         start = next((a for a, b in self._blocks if a <= line < b), 0)
-        if start not in self._trees:
+        if start not in self._parsed:
             kept = list(self._lines)
             for a, b in self._blocks:
                 if a != start and kept[a].startswith(_DEFINES):
                     kept[a:b] = ["\n"] * (b - a)
-            self._trees[start] = _parse("".join(kept)) or _parse("".join(self._lines)) or ast.Module([], [])
-        return self._trees[start]
+            tree = _parse("".join(kept)) or _parse("".join(self._lines)) or ast.Module([], [])
+            self._parsed[start] = tree, list(_list_nested(compile(tree, self._name, "exec", dont_inherit=True)))
+        return self._parsed[start]
 
     def find_binding(self, name: str) -> Any:
-        """Return what binds a global name in the file: imports, without regard to whether they succeed, and assignments."""
+        """Return how the file binds a global name: its assignments and its imports, whether they succeed or not."""
         return [
             _Text("").dump(statement) if isinstance(statement, ast.Assign) else [getattr(statement, "module", ""), alias.name]
-            for statement in _list_statements(self._parse(0))
+            for statement in _list_statements(self._parse(0)[0])
             for alias in _list_bound(statement)
             if (alias.asname or alias.name) == name
         ]
@@ -208,7 +204,7 @@ def _parse(text: str) -> ast.Module | None:
 
 
 def _list_statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Return the statements at the top of a file, and those in `try` and `if`."""
+    """Return the statements at the top of a file, also those in `try` and `if`."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, (ast.stmt, ast.excepthandler)) and not isinstance(child, _DEFINITIONS):
             yield child
@@ -223,18 +219,8 @@ def _list_bound(statement: ast.AST) -> list[ast.alias]:
     return []
 
 
-def _find_definitions(tree: ast.Module, code: types.CodeType) -> Iterator[list[Any]]:
-    """Return the definitions of the code's name and line, each after the definitions around it."""
-    waiting: list[tuple[Any, list[Any]]] = [(tree, [])]
-    while waiting:
-        node, path = waiting.pop()
-        for child in ast.iter_child_nodes(node):
-            inner = [*path, child] if isinstance(child, _DEFINITIONS) else path
-            first = min((d.lineno for d in getattr(child, "decorator_list", [])), default=getattr(child, "lineno", 0))
-            if isinstance(child, ast.FunctionDef) and (child.name, first) == (code.co_name, code.co_firstlineno):
-                yield inner
-            elif first <= code.co_firstlineno <= getattr(child, "end_lineno", 0):
-                waiting.append((child, inner))
+def _get_first_line(definition: ast.FunctionDef) -> int:
+    return min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)])
 
 
 def _list_nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -252,15 +238,15 @@ def list_globals(function: Any) -> Iterator[str]:
                 yield from read_names(step)
 
 
-def is_of_known_library(thing: Any) -> bool:
-    """Return whether a module, a class or a function belongs to Python, torch or another library that a name identifies."""
-    module = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
-    is_named = isinstance(thing, types.ModuleType) or callable(thing)
-    return is_named and str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"} and hasattr(thing, "__name__")
+def is_of_known_library(value: Any) -> bool:
+    """Return whether a module, a class or a function belongs to Python, torch or another library that its name identifies."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    is_named = isinstance(value, types.ModuleType) or callable(value)
+    return is_named and str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"} and hasattr(value, "__name__")
 
 
 class _Text:
-    """A syntax tree as lists: no empty fields, no contexts, no words for people and no field of some Python versions alone.
+    """Writes a syntax tree as lists, without docstrings, checks, empty fields and the fields of some Python versions.
 
     Attributes:
         names: the names that are loaded.
@@ -303,10 +289,10 @@ class _Text:
     def _dump_body(self, statements: list[ast.stmt], owner: ast.AST) -> list[Any]:
         if isinstance(owner, ast.If) and statements is owner.orelse and all(isinstance(s, ast.Raise) for s in statements):
             return []
-        return [self.dump(s) for k, s in enumerate(statements) if not _is_for_people(s, owner, k)]
+        return [self.dump(s) for k, s in enumerate(statements) if not _is_for_readers(s, owner, k)]
 
 
-def _is_for_people(statement: ast.stmt, owner: Any, place: int) -> bool:
+def _is_for_readers(statement: ast.stmt, owner: Any, place: int) -> bool:
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return place == 0 and isinstance(owner, _DEFINITIONS)
     if isinstance(statement, ast.If) and not statement.orelse and all(isinstance(s, ast.Raise) for s in statement.body):

@@ -1,4 +1,4 @@
-"""The sizes and the arguments, by role, of the examples of a trial."""
+"""The small examples of a trial: sizes, arguments of constructors, and arguments of calls by role."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._attention import LEVELS, Attention, get_heads
-from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Arguments, find_role, make_tables
+from ._attention import LEVELS, Attention, get_heads, get_levels
+from ._forms import CORES, FUNCTION, ROWS, SPLIT, Arguments, Core, find_role, make_tables
+from ._parameters import Parameters
+
+_LISTED = {"value_spatial_shapes", "value_shapes"}  # modules' names for shapes that are a list
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an example, all of them different, so that two axes that change places show."""
+    """Sizes of an example. All of them differ, so that an exchange of two axes shows."""
 
     batches: int
     queries: int
     heads: int
     channels: int
     levels: int
-    counts: tuple[int, ...]  # points of each level, where a level has its own number of them
+    counts: tuple[int, ...]  # points of each level, for code whose levels have different numbers of points
     points: int
     maps: tuple[tuple[int, int], ...]  # more than there are levels, for classes of fixed sizes
     spread: float  # of parameters, and with them of offsets and logits
@@ -34,7 +38,7 @@ class Sizes:
     def width(self) -> int:
         return self.heads * self.channels
 
-    def arguments(self, uneven: Set[str]) -> dict[str, Any]:
+    def list_arguments(self, uneven: Set[str]) -> dict[str, Any]:
         """Return the arguments of a module's constructor, by name. Constructors of transformers take a configuration."""
         configuration = {
             **{"d_model": self.width, "num_feature_levels": self.levels, "decoder_attention_heads": self.heads},
@@ -53,7 +57,7 @@ class Sizes:
 
 
 SMALL = Sizes(2, 14, 3, 4, 2, (2, 4), 4, ((3, 2), (2, 4), (1, 3), (2, 1), (1, 1)), 1)
-# The second example has sizes of 1 and far numbers, for cores that clamp; the third has one query.
+# The second example has sizes of 1 and large numbers, for cores that clamp; the third has one query.
 _FAR = 1e6
 SIZES_OF_CORES = (
     Sizes(2, 5, 3, 4, 2, (2, 4), 2, ((5, 4), (3, 6)), 1),
@@ -62,24 +66,46 @@ SIZES_OF_CORES = (
 )
 
 
-def make_core_examples(form: Any, sizes: Sizes) -> Iterator[list[Arguments]]:
-    """Return an example of every kind that the form serves, each in the ways to write it."""
-    if getattr(form, "example", None) is not None:
-        yield [dict(zip(map(find_role, form.parameters), form.example(), strict=True))]
-        return
-    shapes, starts = make_tables(sizes.maps, torch.device("cpu"))
+class Example(NamedTuple):
+    """A call of a trial.
+
+    Attributes:
+        ways: arguments by role, in each of the ways to write the call. The original may take only one of the ways.
+        width: last side of a module's reference points.
+        has_memory: whether a module gets a value, instead of reading its own query.
+        masked: whether a module gets a mask.
+    """
+
+    ways: Sequence[Arguments]
+    width: int = 0
+    has_memory: bool = True
+    masked: bool = False
+
+
+def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Example]:
+    """Return an example of every kind of call that the form serves."""
+    if isinstance(form, Attention):
+        maps = list(SMALL.maps[: get_levels(module)])
+        yield from (_make_trajectories if "trajectories" in form.needs else _make_module_calls)(form, module, parameters, maps)
+    elif getattr(form, "example", None) is not None:
+        yield Example([dict(zip(map(find_role, form.parameters), form.example(), strict=True))])
+    else:
+        core = form if isinstance(form, Core) else CORES["layer"]  # whose arguments an autograd function has
+        for sizes in SIZES_OF_CORES:
+            yield from _make_core_calls(core, sizes)
+
+
+def _make_core_calls(form: Core, sizes: Sizes) -> Iterator[Example]:
+    shapes, starts = make_tables(sizes.maps, _CPU)
     common = {"sizes": list(sizes.maps), "starts": starts, "counts": list(sizes.counts), "step": 64, "value_shape": "default"}
     split = (sizes.levels, sizes.points)
-    if form.kind == AUTOGRAD:
-        yield [{**common, **_make_core_tensors(sizes, split), "shapes": shapes}]
-        return
     for axes, method in itertools.product(form.axes, form.methods):
         points = (sum(sizes.counts),) if form.uneven else split if axes == SPLIT else (math.prod(split),)
         inputs = {**common, **_make_core_tensors(sizes, points), "method": method}
         if form.pixels:
             inputs["locations"] = (inputs["locations"] * 8).round().long() - 1
         tables = [[[*s] for s in sizes.maps], shapes] if form.kind == FUNCTION else [shapes]
-        yield [{**inputs, "shapes": table} for table in tables]
+        yield Example([{**inputs, "shapes": table} for table in tables])
 
 
 def _make_core_tensors(sizes: Sizes, points: Sequence[int]) -> dict[str, Any]:
@@ -96,44 +122,56 @@ def make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda *shape: torch.rand(shape, generator=generator, dtype=dtype)
 
 
-def make_module_examples(
-    form: Attention, module: Any, maps: Sequence[Any], sizes: Sizes, masked: bool
-) -> Iterator[tuple[tuple[int, bool], Arguments]]:
-    """Return arguments by role: for each shape of the reference all of them, and only what is needed. Some references lie
-    outside. A module that looks at itself has as many queries as keys, and so have some others."""
-    rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), module.sampling_offsets.in_features
-    width = width // form.queue if getattr(module, "num_bev_queue", 1) == form.queue else width
-    shapes, starts = make_tables(maps, torch.device("cpu"))
-    tables, batches = {"shapes": shapes, "sizes": maps, "starts": starts, "keys": [h * w for h, w in maps]}, sizes.batches
+def _make_module_calls(form: Attention, module: Any, parameters: Parameters, maps: Sequence[Any]) -> Iterator[Example]:
+    """Return calls with a value and a mask, with a value alone, and with the needed arguments alone, for each reference width.
+
+    Some references lie outside. A module that reads its own query has as many queries as keys, and so have some others.
+    """
+    rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), _get_width(form, module)
+    batches = SMALL.batches
     heads = (width,) if form.layout is ROWS else (get_heads(module), width // get_heads(module))
+    memories, tables = batches * form.queue, _make_tables(parameters, maps)
 
     def rows(batches: int, count: int, *sides: int) -> Tensor:
         tensor = rand(batches, count, *sides) - 0.5
         return tensor if getattr(module, "batch_first", True) else tensor.transpose(0, 1)
 
-    if "trajectories" in form.needs:
-        yield from (
-            ((2, True), {**tables, **i}) for i in _make_trajectory_inputs(rand, sizes.batches, keys, width, len(maps), masked)
-        )
-        return
-    for count, numbers in form.references:
-        for queries, has_memory in ((sizes.queries, True), (keys, True), (keys, False)):
-            reference = 1.4 * rand(batches * form.queue, queries, len(maps) if count == LEVELS else count, numbers) - 0.2
-            reference[..., 2:] = reference[..., 2:].abs()
-            inputs = {**tables, "query": rows(batches, queries, width), "reference": reference}
-            optional = {"value": rows(batches * form.queue, keys, *heads)}
-            optional |= {name: rows(batches, queries, width) for name in ("identity", "position")}
-            mask = rand(batches * form.queue, keys) < 0.3 if masked else None
-            optional = {**optional, "mask": mask} if has_memory else dict.fromkeys((*optional, "mask"))
-            yield (numbers, has_memory), {**inputs, **optional}
+    def arguments(levels: int, last: int, queries: int, has_memory: bool, masked: bool) -> Arguments:
+        reference = 1.4 * rand(memories, queries, len(maps) if levels == LEVELS else levels, last) - 0.2
+        reference[..., 2:] = reference[..., 2:].abs()
+        optional: dict[str, Any] = dict.fromkeys(("value", "identity", "position", "mask"))
+        if has_memory:
+            optional = {name: rows(batches, queries, width) for name in ("identity", "position")}
+            optional |= {"value": rows(memories, keys, *heads), "mask": rand(memories, keys) < 0.3 if masked else None}
+        return {**tables, "query": rows(batches, queries, width), "reference": reference, **optional}
+
+    for last in dict.fromkeys(last for _, last in form.references):
+        levels = [count for count, other in form.references if other == last]
+        for has_memory, masked in ((True, True), (True, False), (False, False)):
+            numbers = (SMALL.queries, keys) if has_memory else (keys,)
+            ways = [arguments(count, last, queries, has_memory, masked) for count in levels for queries in numbers]
+            yield Example(ways, last, has_memory, masked)
 
 
-def _make_trajectory_inputs(
-    rand: Callable[..., Tensor], batches: int, keys: int, width: int, levels: int, masked: bool
-) -> Iterator[Arguments]:
+def _make_trajectories(form: Attention, module: Any, parameters: Parameters, maps: Sequence[Any]) -> Iterator[Example]:
+    """Return calls of UniAD's module, whose queries follow trajectories in metres."""
+    rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), _get_width(form, module)
+    batches = SMALL.batches
     boxes = [(SimpleNamespace(gravity_center=20 * rand(2, 3) - 10),) + 4 * (None,) for _ in range(batches)]
     query, identity, position = (rand(batches, 2, 3, width) - 0.5 for _ in range(3))
-    trajectories = 20 * rand(batches, 2, 3, 2, levels, 2) - 10
-    needed = {"query": query, "value": rand(keys, batches, width) - 0.5, "trajectories": trajectories, "boxes": boxes}
-    yield {**needed, "identity": identity, "position": position, "mask": rand(batches, keys) < 0.3 if masked else None}
-    yield needed
+    trajectories, value = 20 * rand(batches, 2, 3, 2, len(maps), 2) - 10, rand(keys, batches, width) - 0.5
+    needed = {"query": query, "value": value, "trajectories": trajectories, "boxes": boxes, **_make_tables(parameters, maps)}
+    full = {**needed, "identity": identity, "position": position, "mask": rand(batches, keys) < 0.3}
+    yield Example([full], 2, masked=True)
+    yield Example([needed], 2)
+
+
+def _get_width(form: Attention, module: Any) -> int:
+    width = module.sampling_offsets.in_features
+    return width // form.queue if getattr(module, "num_bev_queue", 1) == form.queue else width
+
+
+def _make_tables(parameters: Parameters, maps: Sequence[Any]) -> dict[str, Any]:
+    shapes, starts = make_tables(maps, _CPU)
+    table = maps if set(parameters.all) & _LISTED else shapes
+    return {"shapes": table, "sizes": maps, "starts": starts, "keys": [h * w for h, w in maps]}

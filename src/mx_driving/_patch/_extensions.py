@@ -1,7 +1,7 @@
-"""Autograd functions over compiled extensions: a form for each row of the table of foreign functions.
+"""Autograd functions over compiled extensions: a form for each entry of the table of foreign functions.
 
-A compiled file of CUDA's that is given memory of a CPU may end the process, so a function that needs one cannot be tried. Its
-code is known, or its name, its parameters, the compiled function that its forward calls and that function's module are.
+A compiled file for CUDA that is given memory of a CPU may end the process, so such a function cannot be tried. Either its code
+is known, or `patch` checks its name, its parameters, and the compiled function that its forward calls, with the module's name.
 """
 
 from __future__ import annotations
@@ -16,45 +16,43 @@ from torch import Tensor
 from .._foreign_functions import AUTOGRAD_FUNCTIONS, AutogradFunction, find_autograd_function
 from .._operator.description import AGGREGATION, POOL
 from ..ops._stand_ins import differentiable
-from ._forms import AUTOGRAD, Arguments, ExactForm, is_table
+from ._forms import AUTOGRAD, Arguments, ExactForm
 from ._parameters import Parameters
-from ._pools import make_frustum, make_image, make_lifted, make_runs, make_sorted_rows, make_sorted_xyzb
+from ._pools import are_fit, make_frustum, make_image, make_lifted, make_runs, make_sorted_rows, make_sorted_xyzb
 
 
 @dataclass(frozen=True)
 class OverExtension(ExactForm):
-    """An autograd function of a row."""
+    """An autograd function of the table of foreign functions."""
 
-    row: AutogradFunction
-    casts: str = ""  # a dtype to which its code converts all inputs, or "value": to value's
+    foreign: AutogradFunction
+    casts: str = ""  # the dtype to which its code converts all inputs, or "value" for the dtype of value
     kind = AUTOGRAD
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return tuple(self.row.parameters.split())
+        return tuple(self.foreign.parameters.split())
 
     @property
     def example(self) -> Callable[[], tuple[Any, ...]] | None:
-        """What makes the arguments of a trial, where they are not those of a core."""
-        if self.row.operator == AGGREGATION:
+        """The function that makes the arguments of a trial. None: the arguments are those of a core."""
+        if self.foreign.operator == AGGREGATION:
             return _make_aggregation
-        words = self.row.words.split()
+        words = self.foreign.words.split()
         return next((make for word, make in _EXAMPLES.items() if word in words), None)
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.row
+        return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.foreign
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether operators take the call. Pools refuse places that are not whole numbers, and features that are."""
-        facts = dict(zip(self.row.words.split(), arguments.values(), strict=True))
-        if self.row.operator != POOL:
+        """Return whether operators take the call. They sum points, and have no other method."""
+        if self.foreign.operator != POOL:
             return True
-        tensors = {word: t for word, t in facts.items() if isinstance(t, Tensor)}
-        are_fit = (t.is_floating_point() if word in ("depth", "feat") else is_table(t) for word, t in tensors.items())
-        return facts.get("method", "sum") == "sum" and all(are_fit)
+        named = dict(zip(self.foreign.words.split(), arguments.values(), strict=True))
+        return named.get("method", "sum") == "sum" and are_fit(named)
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
-        return differentiable(self.row)(*arguments.values())
+        return differentiable(self.foreign)(*arguments.values())
 
 
 def _make_aggregation() -> tuple[Tensor, ...]:
@@ -66,11 +64,12 @@ def _make_aggregation() -> tuple[Tensor, ...]:
     return features - 0.5, shapes.int(), starts.int(), 1.4 * places - 0.2, weights
 
 
-# a word that only one layout has -> what makes its example
+# A word that only one layout has -> the function that makes its example.
 _EXAMPLES = {
     **{"ranks_bev": make_lifted, "geom_feat": make_sorted_rows, "geom_xyzb": make_sorted_xyzb},
     **{"depth": make_image, "voxel_num": make_frustum, "places": make_runs},
 }
 _NAMES = ("attention", "attention_without_starts", "geometric", "aggregation")
 _POOL_NAMES = ("lifted", "sorted_rows", "sorted_xyzb", "lift_splat_function", "fiery", "frustum", "image")
+# The name that a user writes -> the form.
 EXTENSIONS = dict(zip((*_NAMES, *_POOL_NAMES), map(OverExtension, AUTOGRAD_FUNCTIONS), strict=True))

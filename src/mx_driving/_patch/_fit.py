@@ -1,4 +1,4 @@
-"""A form as one function or class has it: the calls that the form answers, and the stand-in that asks for them."""
+"""The calls of a function or class that a form answers, and the stand-in that answers them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from ._forms import FUNCTION, MODULE, Form, find_role
+from ._attention import READ, Attention
+from ._code import Code
+from ._forms import AUTOGRAD, FUNCTION, MODULE, Form, find_role
 from ._parameters import Parameters
-
-Values = Mapping[str, tuple[Any, ...]]  # name -> the values that a form serves
+from ._search import Candidate, describe
+from .known import Values
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A form, and what it does not serve.
+    """A form, and the limits of what it serves.
 
     Attributes:
-        owner: the class of the layer; a subclass that has the same methods is served, too.
+        owner: the class of the layer. Subclasses with the same methods are served, too.
         flags: attributes of the layer that its code reads beside sizes and linear layers -> the values that the form serves.
         options: parameters without a role -> the values that the form serves.
         holders: attributes of the layer that hold its core.
@@ -44,7 +46,7 @@ class Fit:
     starts: bool = True
 
     def serves(self, layer: Any, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the form answers a call. The own code of the function or layer does the rest."""
+        """Return whether the form answers a call. If not, the own code of the function or layer runs."""
         if self.form.kind == MODULE and not self._knows(layer):
             return False
         if not all(_has_value(arguments[name], values) for name, values in self.options.items()):
@@ -68,7 +70,7 @@ class Fit:
         return all(self._knows_core(getattr(layer, name)) for name in self.holders)
 
     def _knows_core(self, core: Any) -> bool:
-        """Return whether an attribute of a layer holds a core that the form replaces, as it is."""
+        """Return whether an attribute of a layer holds an unmodified core that the form replaces."""
         if isinstance(core, functools.partial):
             return core.func in self.cores and not core.args and core.keywords in ({}, {"method": "default"})
         if core in self.cores:
@@ -76,16 +78,44 @@ class Fit:
         return type(core) in self.cores and "forward" not in core.__dict__ and not _torch_private.has_hooks(core)
 
 
-def _has_value(value: Any, values: tuple[Any, ...]) -> bool:
+def _has_value(value: Any, values: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None))) and value in values
 
 
+def make_fit(form: Any, candidate: Candidate, code: Code, flags: Values, cores: tuple[Any, ...] = ()) -> Fit:
+    """Return the fit of a candidate whose layer has these flags. Options have their defaults."""
+    parameters, is_attention = candidate.parameters, isinstance(form, Attention)
+    names = [name for name in parameters.read if not form.reads_all and find_role(name) not in form.roles]
+    holders = code.attributes - READ - form.reads - set(flags) if is_attention else ()
+    return Fit(
+        form,
+        candidate.original if form.kind == MODULE else None,
+        flags,
+        {name: (parameters.defaults[name],) for name in names},
+        tuple(sorted(holders)),
+        (*code.cores, *cores),
+        tuple(sorted(code.methods)),
+        starts=is_attention or reads_starts(candidate.original),
+    )
+
+
+def reads_starts(core: Any) -> bool:
+    """Return whether a core reads level_start_index. A core in plain torch takes the levels one after the other."""
+    candidate = describe(core)
+    if candidate is None or candidate.kind == AUTOGRAD:
+        return True
+    return any(find_role(name) == "starts" for name in candidate.parameters.read)
+
+
 def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the original's parameters that calls the operator. The fallback answers a call that the form does
-    not serve: the original, or the stand-in of another class."""
-    form, bound = fit.form, int(fit.form.kind == MODULE)
+    """Return a function with the original's parameters that calls the operator.
+
+    The fallback answers a call that the form does not serve. It is the original, or the stand-in of another class.
+    """
+    form, bound = fit.form, int(fit.form.kind != FUNCTION)
     parameters = Parameters(original, bound)
-    bind = parameters.binder({name: name if name in fit.options else find_role(name) for name in select_names(fit, parameters)})
+    names = _select_names(fit, parameters)
+    bind = parameters.binder({name: name if name in fit.options else find_role(name) for name in names})
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -98,12 +128,12 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
 
 
 def _is_exported_by_tracing() -> bool:
-    """Return whether the older exporter of torch.onnx runs, which knows no operator of ours."""
+    """Return whether torch.onnx's older exporter runs, which does not know our operators."""
     return _torch_private.is_tracing() and torch.onnx.is_in_onnx_export()
 
 
-def select_names(fit: Fit, parameters: Parameters) -> list[str]:
-    """Return the parameters that count: all that the code reads, and tables, which save the time of making them."""
+def _select_names(fit: Fit, parameters: Parameters) -> list[str]:
+    """Return the parameters that a form gets: those that the code reads, and tables, because to make tables takes time."""
     names = parameters.all if fit.form.reads_all else parameters.read
     tables = [name for name in parameters.all if find_role(name) == "shapes"] if fit.form.kind != FUNCTION else []
     names = [name for name in parameters.all if name in names or name in tables]

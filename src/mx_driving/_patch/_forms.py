@@ -1,8 +1,8 @@
 """The forms in which libraries write a deformable sampling core, and the operator in each form.
 
-`ROLES` says what each name of an argument means. A core has a value, shapes, locations and weights, and perhaps some more. What
-the names do not show (how values lie in memory, whether levels and points share an axis) is one of the alternatives of `CORES`,
-which are tried in turn.
+`ROLES` has the meaning of each argument's name. A core has a value, shapes, locations and weights, and perhaps other arguments.
+The names do not show how values lie in memory, and whether levels and points share an axis. `CORES` has the alternatives, which
+are tried in turn.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ._parameters import Parameters
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
-Arguments = Mapping[str, Any]  # by role where the name has one, else by name
+Arguments = Mapping[str, Any]  # by role, or by name if the name has no role
 
-# the names that libraries have for an argument of a core or of a module's forward, by its role
+# The role of an argument of a core or of a module's forward -> its names in libraries.
 ROLES = {
     "query": ("query", "hidden_states"),
     "position": ("query_pos", "position_embeddings"),  # added to query
@@ -33,7 +33,7 @@ ROLES = {
     "mask": ("key_padding_mask", "attention_mask", "input_padding_mask", "value_mask"),
     "reference": ("reference_points", "refer_bbox"),
     "shapes": ("spatial_shapes", "input_spatial_shapes", "value_spatial_shapes", "value_shapes", "shapes_list"),
-    "sizes": (  # the shapes as a list, beside a tensor
+    "sizes": (  # the shapes as a list, in addition to a tensor
         *("spatial_shapes_list", "input_spatial_shapes_hw"),
         *("value_spatial_shapes_list", "value_spatial_shapes_hw", "spatial_shapes_ints", "src_shapes"),
     ),
@@ -56,7 +56,7 @@ _OPTIONAL = frozenset(("sizes", "starts", "method", "value_shape"))
 
 
 def find_role(name: str) -> str:
-    """Return the role of an argument's name, or the name itself where it has none."""
+    """Return the role of an argument's name, or the name itself if it has no role."""
     return _ROLE.get(name, name)
 
 
@@ -65,30 +65,26 @@ def collect_roles(names: Sequence[str]) -> set[str]:
 
 
 class Form:
-    """One way to write something that samples, and how our operators answer its calls."""
+    """One way in which other people write a core or a module, and how our operators answer its calls."""
 
     kind: str
-    reads_all: bool  # whether arguments that the original's code does not read count
+    reads_all: bool  # whether the form gets arguments that the original's code does not read
     needs: frozenset[str] = frozenset()  # roles that parameters must have
     roles: frozenset[str] = frozenset()  # roles that parameters which the code reads may have
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        """Return whether something of this kind, with this name and these parameters, may be written in this form."""
-        return kind == self.kind and not self.explain_refusal(parameters)
+        """Return whether a function or class of this kind, name and parameters may be written in this form."""
+        return kind == self.kind and self._has(parameters)
 
-    def explain_refusal(self, parameters: Parameters) -> str:
-        """Return why the form cannot have these parameters, or nothing."""
-        if not self.needs <= collect_roles(parameters.all):
-            return f"the parameters {parameters}"
-        if unknown := [
-            name for name in parameters.read if find_role(name) not in self.roles and not parameters.has_option(name)
-        ]:
-            return f"the parameters {', '.join(unknown)}, which its code reads"
-        used = parameters.all if self.reads_all else parameters.read
-        return f"two parameters of one meaning: {', '.join(used)}" if len(collect_roles(used)) < len(used) else ""
+    def _has(self, parameters: Parameters) -> bool:
+        """Return whether there are all roles that the form needs, no two parameters of one role, and no parameter that the form
+        does not know and that a call must give."""
+        read = parameters.read
+        is_known = all(find_role(name) in self.roles or parameters.has_option(name) for name in read)
+        return is_known and self.needs <= collect_roles(parameters.all) and len(collect_roles(read)) == len(read)
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether the form can answer such a call. The original's own code does the rest."""
+        """Return whether the form can answer such a call. If not, the original's own code runs."""
         raise NotImplementedError
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
@@ -97,25 +93,25 @@ class Form:
 
 
 class ExactForm(Form):
-    """A way to write something with exactly these parameters. An operator takes its arguments as they are."""
+    """A form with exactly these parameters. Our function takes the arguments unchanged."""
 
     parameters: tuple[str, ...]
     reads_all = True
 
-    def explain_refusal(self, parameters: Parameters) -> str:
-        is_same = parameters.all == self.parameters and not parameters.variadic
-        return "" if is_same else f"the parameters {parameters}"
+    def _has(self, parameters: Parameters) -> bool:
+        return parameters.all == self.parameters and not parameters.variadic
 
 
 def is_table(t: Any) -> bool:
-    """Return whether t is a tensor of whole numbers. A library may use the fractions of a floating table."""
+    """Return whether t is a tensor of whole numbers."""
     return isinstance(t, Tensor) and t.dtype in INDEX
 
 
 def read_tables(arguments: Arguments, device: torch.device, prefer_list: bool = False) -> tuple[Tensor, Tensor]:
     """Return spatial_shapes and level_start_index. Libraries give the shapes as a list, as a tensor, or as both."""
     shapes, sizes, starts = (arguments.get(role) for role in ("shapes", "sizes", "starts"))
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the operator saves tables, and their own code does not
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # The operator saves its tables, and autograd cannot save inference tensors.
         tables = [t.clone() if isinstance(t, Tensor) and t.is_inference() else t for t in (shapes, starts)]
         shapes, starts = tables
     if is_table(shapes) and not (prefer_list and sizes is not None):
@@ -127,7 +123,7 @@ def read_tables(arguments: Arguments, device: torch.device, prefer_list: bool = 
 def make_tables(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return spatial_shapes and level_start_index of levels that lie one after the other.
 
-    Some libraries keep the sizes as floats, and read them by `int`.
+    Some libraries pass sizes as floats. Truncate them, as these libraries do.
     """
     shapes = sizes if isinstance(sizes, Tensor) else torch.tensor([list(s) for s in sizes], device=device)
     shapes = shapes if shapes.dtype in INDEX else shapes.long()
@@ -135,7 +131,7 @@ def make_tables(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -
 
 
 def repeat_levels(counts: Sequence[int]) -> list[int]:
-    """Return the levels, each as often as its count of points has gcd(counts)."""
+    """Return the indices of levels, each repeated count / gcd(counts) times."""
     return [level for level, count in enumerate(counts) for _ in range(count // math.gcd(*counts))]
 
 
@@ -145,10 +141,10 @@ def put_keys_last(value: Tensor) -> Tensor:
 
 
 class _KeysLast(torch.autograd.Function):
-    """The identity. Its gradient has keys last in memory, as the libraries' own core makes it.
+    """The identity. Its gradient has keys last in memory, like the gradient of the libraries' own core.
 
-    D-FINE's values come straight from a BatchNorm2d. For one picture, PyTorch 2.13's batch_norm_backward on a CPU misreads
-    the other layout: strides (c, 1, W * c, c) of a [1, c, H, W] gradient.
+    D-FINE's values are outputs of a BatchNorm2d. For a batch of one, PyTorch 2.13's batch_norm_backward on a CPU misreads a
+    [1, c, H, W] gradient with strides (c, 1, W * c, c).
     """
 
     @staticmethod
@@ -162,10 +158,13 @@ class _KeysLast(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """How a core's value lies in memory: from it to ours, [bs, num_keys, num_heads, channels], and back for a trial."""
+    """How a core's value lies in memory. Our value is [bs, num_keys, num_heads, channels].
 
-    ours: Callable[[Any, int], Tensor]  # of their value and the number of heads
-    theirs: Callable[[Tensor, Sequence[Sequence[int]]], Any]  # of our value and the levels' (H, W)
+    `ours` takes their value and the number of heads. `theirs` takes our value and the levels' (H, W), for a trial.
+    """
+
+    ours: Callable[[Any, int], Tensor]
+    theirs: Callable[[Tensor, Sequence[Sequence[int]]], Any]
     heads: int = 1  # the axis of the heads
 
 
@@ -181,8 +180,7 @@ def _split_images(value: Tensor, sizes: Sequence[Sequence[int]]) -> tuple[Tensor
 def _join(levels: Sequence[Tensor]) -> Tensor:
     """Return levels [bs, heads, channels, keys] in one tensor.
 
-    Without a gradient, levels that were split from one tensor are not copied: a copy takes longer than the samples of 300
-    queries.
+    If levels are views of one tensor and no gradient is needed, return a view: a copy takes longer than to sample 300 queries.
     """
     first, total = levels[0], sum(level.shape[-1] for level in levels)
     if _lie_together(levels):
@@ -208,7 +206,7 @@ ROWS = ValueLayout(lambda value, _: value, lambda value, _: value, 2)  # mmcv, D
 KEYS_LAST = ValueLayout(
     lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1).contiguous()
 )  # RF-DETR
-BY_LEVEL = ValueLayout(lambda value, _: _join(value).permute(0, 3, 1, 2), _split_levels)  # D-FINE, DEIM: so for each level
+BY_LEVEL = ValueLayout(lambda value, _: _join(value).permute(0, 3, 1, 2), _split_levels)  # D-FINE, DEIM: a list of levels
 IMAGES = ValueLayout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each level
     lambda value, heads: _join([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _split_images
 )
@@ -218,13 +216,20 @@ SPLIT, _MERGED = 6, 5  # axes of sampling_locations: levels and points have one 
 
 @dataclass(frozen=True)
 class Core(Form):
-    """One way to write a core that is a function or a layer without parameters: how its arguments are laid out."""
+    """One way to write a core, which is a function or a layer without parameters.
+
+    Attributes:
+        layout: of value.
+        axes: the numbers of axes that sampling_locations may have.
+        methods: "discrete" is RT-DETR v2's method: the nearest pixel, clamped to the border.
+        pixels: whether locations are whole pixels, like MapTR's.
+    """
 
     layout: ValueLayout
-    axes: tuple[int, ...]  # the numbers of axes that sampling_locations may have
-    methods: tuple[str, ...] = ("default",)  # "discrete" is RT-DETR v2's: the nearest pixel, clamped to the border
+    axes: tuple[int, ...]
+    methods: tuple[str, ...] = ("default",)
     needs: frozenset[str] = _NEEDED
-    pixels: bool = False  # locations are whole pixels, as MapTR's
+    pixels: bool = False
     kind: str = FUNCTION
     reads_all = False
 
@@ -241,7 +246,8 @@ class Core(Form):
         locations, starts = arguments["locations"], arguments.get("starts")
         known = arguments.get("value_shape", "default") == "default" and arguments.get("method", "default") in self.methods
         known = known and (starts is None or is_table(starts))
-        whole = not self.pixels or not locations.is_floating_point()  # MapTR rounds fractions, its compiled kernel cuts them
+        # MapTR's code rounds fractions, and its compiled kernel truncates them.
+        whole = not self.pixels or not locations.is_floating_point()
         return (
             known
             and whole
@@ -250,7 +256,7 @@ class Core(Form):
         )
 
     def _agree(self, value: Any, locations: Tensor, weights: Tensor) -> bool:
-        """Return whether batches and heads agree. A core may broadcast what it takes."""
+        """Return whether batches and heads agree. A core in plain torch may broadcast its arguments."""
         sides = locations.shape[0], locations.shape[2]
         if isinstance(value, Tensor) and (value.dim() != 4 or (value.shape[0], value.shape[self.layout.heads]) != sides):
             return False
@@ -260,7 +266,7 @@ class Core(Form):
         locations = arguments["locations"]
         value = self.layout.ours(arguments["value"], locations.shape[2])
         shapes, starts = read_tables(arguments, value.device, self.kind == FUNCTION)
-        if self.uneven:  # a level with more points than another is listed several times: levels may overlap
+        if self.uneven:  # List a level with more points than another several times: levels may overlap.
             value, order = put_keys_last(value), repeat_levels(arguments["counts"])
             shapes, starts = shapes[order], starts[order]
         if locations.dim() == _MERGED:
@@ -271,7 +277,7 @@ class Core(Form):
             return promote(multi_scale_deformable_attn(value, shapes, starts, locations, weights), weights)
         pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5 if discrete else locations
         out = geometric_kernel_attention(value, shapes, starts, pixels, weights)
-        return out.to(torch.promote_types(value.dtype, weights.dtype))  # autocast does not convert a gather
+        return out.to(torch.promote_types(value.dtype, weights.dtype))  # Autocast does not convert a gather.
 
 
 def promote(out: Tensor, weights: Tensor) -> Tensor:
@@ -281,7 +287,8 @@ def promote(out: Tensor, weights: Tensor) -> Tensor:
 
 _AXES = {"": (SPLIT, _MERGED), "_split": (SPLIT,), "_merged": (_MERGED,)}
 _COUNTS = _NEEDED | {"counts"}
-CORES = {  # the name that a user writes -> the form
+# The name that a user writes -> the form.
+CORES = {
     **{f"{name}{word}": Core(layout, axes) for word, axes in _AXES.items() for name, layout in LAYOUTS.items()},
     "layer": Core(ROWS, (SPLIT,), kind=MODULE),
     "pixels": Core(ROWS, (SPLIT,), pixels=True),

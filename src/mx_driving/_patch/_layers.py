@@ -1,4 +1,4 @@
-"""Which layers of a model call an operator, and the cores that the code of a layer reaches."""
+"""Find the layers of a model that call an operator, and the cores that the code of a layer names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEPTH = 4  # functions between a layer's forward and a core: mmcv's have two
 def find_layers(model: torch.nn.Module, is_replaced: Callable[[Any], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the layers that call an operator, and of the attention modules that do not.
 
-    A layer calls an operator if its class or all of its cores are replaced. A layer inside such a layer is not counted again.
+    A layer calls an operator if its class or all of its cores are replaced. Layers inside such a layer are not counted.
     """
     calling: list[str] = []
     others: list[str] = []
@@ -37,46 +37,46 @@ def find_layers(model: torch.nn.Module, is_replaced: Callable[[Any], bool]) -> t
 
 
 def _select_called(cores: list[Any], module: torch.nn.Module) -> list[Any]:
-    """Return the cores that a layer calls where it is: on a CPU, the ones in plain torch if it has any."""
+    """Return the cores that a layer calls on its device. On a CPU it calls those in plain torch, if it has any."""
     plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
     on_gpu = any(p.is_cuda for p in module.parameters())
     return cores if on_gpu or not plain else plain
 
 
 def list_cores(kind: type, attributes: Mapping[str, Any] | None = None) -> list[Any]:
-    """Return the cores that the forward and the constructor of a class name, without the code of the layers in it.
-    `attributes` are those of an instance."""
-    found: list[Any] = []
+    """Return the cores that the forward and the constructor of a class name, without the code of inner layers.
+
+    The search reads bytecode, so it also serves classes whose code has no key. `attributes` are those of an instance.
+    """
+    cores: list[Any] = []
     seen: set[int] = set()
-    things = [inspect.getattr_static(kind, name, None) for name in ("forward", "__init__")]
+    members = [inspect.getattr_static(kind, name, None) for name in ("forward", "__init__")]
     for _ in range(_DEPTH):
-        functions = [unwrap(thing) for thing in things if isinstance(thing, _FUNCTIONS)]
-        functions = [function for function in functions if id(function) not in seen]
+        functions = [unwrap(member) for member in members if isinstance(member, _FUNCTIONS)]
+        functions = [f for f in functions if id(f) not in seen and str(f.__module__).partition(".")[0] != "torch"]
         seen |= set(map(id, functions))
-        own = [function for function in functions if str(function.__module__).partition(".")[0] != "torch"]
-        named = [thing for function in own for thing in _list_named(function, kind, attributes or {})]
-        found += [thing for thing in named if is_core(thing)]
-        things = [thing for thing in named if not is_core(thing)]
-    return found
+        named = [member for function in functions for member in _list_named(function, kind, attributes or {})]
+        cores += [member for member in named if is_core(member)]
+        members = [member for member in named if not is_core(member)]
+    return cores
 
 
 def _list_named(function: Any, kind: type, attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """Return the functions and classes that a function's code names: global ones, those of a global Python module, and the
-    attributes of its layer."""
+    """Return the functions and classes that a function's code names: globals, members of the Python modules among its globals,
+    and attributes of the layer."""
     names, own = collect_words(function), getattr(find_source(function), "__globals__", {})
     spaces = [own, attributes, *(vars(own[name]) for name in names if isinstance(own.get(name), types.ModuleType))]
     for name in names:
-        things = [space[name] for space in spaces if name in space]
-        yield from map(_resolve, [*things, *list_attributes(kind, name)])
+        members = [space[name] for space in spaces if name in space]
+        yield from map(_resolve, [*members, *list_attributes(kind, name)])
 
 
-def _resolve(thing: Any) -> Any:
-    """Return what is called in the end: the function of a partial one, the class of a layer or of an autograd function's
-    `apply`."""
-    while isinstance(thing, functools.partial):
-        thing = thing.func
-    if isinstance(thing, torch.nn.Module):
-        return type(thing)
-    if isinstance(thing, (types.MethodType, types.BuiltinMethodType)) and isinstance(thing.__self__, type):
-        return thing.__self__
-    return unwrap(thing) if isinstance(thing, _FUNCTIONS) else thing
+def _resolve(member: Any) -> Any:
+    """Return the function of a functools.partial, the class of a layer, and the class of an autograd function's `apply`."""
+    while isinstance(member, functools.partial):
+        member = member.func
+    if isinstance(member, torch.nn.Module):
+        return type(member)
+    if isinstance(member, (types.MethodType, types.BuiltinMethodType)) and isinstance(member.__self__, type):
+        return member.__self__
+    return unwrap(member) if isinstance(member, _FUNCTIONS) else member

@@ -1,7 +1,7 @@
-"""What a function of another library takes and reads, from its code object.
+"""The parameters of another library's function, and the names that its code reads.
 
-An argument that the code never reads may be left out. An argument that the code reads must have a role in a known form;
-otherwise the call belongs to the function's own code.
+A form ignores an argument that the code never reads. An argument that the code reads must have a role in the form, or keep its
+default.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 STAND_IN = "mx_driving.patch"  # the file name of code that calls an operator in place of a function's own
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
-_BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that reach arguments without naming them in the bytecode
+_BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that read arguments whose names are not in the bytecode
 Binder = Callable[[tuple[Any, ...], Mapping[str, Any]], "dict[str, Any] | None"]
 
 
@@ -26,7 +26,7 @@ def unwrap(function: Any) -> Any:
 
 
 def find_source(function: Any) -> Any:
-    """Return the function below its decorators, with its own code where `patch` has exchanged it."""
+    """Return the function below its decorators. Of a function that `patch` has changed, return a copy with the own code."""
     return inspect.unwrap(unwrap(function))
 
 
@@ -75,8 +75,10 @@ class Parameters:
         return f"({', '.join([*self.names, *more, *self.keyword_only, *words])})"
 
     def binder(self, roles: Mapping[str, str]) -> Binder:
-        """Return a function from a call, all parameters by position, to the arguments with a role, by role. It returns None
-        for a call that only the code itself can answer, because the code reads more than its parameters."""
+        """Return a function that takes the arguments of a call, and returns those with a role, by role.
+
+        It returns None if the call has arguments in *args or **kwargs that the code reads.
+        """
         named_roles, by_place, by_name = list(roles.items()), self.names, self.keyword_only
         ignores_more = any(v[:2] == "**" and v[2:] not in self._names_read for v in self.variadic)
 
@@ -91,7 +93,7 @@ class Parameters:
 
 @functools.lru_cache(1000)
 def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Return the local names that code reads. A name that an inner function uses counts as read."""
+    """Return the local names that code reads, also in its inner functions."""
     names = {*code.co_cellvars, *(code.co_varnames if _BY_NAME & set(code.co_names) else ())}
     for step in dis.get_instructions(code):
         if "LOAD" in step.opname and ("FAST" in step.opname or "DEREF" in step.opname):
@@ -114,5 +116,5 @@ def collect_words(function: Any) -> set[str]:
 
 
 def list_attributes(kind: type, name: str) -> list[Any]:
-    """Return what a class and its bases have under a name: a method may call the one that it overrides by `super()`."""
+    """Return the attributes of one name of a class and its bases: a method may call the overridden one by `super()`."""
     return [vars(base)[name] for base in kind.__mro__ if name in vars(base)]

@@ -20,24 +20,28 @@ import torch
 from .._operator import rules
 from ._attention import Attention, find_passed_limits
 from ._code import Reader
-from ._fit import Fit
+from ._fit import Fit, reads_starts
 from ._forms import MODULE
 from ._layers import find_layers, list_cores
-from ._recognize import FORMS, Unknown, find_nearest, reads_starts, recognize
+from ._parameters import unwrap
+from ._recognize import FORMS, GROUPS, find_nearest, recognize
 from ._replace import add_fit, find_holder, replace
 from ._search import Candidate, find, find_elsewhere, find_network, is_core
 
 
 @dataclass
 class _Change:
-    """A changed object, its undo, and the things that patches hold it for: classes may share a forward."""
+    """A function or class that was changed in place: how to undo it, and the originals for which patches hold it.
+
+    Several module classes may share one forward. The change keeps the holder alive, so that no other object gets its id.
+    """
 
     holder: Any
     undo: Callable[[], None]
-    things: list[Any] = field(default_factory=list)
+    originals: list[Any] = field(default_factory=list)
 
-    def serves(self, thing: Any) -> bool:
-        return any(thing is other for other in self.things)
+    def serves(self, original: Any) -> bool:
+        return any(original is other for other in self.originals)
 
 
 _lock = threading.RLock()
@@ -54,10 +58,10 @@ class Patch:
         layers: of a model, names of its layers that call the operators from now on, in the model's order.
     """
 
-    def __init__(self, things: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
-        self._holders = list(map(find_holder, things.values()))
+    def __init__(self, originals: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
+        self._holders = list(map(find_holder, originals.values()))
         self._model = type(model).__name__
-        self.replaced = tuple(things)
+        self.replaced = tuple(originals)
         self.skipped = dict(skipped)
         self.limits = find_passed_limits(model) if model is not None else {}
         self.layers: tuple[str, ...] = ()
@@ -66,8 +70,11 @@ class Patch:
             self.layers, self._others = find_layers(model, _is_replaced)
 
     def restore(self) -> None:
-        """Give the originals back. A second call does nothing. What another patch holds stays replaced. A wrapper that others
-        have put over a replaced forward stays, and calls the original from now on."""
+        """Give the originals back. A second call does nothing.
+
+        An original that another patch holds stays replaced. A wrapper that other code has put over a replaced forward stays,
+        and calls the original from now on.
+        """
         with _lock:
             while self._holders:
                 _release(self._holders.pop())
@@ -123,26 +130,28 @@ def patch(
     ValueError: target must have a deformable sampling core of a known form; got none in Linear
     """
     named = dict(forms or {})
-    for thing, name in named.items():
-        rules.name_of_a_form(getattr(thing, "__qualname__", thing), name, FORMS)
+    for original, form in named.items():
+        rules.name_of_a_form(getattr(original, "__qualname__", original), form, [*FORMS, *GROUPS])
     target = find_network(target)
     candidates = find(target, modules)
-    for thing, name in named.items():
-        if not candidates.consider(thing):
-            rules.not_of_its_form(thing.__qualname__, name, "it looks like no core and no attention module")
-    taking = Taking(named, dict(candidates.unknown))
+    for original, form in named.items():
+        if not candidates.consider(original):
+            rules.not_of_its_form(original.__qualname__, form, "it looks like no core and no attention module")
+    replacements = Replacements(named, dict(candidates.unknown))
     with _lock:
         try:
-            for turn in candidates.turns:  # modules last, over replaced cores, so that no compiled extension is needed
-                taking.take(turn)
-            if not taking.replaced:
-                rules.nothing_to_patch(_get_name(target), taking.skipped, find_elsewhere(candidates))
-            done = Patch(taking.replaced, taking.skipped, target if isinstance(target, torch.nn.Module) else None)
+            # Modules come last, over replaced cores, so that their trial needs no compiled extension.
+            for group in (candidates.cores, candidates.pools, candidates.modules):
+                replacements.add(group)
+            if not replacements.originals:
+                rules.nothing_to_patch(_get_name(target), replacements.skipped, find_elsewhere(candidates))
+            model = target if isinstance(target, torch.nn.Module) else None
+            done = Patch(replacements.originals, replacements.skipped, model)
         except BaseException:
-            taking.undo()
+            replacements.undo()
             raise
-    for name, reason in taking.skipped.items():
-        if name not in taking.over_a_core:
+    for name, reason in replacements.skipped.items():
+        if name not in replacements.over_a_core:
             warnings.warn(f"mx_driving.patch left {name} alone: {reason}", stacklevel=2)
     return done
 
@@ -159,66 +168,79 @@ def patched(
         done.restore()
 
 
-class Taking:
-    """The replacements of one call of `patch`."""
+class Replacements:
+    """The replacements of one call of `patch`.
+
+    Attributes:
+        originals: name -> function or class that is replaced.
+        skipped: name -> why a candidate keeps its own code.
+        over_a_core: names of the skipped modules whose core is replaced.
+    """
 
     def __init__(self, named: Mapping[Any, str], skipped: dict[str, str]) -> None:
         self._named, self._reader = named, Reader(is_core)
-        self.replaced: dict[str, Any] = {}
+        self.originals: dict[str, Any] = {}
         self.skipped = skipped
         self.over_a_core: set[str] = set()
 
-    def take(self, turn: dict[str, Candidate]) -> None:
-        """Recognise all that is not replaced already, then replace it."""
+    def add(self, group: dict[str, Candidate]) -> None:
+        """Recognize all candidates of a group that are not replaced already, then replace them."""
         fits: dict[str, Fit | None] = {}
-        for name, candidate in turn.items():
-            change = _changes.get(id(find_holder(candidate.thing)))
-            try:
-                fits[name] = None if change and change.serves(candidate.thing) else self._recognize(candidate)
-            except Unknown as error:
-                self._skip(name, candidate, error.args[0])
+        for name, candidate in group.items():
+            change = _changes.get(id(find_holder(candidate.original)))
+            if change and change.serves(candidate.original):
+                fits[name] = None
+            else:
+                fit, reason = self._recognize(candidate)
+                if fit is None:
+                    self._skip(name, candidate, reason)
+                else:
+                    fits[name] = fit
         for name, fit in fits.items():
-            self.replaced[name] = turn[name].thing
-            _hold(fit, turn[name].thing)
+            self.originals[name] = group[name].original
+            _hold(fit, group[name].original)
 
     def undo(self) -> None:
-        Patch(self.replaced, {}).restore()
+        Patch(self.originals, {}).restore()
 
-    def _recognize(self, candidate: Candidate) -> Fit:
-        named = self._named.get(candidate.thing)
-        try:
-            fit = recognize(candidate, self._reader, named, _is_replaced)
-        except Unknown as error:
-            if named:
-                rules.not_of_its_form(candidate.thing.__qualname__, named, error.args[0])
-            raise
-        return self._put_over_cores(fit, named) if isinstance(fit.form, Attention) else fit
-
-    def _put_over_cores(self, fit: Fit, named: str | None) -> Fit:
-        """Return the fit of an attention module with the cores that it may call, all of which are replaced; raise Unknown."""
-        assert fit.owner is not None
-        cores = [*fit.cores, *list_cores(fit.owner)]
-        left = [core.__qualname__ for core in fit.cores if not _is_replaced(core)]
-        if left and not named:
-            raise Unknown(f"it calls {left[0]}, which is not replaced")
-        replaced = tuple(filter(_is_replaced, cores))
-        return dataclasses.replace(fit, cores=replaced, starts=fit.starts and any(map(reads_starts, replaced or cores)))
+    def _recognize(self, candidate: Candidate) -> tuple[Fit | None, str]:
+        """Return the fit of a candidate, or the reason why it has none."""
+        named = self._named.get(candidate.original, "")
+        finding = recognize(candidate, self._reader, _is_replaced, named)
+        if finding.fit is None and named:
+            rules.not_of_its_form(candidate.original.__qualname__, named, finding.reason)
+        if finding.fit is None or not isinstance(finding.fit.form, Attention):
+            return finding.fit, finding.reason
+        return _put_over_cores(finding.fit, named)
 
     def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
-        if candidate.kind == MODULE and not is_core(candidate.thing):
-            if any(map(_is_replaced, list_cores(candidate.thing))):
+        original = candidate.original
+        if candidate.kind == MODULE and not is_core(original):
+            if any(map(_is_replaced, list_cores(original))):
                 self.over_a_core.add(name)
                 reason += "; its core is replaced"
             if nearest := find_nearest(candidate):
-                reason += f'. To replace it, try: mx_driving.patch(..., forms={{{candidate.thing.__name__}: "{nearest}"}})'
+                reason += f'. To replace it, try: mx_driving.patch(..., forms={{{original.__name__}: "{nearest}"}})'
         self.skipped[name] = reason
 
 
-def _is_replaced(thing: Any) -> bool:
-    if not isinstance(thing, types.FunctionType) and not (isinstance(thing, type) and "forward" in vars(thing)):
+def _put_over_cores(fit: Fit, named: str) -> tuple[Fit | None, str]:
+    """Return the fit of an attention module with the replaced cores that it may call, or the reason why it has none."""
+    assert fit.owner is not None
+    left = [core.__qualname__ for core in fit.cores if not _is_replaced(core)]
+    if left and not named:
+        return None, f"it calls {left[0]}, which is not replaced"
+    cores = [*fit.cores, *list_cores(fit.owner)]
+    replaced = tuple(filter(_is_replaced, cores))
+    return dataclasses.replace(fit, cores=replaced, starts=fit.starts and any(map(reads_starts, replaced or cores))), ""
+
+
+def _is_replaced(member: Any) -> bool:
+    member = unwrap(member) if isinstance(member, types.FunctionType) else member
+    if not isinstance(member, types.FunctionType) and not (isinstance(member, type) and "forward" in vars(member)):
         return False
-    change = _changes.get(id(find_holder(thing)))
-    return change is not None and change.serves(thing)
+    change = _changes.get(id(find_holder(member)))
+    return change is not None and change.serves(member)
 
 
 def _get_name(target: Any) -> str:
@@ -227,20 +249,21 @@ def _get_name(target: Any) -> str:
     return target.__name__ if isinstance(target, types.ModuleType) else type(target).__name__
 
 
-def _hold(fit: Fit | None, thing: Any) -> None:
-    holder = find_holder(thing)
+def _hold(fit: Fit | None, original: Any) -> None:
+    """Replace an original, or count one more patch that holds it: then the fit is None."""
+    holder = find_holder(original)
     change = _changes.get(id(holder))
     if change is None:
         assert fit is not None
         _changes[id(holder)] = change = _Change(holder, replace(fit, holder))
     elif fit is not None:
         add_fit(fit, holder)
-    change.things.append(thing)
+    change.originals.append(original)
 
 
 def _release(holder: Any) -> None:
     change = _changes[id(holder)]
-    change.things.pop()
-    if not change.things:
+    change.originals.pop()
+    if not change.originals:
         del _changes[id(holder)]
         change.undo()

@@ -1,6 +1,6 @@
 """The forms of functions that sum points into cells, as BEVDet, BEVFusion and BEVDepth write them, over bev_pool_v3.
 
-They are tried after the autograd functions that they call, on points of which some lie outside.
+A pool is tried after the autograd function that it calls is replaced. Some points of its examples lie outside the grid.
 """
 
 from __future__ import annotations
@@ -25,24 +25,21 @@ _FEATURES = {"depth", "feat", "feats", "x", "input_features"}
 
 @dataclass(frozen=True)
 class Pool(ExactForm):
-    """A function of these parameters that sums points into cells, and ours of the same arguments."""
+    """A function of these parameters that sums points into cells, and our function of the same arguments."""
 
     parameters: tuple[str, ...]
     run: Callable[..., Any]
-    called: str  # a pattern of its name
+    pattern: str  # of its name
     example: Callable[[], tuple[Any, ...]]  # makes the arguments of a trial
     single: bool = False  # sums in float32, whatever the dtypes
     kind = FUNCTION
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        return re.search(self.called, name) is not None and super().fits(name, kind, parameters)
+        return re.search(self.pattern, name) is not None and super().fits(name, kind, parameters)
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether operators take the call. They refuse coordinates that are not whole numbers, and features that are."""
-        tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
-        if "coords" in tensors and len(tensors["coords"]) != len(tensors["feats"]):
-            return False
-        return all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items())
+        """Return whether operators take the call. They refuse features without coordinates."""
+        return are_fit(arguments) and ("coords" not in arguments or len(arguments["coords"]) == len(arguments["feats"]))
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         output = self.run(*arguments.values())
@@ -52,13 +49,19 @@ class Pool(ExactForm):
         return output.to(functools.reduce(torch.promote_types, features))  # autocast does not convert a sum in plain torch
 
 
+def are_fit(arguments: Arguments) -> bool:
+    """Return whether features are floating, and all other tensors whole numbers."""
+    tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
+    return all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items())
+
+
 def _pool_bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
     """Sum in float32, whatever the dtypes."""
     return bev_pool_v2(depth, feat.float(), *ranks_shape_and_intervals)
 
 
 def _pool_alike(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
-    """Sum as forks in plain torch: the dtype of the products is that of the result."""
+    """Sum as forks in plain torch, whose results have the dtype of the products."""
     return bev_pool_v2(depth, feat.to(torch.promote_types(depth.dtype, feat.dtype)), *ranks_shape_and_intervals)
 
 
@@ -126,11 +129,12 @@ _FUNCTIONS = {
     "voxel_pooling": Pool(("geom_xyz", "input_features", "voxel_num"), npu_voxel_pooling_train, "voxel_pooling", make_frustum),
 }
 POOLS = {
-    **_FUNCTIONS,  # MapTR's have no gradient
+    **_FUNCTIONS,
+    # MapTR's functions have no gradient.
     **{f"{name}_no_grad": replace(form, run=torch.no_grad()(form.run)) for name, form in _FUNCTIONS.items()},
 }
 
 
 def looks_like_a_pool(name: str) -> bool:
-    """Return whether something is called like a function that sums points into cells."""
+    """Return whether the name looks like a pool's: bev_pool, voxel_pooling, QuickCumsum, VoxelsSumming."""
     return re.search("(?i)bev_?pool|voxel_?pool|cumsum|voxels_?sum", name) is not None

@@ -1,8 +1,8 @@
 """Whether an unknown core can be tried: a pure function whose branches a trial can take.
 
-A pure function of tensors has no state, so equal numbers on small examples that take every branch mean equal numbers on all
-inputs. A branch may ask which optional arguments a call has, for the number of axes, or whether a size is 1; the examples of a
-trial have all of these. A branch on a dtype, a device or another size is not for a trial.
+A pure function of tensors has no state. If it gives our numbers on small examples that take every branch, it gives our numbers
+on all inputs. The examples of a trial take branches on optional arguments, on the number of axes, and on whether a size is 1.
+They do not take branches on a dtype, a device or another size.
 """
 
 from __future__ import annotations
@@ -11,43 +11,38 @@ import ast
 import dis
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any
 
-from ._code import NoKey, Reader, is_of_known_library, list_globals
-from ._parameters import Parameters, find_source, list_code, unwrap
+from ._code import Code
+from ._parameters import Parameters, list_code
 
-_BUILTINS = frozenset(
-    (
-        "len",
-        "range",
-        "zip",
-        "enumerate",
-        "int",
-        "float",
-        "list",
-        "tuple",
-        "sum",
-        "isinstance",
-        "map",
-        "reversed",
-        "dict",
-        "slice",
-        "str",
-    )
-)
+_BUILTINS = {"len", "range", "zip", "enumerate", "int", "float", "list", "tuple", "sum", "isinstance", "map", "reversed"}
+_BUILTINS |= {"dict", "slice", "str"}
 _SETTING = {"STORE_GLOBAL": "sets the global", "DELETE_GLOBAL": "deletes the global", "STORE_ATTR": "sets the attribute"}
 _STATES = {"is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabled", "get_default_dtype", "globals", "environ"}
-_STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}  # of numbers and settings that no example has
+_STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}  # No example has such numbers or settings.
 _EXPORTING = {"is_exporting", "is_compiling", "is_tracing", "is_scripting", "is_in_onnx_export", "isinstance"}
 
 
-def explain_impurity(function: Any, reader: Reader, trusts: Callable[[Any], bool], seen: tuple[Any, ...] = ()) -> str:
-    """Return why a function cannot be tried, or nothing. `trusts` tells the globals that are replaced cores."""
-    source = find_source(function)
-    if not isinstance(source, types.FunctionType) or source.__closure__ or inspect.isgeneratorfunction(source):
+def explain_impurity(code: Code) -> str:
+    """Return why code cannot be tried, or nothing."""
+    for function, (path, _) in code.functions.items():
+        if reason := _explain_bytecode(function):
+            return f"{path}{reason}"
+    for name, path in code.builtins.items():
+        if name not in _BUILTINS and not name.endswith(("Error", "Warning")):
+            return f"{path}reads the global {name}"
+    for name, path in code.values.items():
+        return f"{path}reads the global {name}"
+    for function, (path, tree) in code.functions.items():
+        if reason := _explain_branches(tree, Parameters(function)):
+            return f"{path}{reason}"
+    return ""
+
+
+def _explain_bytecode(function: types.FunctionType) -> str:
+    if inspect.isgeneratorfunction(function):
         return "is not a plain function"
-    for code in list_code(source):
+    for code in list_code(function):
         for step in dis.get_instructions(code):
             if step.opname in _SETTING:
                 return f"{_SETTING[step.opname]} {step.argval}"
@@ -55,27 +50,7 @@ def explain_impurity(function: Any, reader: Reader, trusts: Callable[[Any], bool
                 return f"imports {step.argval}"
         if states := _STATES & set(code.co_names):
             return f"asks for {min(states)}"
-    for name in sorted(set(list_globals(source))):
-        if reason := _explain_global(source, name, reader, trusts, (*seen, source)):
-            return reason
-    try:
-        return _explain_branches(reader.find(source), Parameters(source))
-    except NoKey as error:
-        return str(error)
-
-
-def _explain_global(function: Any, name: str, reader: Reader, trusts: Callable[[Any], bool], seen: tuple[Any, ...]) -> str:
-    if name not in function.__globals__:
-        is_error = name.endswith(("Error", "Warning"))
-        return "" if name in _BUILTINS or is_error else f"reads the global {name}"
-    thing = function.__globals__[name]
-    below = unwrap(thing) if callable(thing) and not isinstance(thing, type) else thing
-    if is_of_known_library(thing) or below in seen or trusts(below):
-        return ""
-    if isinstance(below, types.FunctionType):
-        reason = explain_impurity(below, reader, trusts, seen)
-        return f"calls {name}, which {reason}" if reason else ""
-    return f"reads the global {name}"
+    return ""
 
 
 def _explain_branches(node: ast.FunctionDef, parameters: Parameters) -> str:
@@ -91,7 +66,7 @@ def _explain_branches(node: ast.FunctionDef, parameters: Parameters) -> str:
 
 
 def _list_compared_tensors(node: ast.AST) -> list[ast.expr]:
-    """Return the comparisons of tensors: `(x > 0) & (x < w)`, `(x > 0).float()` and `x[1:] != x[:-1]` are no branches."""
+    """Return the comparisons of tensors. `(x > 0) & (x < w)`, `(x > 0).float()` and `x[1:] != x[:-1]` are not branches."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
         return [node.left, node.right]
     if isinstance(node, ast.Compare) and isinstance(node.left, ast.Subscript):
@@ -100,7 +75,7 @@ def _list_compared_tensors(node: ast.AST) -> list[ast.expr]:
 
 
 def _is_allowed(test: ast.expr, node: ast.FunctionDef, parameters: Parameters) -> bool:
-    """Return whether the examples of a trial have both outcomes of a test, or the outcome changes no number."""
+    """Return whether the examples of a trial take both branches of a test, or both branches compute the same."""
     if isinstance(test, ast.BoolOp):
         return all(_is_allowed(value, node, parameters) for value in test.values)
     if isinstance(test, ast.UnaryOp):

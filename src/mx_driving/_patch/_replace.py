@@ -1,8 +1,8 @@
 """Replace the code of a function, or the methods of an autograd function, in place.
 
-A plain function and a forward of a module get another `__code__`, below their decorators: whoever holds the function, under any
-name, calls the new code, and wrappers go on to wrap it. An autograd function gets an `apply` that calls the operator, and a
-forward and a backward, because torch.compile reads those two and ignores `apply`.
+A function and the forward of a module get another `__code__`, below their decorators. So all references to the function call
+the new code, and decorators still wrap it. An autograd function gets an `apply` that calls the operator. It also gets a forward
+and a backward, because torch.compile reads these two and ignores `apply`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ._fit import Fit, make_stand_in
 from ._forms import AUTOGRAD
 from ._parameters import STAND_IN, Parameters, unwrap
 
-# The new code's callee, by `_get_key`. An entry stays when a patch ends: another thread may be about to call it.
+# `_get_key` of a function -> its stand-in. Entries stay when a patch ends, because another thread may be about to call them.
 SERVED: dict[str, Callable[..., Any]] = {}
 _PROCESS = uuid.uuid4().hex
-_OWN = "the own code"  # stands for the function's own code object in _SOURCE
-# A function takes only code with as many free variables as its own. Code whose bytecode does not begin with them, as
-# CodeType.replace makes it, ends the process in a debugger. Decorators, such as mmcv's, ask code for its parameters.
-# cloudpickle sends a function of __main__ by its code: in another process, which has no entry, the own code runs.
+_OWN = "the own code"  # a placeholder in _SOURCE for the function's own code object
+# `function.__code__ = code` needs as many free variables as the function has. A nested function is compiled to get them: code
+# made by CodeType.replace(co_freevars=...) crashes debuggers. The new code has the function's parameters, because decorators
+# such as mmcv's read them. cloudpickle sends a function of __main__ by its code. Another process has no entry in SERVED, so it
+# runs the own code.
 _SOURCE = f"""
 def make({{free}}):
     def stand_in{{parameters}}:
@@ -42,11 +43,11 @@ def make({{free}}):
 """
 
 
-def find_holder(thing: Any) -> Any:
-    """Return the object to change: an autograd function's class, or the function below the decorators."""
-    if isinstance(thing, type) and not issubclass(thing, torch.autograd.Function):
-        return unwrap(vars(thing)["forward"])
-    return thing
+def find_holder(original: Any) -> Any:
+    """Return the object to change: the class of an autograd function, or the function below the decorators."""
+    if isinstance(original, type) and not issubclass(original, torch.autograd.Function):
+        return unwrap(vars(original)["forward"])
+    return original
 
 
 def replace(fit: Fit, holder: Any) -> Callable[[], None]:
@@ -57,21 +58,21 @@ def replace(fit: Fit, holder: Any) -> Callable[[], None]:
         original = _copy_function(holder)
         SERVED[_get_key(holder)] = make_stand_in(original, fit, original)
         originals = {"__code__": holder.__code__}
-        replacements = {"__code__": _make_code(holder), "__wrapped__": original}  # find_source reads the second
+        replacements = {"__code__": _make_code(holder), "__wrapped__": original}  # find_source reads __wrapped__.
     for name, value in replacements.items():
         setattr(holder, name, value)
     return functools.partial(_give_back, holder, originals, replacements)
 
 
 def add_fit(fit: Fit, function: types.FunctionType) -> None:
-    """Let a replaced forward serve another class, too, which shares it with the first."""
+    """Let a replaced forward also serve another class that shares it."""
     stand_in: Any = SERVED[_get_key(function)]
     SERVED[_get_key(function)] = make_stand_in(stand_in.__wrapped__, fit, stand_in)
 
 
 def _give_back(holder: Any, originals: dict[str, Any], replacements: dict[str, Any]) -> None:
     for name, value in replacements.items():
-        if vars(holder).get(name, value) is not value:  # a wrapper that others have put over a method stays
+        if vars(holder).get(name, value) is not value:  # A wrapper that other code has put over a method stays.
             continue
         if name in originals:
             setattr(holder, name, originals[name])
@@ -87,7 +88,7 @@ def _copy_function(function: types.FunctionType) -> types.FunctionType:
 
 
 def _make_code(function: types.FunctionType) -> types.CodeType:
-    """Return code that calls what SERVED has for the function, which keeps its own globals and closure."""
+    """Return code that calls the function's stand-in. The function keeps its own globals and closure."""
     code, names = function.__code__, Parameters(function)
     arguments = ", ".join([*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic])
     words = {"free": ", ".join(code.co_freevars), "parameters": names, "key": _get_key(function), "arguments": arguments}
@@ -103,7 +104,7 @@ def _get_key(function: types.FunctionType) -> str:
 
 
 def run_own_code(code: Any, names: dict[str, Any], contents: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a function of a replaced function's own code, with the contents of its closure."""
+    """Return a function with the own code of a replaced function, and with the contents of its closure."""
     return types.FunctionType(code, names, closure=tuple(map(types.CellType, contents)))
 
 
@@ -112,9 +113,9 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the casts of an autograd function: the `cast_inputs` of torch.amp.custom_fwd, then the known ones of its code.
+    """Return a function that casts inputs as an autograd function does: by custom_fwd's `cast_inputs`, then as its code does.
 
-    The casts are a function, not an object that can be called: torch.compile takes such an object only from torch 2.13 on.
+    It is a plain function, because torch.compile takes callable objects only from torch 2.13 on.
     """
     device_type, under_autocast = "cpu", None
     while hasattr(forward, "__wrapped__"):
@@ -126,7 +127,7 @@ def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
 
     def casts(*inputs: Tensor) -> tuple[Tensor, ...]:
         if under_autocast is not None and torch.is_autocast_enabled(device_type):
-            kept = (torch.float64,)  # custom_fwd casts neither these nor tensors on another device
+            kept = (torch.float64,)  # custom_fwd casts neither float64 nor tensors on another device.
             inputs = tuple(i if i.dtype in kept or i.device.type != device_type else _cast(i, under_autocast) for i in inputs)
         dtype = inputs[0].dtype if known == "value" else always
         return inputs if dtype is None else tuple(_cast(i, dtype) for i in inputs)
@@ -136,14 +137,14 @@ def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
 
 def _make_methods(form: Any, kind: Any) -> dict[str, staticmethod]:
     """Return the new methods of an autograd function."""
-    apply, forward, backward = (_wrap_function if form.row.operator == POOL else _wrap_operator)(form, kind)
+    apply, forward, backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
     wrapped = functools.wraps(kind.forward)(forward), functools.wraps(kind.backward)(backward)
     return {name: staticmethod(m) for name, m in zip(("apply", "forward", "backward"), (apply, *wrapped), strict=True)}
 
 
 def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
-    casts, run, operator = _read_casts(kind.forward, form.casts), differentiable(form.row), form.row.operator
-    words = [word for word in form.row.words.split() if word != "step"]
+    casts, run, operator = _read_casts(kind.forward, form.casts), differentiable(form.foreign), form.foreign.operator
+    words = [word for word in form.foreign.words.split() if word != "step"]
     count = len(words)
 
     def apply(*args: Any) -> Tensor:
@@ -170,8 +171,8 @@ def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
-    """Return methods that run a function of several operators. Backward runs it again, and differentiates it."""
-    run = differentiable(form.row)
+    """Return the methods for a function of several operations. Backward runs the function again, and differentiates it."""
+    run = differentiable(form.foreign)
 
     def apply(*args: Any) -> Tensor:
         return run(*args)
@@ -185,12 +186,12 @@ def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved, needs_grad = iter(ctx.saved_tensors), ctx.needs_input_grad
-        args = [next(saved).detach() if there else a for a, there in zip(ctx.others, ctx.is_tensor, strict=True)]
+        args = [next(saved).detach() if is_tensor else a for a, is_tensor in zip(ctx.others, ctx.is_tensor, strict=True)]
         leaves = [a.requires_grad_() for a, needed in zip(args, needs_grad, strict=True) if needed]
         with torch.enable_grad():
             outputs = run(*args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # a second output has places
+            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # A second output has coordinates.
         return tuple(next(gradients) if needed else None for needed in needs_grad)
 
     return apply, forward, backward

@@ -1,6 +1,6 @@
 """Find the cores of a target and the attention modules around them.
 
-The Python modules of a target are searched; of a known library, also the files whose texts mention a core.
+`patch` searches the Python modules of its target. Of a library in `_FILES`, it also imports files whose texts mention a core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._forms import AUTOGRAD, FUNCTION, MODULE
 from ._parameters import Parameters, unwrap
 from ._pools import looks_like_a_pool
 
-# where a library keeps its cores and attention modules, which it may import late; others are searched for what is loaded
+# The files in which a library keeps its cores and attention modules. The library may import them only on first use.
 _FILES = {
     "transformers": "models/*/modeling_*.py",
     "mmcv": "ops/multi_scale_deform_attn.py",
@@ -36,59 +36,76 @@ _FILES = {
 }
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
-# words in the text of every file with a core, or of every file with an attention module
+# The first words are in the text of every file with a core, the second ones in that of every file with an attention module.
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
 
 class Candidate(NamedTuple):
-    """Something that looks like a core, a function around a core, or an attention module."""
+    """A function or class of another library that looks like a core, a pool or an attention module."""
 
-    thing: Any
+    original: Any
     kind: str
     parameters: Parameters
 
+    @property
+    def name(self) -> str:
+        return f"{self.original.__module__}.{self.original.__qualname__}"
+
+    @property
+    def function(self) -> Any:
+        """The function, or the forward of the class, below its decorators."""
+        return unwrap(vars(self.original)["forward"] if isinstance(self.original, type) else self.original)
+
 
 class Candidates:
-    """The cores of a target, the functions that call a core, and its attention modules, by name.
+    """The candidates of a target.
 
-    `unknown` has the reason for each module that cannot be searched.
+    Attributes:
+        cores, pools, modules: name -> candidate. A pool is a function that calls a core.
+        unknown: name of a Python module that cannot be searched -> the reason.
+        searched: the Python modules that were searched.
     """
 
-    def __init__(self, modules: bool) -> None:
-        self.turns: tuple[dict[str, Candidate], ...] = ({}, {}, {})
+    def __init__(self, with_modules: bool) -> None:
+        self.cores: dict[str, Candidate] = {}
+        self.pools: dict[str, Candidate] = {}
+        self.modules: dict[str, Candidate] = {}
         self.unknown: dict[str, str] = {}
         self.searched: list[types.ModuleType] = []
-        self._with_modules = modules
+        self._with_modules = with_modules
 
     def __len__(self) -> int:
-        return sum(map(len, (*self.turns, self.unknown)))
+        return sum(map(len, (self.cores, self.pools, self.modules, self.unknown)))
 
     def search(self, module: types.ModuleType) -> bool:
-        """Add what the Python module defines or imports, and return whether there was something to add."""
+        """Add the candidates that a Python module defines or imports. Return whether it has any."""
         self.searched.append(module)
-        return sum(self.consider(thing) for thing in list(vars(module).values())) > 0
+        return sum(self.consider(member) for member in list(vars(module).values())) > 0
 
-    def consider(self, thing: Any) -> bool:
-        """Add the thing if it is a core or an attention module, under the name of the module that defines it."""
-        thing = unwrap(thing) if isinstance(thing, types.FunctionType) else thing
-        candidate = describe(thing)
+    def consider(self, member: Any) -> bool:
+        """Add a member of a Python module if it is a candidate. Return whether it is."""
+        candidate = describe(member)
         if candidate is None:
             return False
-        is_core = looks_like_a_core(candidate)
-        is_attention = not is_core and self._with_modules and candidate.kind == MODULE and has_layers(thing)
-        is_pool = candidate.kind == FUNCTION and looks_like_a_pool(thing.__qualname__)
-        if is_core or is_attention:
-            self.turns[2 if is_attention else int(is_pool)][f"{thing.__module__}.{thing.__qualname__}"] = candidate
-        for name in thing.__code__.co_names if is_core and is_pool else ():
-            if isinstance(core := thing.__globals__.get(name), type):  # over an extension, where the function is defined
+        original, kind = candidate.original, candidate.kind
+        is_pool = kind == FUNCTION and looks_like_a_pool(original.__qualname__)
+        if _looks_like_a_core(candidate):
+            (self.pools if is_pool else self.cores)[candidate.name] = candidate
+        elif self._with_modules and kind == MODULE and has_layers(original):
+            self.modules[candidate.name] = candidate
+        else:
+            return False
+        for name in original.__code__.co_names if is_pool else ():
+            # The autograd function of a pool may be imported nowhere but where the pool is defined.
+            if isinstance(core := original.__globals__.get(name), type):
                 self.consider(core)
-        return is_core or is_attention
+        return True
 
 
-def is_core(thing: Any) -> bool:
-    """Return whether something is a core, by its parameters or its name."""
-    candidate = describe(unwrap(thing) if isinstance(thing, types.FunctionType) else thing)
-    return candidate is not None and looks_like_a_core(candidate)
+def is_core(member: Any) -> bool:
+    """Return whether a function or class is a core, by its parameters or its name."""
+    candidate = describe(member)
+    return candidate is not None and _looks_like_a_core(candidate)
 
 
 def _is_for_torch_library(name: str, parameters: Parameters) -> bool:
@@ -96,10 +113,10 @@ def _is_for_torch_library(name: str, parameters: Parameters) -> bool:
     return "grad_output" in parameters.all or name.endswith(("_fake", "_meta", "_abstract"))
 
 
-def looks_like_a_core(candidate: Candidate) -> bool:
-    """Return whether something has the parameters of a core, or the name of a pool."""
-    name, parameters = candidate.thing.__qualname__, candidate.parameters
-    if candidate.kind == FUNCTION and _is_for_torch_library(candidate.thing.__name__, parameters):
+def _looks_like_a_core(candidate: Candidate) -> bool:
+    """Return whether a candidate has the parameters of a core, or the name of a pool."""
+    name, parameters = candidate.original.__qualname__, candidate.parameters
+    if candidate.kind == FUNCTION and _is_for_torch_library(candidate.original.__name__, parameters):
         return False
     names = {name.removesuffix("s") for name in parameters.all}
     if {"sampling_location", "attention_weight"} <= names or {"sampling_location", "weight"} <= names:
@@ -107,23 +124,27 @@ def looks_like_a_core(candidate: Candidate) -> bool:
     return looks_like_a_pool(name) and bool(parameters.all)
 
 
-def describe(thing: Any) -> Candidate | None:
-    """Return kind and parameters of what may be a core; None for everything else."""
-    if isinstance(thing, types.FunctionType):
-        made_by_dynamo = thing.__name__.startswith("torch_dynamo_resume_in")
-        return None if made_by_dynamo else Candidate(thing, FUNCTION, Parameters(thing))
-    if not isinstance(thing, type) or thing.__module__.partition(".")[0] in ("torch", "mx_driving"):
+def describe(member: Any) -> Candidate | None:
+    """Return a function below its decorators, or a class with a forward, as a candidate; None for all other objects."""
+    if isinstance(member, types.FunctionType):
+        function = unwrap(member)
+        is_made_by_dynamo = member.__name__.startswith("torch_dynamo_resume_in")
+        return None if is_made_by_dynamo else Candidate(function, FUNCTION, Parameters(function))
+    if not isinstance(member, type) or member.__module__.partition(".")[0] in ("torch", "mx_driving"):
         return None
-    kind = MODULE if issubclass(thing, torch.nn.Module) else AUTOGRAD if issubclass(thing, torch.autograd.Function) else None
-    forward = vars(thing).get("forward")
+    kind = MODULE if issubclass(member, torch.nn.Module) else AUTOGRAD if issubclass(member, torch.autograd.Function) else None
+    forward = vars(member).get("forward")
     if kind is None or not isinstance(unwrap(forward), types.FunctionType):
         return None
-    return Candidate(thing, kind, Parameters(forward, bound=1))
+    return Candidate(member, kind, Parameters(forward, bound=1))
 
 
 def find_network(target: Any) -> Any:
-    """Return the network that a wrapper calls. RF-DETR's keeps it in `.model.model`, and in `.model.inference_model` the copy
-    that predict() calls as soon as there is one."""
+    """Return the network that a wrapper calls.
+
+    RF-DETR's wrapper keeps its network in `.model.model`, and a copy of it in `.model.inference_model`. If there is a copy,
+    predict() calls the copy.
+    """
     for _ in range(3):
         if isinstance(target, (str, types.ModuleType, torch.nn.Module)) or not hasattr(target, "model"):
             break
@@ -134,9 +155,9 @@ def find_network(target: Any) -> Any:
     return target
 
 
-def find(target: Any, modules: bool) -> Candidates:
-    """Return what a target has: a library or module by its name, a Python module, or a model."""
-    candidates = Candidates(modules)
+def find(target: Any, with_modules: bool) -> Candidates:
+    """Return the candidates of a target: of a library or module by its name, of a Python module, or of a model."""
+    candidates = Candidates(with_modules)
     if isinstance(target, torch.nn.Module):
         for name in sorted({base.__module__ for part in target.modules() for base in type(part).__mro__}):
             if name in sys.modules and name.partition(".")[0] not in _NOT_MODELS:
@@ -154,15 +175,15 @@ def find(target: Any, modules: bool) -> Candidates:
 
 def find_elsewhere(candidates: Candidates) -> list[str]:
     """Return the modules with a core from which the searched modules import something."""
-    things = [thing for module in candidates.searched for thing in vars(module).values()]
-    names = {thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None) for thing in things}
+    members = [member for module in candidates.searched for member in vars(module).values()]
+    names = {m.__name__ if isinstance(m, types.ModuleType) else getattr(m, "__module__", None) for m in members}
     others = [sys.modules[name] for name in sorted(n for n in names if isinstance(n, str)) if name in sys.modules]
     outside = [m for m in others if m not in candidates.searched and m.__name__.partition(".")[0] not in _NOT_MODELS]
     return [module.__name__ for module in outside if Candidates(False).search(module)]
 
 
 def _search_loaded(name: str, candidates: Candidates) -> None:
-    """Search the module of a name and its submodules, as far as they are loaded."""
+    """Search the loaded ones of a module and its submodules."""
     for loaded in sorted(sys.modules):
         module = sys.modules[loaded]
         if (loaded == name or loaded.startswith(name + ".")) and isinstance(module, types.ModuleType):
@@ -170,7 +191,7 @@ def _search_loaded(name: str, candidates: Candidates) -> None:
 
 
 def _search_imported(name: str, candidates: Candidates) -> None:
-    """Import a module and search it. Where a library imports its models late, name the modules to import."""
+    """Import a module and search it. If a library imports its models on first use, name the modules to import."""
     try:
         importlib.import_module(name)
     except ImportError as error:
@@ -188,7 +209,7 @@ def _search_files(name: str, candidates: Candidates) -> None:
     for module_name in _find_in_library(name, _FILES[name]):
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:  # an optional requirement of one model must not stop the others
+        except Exception as error:  # A missing requirement of one model must not stop the others.
             reason = rules.import_failed(error, compat.NAMES)
             candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
         else:
@@ -204,7 +225,7 @@ def _find_in_library(library: str, files: str) -> Iterator[str]:
 
 
 def find_marked(roots: Iterable[pathlib.Path], files: str, package: str) -> Iterator[str]:
-    """Return the names of the modules in folders whose texts have the marks of a core or of an attention module."""
+    """Return the names of the modules in folders whose texts have the words of a core or of an attention module."""
     for root in roots:
         for file in sorted(root.glob(files)):
             text = file.read_text(encoding="utf-8", errors="ignore")

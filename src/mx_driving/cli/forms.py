@@ -13,7 +13,7 @@ from .options import Json
 
 def forms(
     target: Annotated[str, typer.Argument(help="A package that can be imported, or a folder of Python files.")],
-    rows: Annotated[bool, typer.Option("--rows", help="Print the rows of known.py for code that is not known.")] = False,
+    rows: Annotated[bool, typer.Option("--rows", help="Print the lines of known.jsonl for code that is not known.")] = False,
     seen: Annotated[str, typer.Option(help="With --rows: the project and its version.")] = "",
     as_json: Json = False,
 ) -> None:
@@ -24,16 +24,15 @@ def forms(
 
     Example: `mx-driving forms transformers`
     """
-    from .._patch._survey import survey
+    from .._patch._survey import make_entry, survey
 
     try:
         findings = survey(target)
     except ImportError as error:
         raise Problem(f"target must be a package or a folder; got {target}: {error}") from None
     if as_json:
-        rows_of_table = [{k: v for k, v in vars(f).items() if k != "fit"} for f in findings]
-        print_json({"right": True, "forms": rows_of_table})
+        print_json({"right": True, "forms": [{k: v for k, v in vars(f).items() if k != "fit"} for f in findings]})
     elif rows:
-        print("\n".join(dict.fromkeys(f.format_row(seen) for f in findings if f.fit is not None)))
+        print("\n".join(dict.fromkeys(make_entry(f, seen) for f in findings if f.fit and f.state != "known")))
     else:
         print("\n".join(map(str, findings)) or f"{target} has no sampling core and no attention module")
