@@ -5,8 +5,11 @@ import pathlib
 import numpy as np
 import onnx
 import onnx.reference
+import onnx_nodes
 import torch
 import truth
+
+import mx_driving.onnx
 
 
 def _output(value, shapes, starts, locations, weights):
@@ -135,6 +138,25 @@ def run_plugins(path, arrays):
     """Run a file or a model: outputs by name."""
     running = onnx.reference.ReferenceEvaluator(str(path) if isinstance(path, pathlib.Path) else path, new_ops=PLUGINS)
     return dict(zip(running.output_names, running.run(None, arrays), strict=True))
+
+
+def swap_axes(run):
+    """Return a runtime that takes x for y in locations and reference points."""
+
+    def run_swapped(path, arrays):
+        chosen = [n for n, a in arrays.items() if n.startswith("ref") or (a.ndim > 4 and a.shape[-1] == 2)]
+        pairs = {n: arrays[n].reshape(*arrays[n].shape[:-1], -1, 2) for n in chosen}
+        return run(path, arrays | {n: pair[..., ::-1].reshape(arrays[n].shape) for n, pair in pairs.items()})
+
+    return run_swapped
+
+
+def run_form(path, form, arrays):
+    """Run a file that `fuse` wrote in a form: stand-ins for nodes of others, our library for our nodes alone."""
+    if form in ("npu", "tensorrt"):
+        return next(iter(run_plugins(path, arrays).values()))
+    library = mx_driving.onnx.library() if form == "onnxruntime" else ""
+    return onnx_nodes.session(path, library).run(None, arrays)[0]
 
 
 def beside_the_nodes(model, *args):

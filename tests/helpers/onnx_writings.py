@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pathlib
 import warnings
@@ -264,14 +265,29 @@ def _export(module, path, exporter, opset, arguments):
     torch.onnx.export(module, arguments, path, input_names=names, dynamo=True, opset_version=20, verbose=False, **more)
 
 
+@contextlib.contextmanager
+def edit(path):
+    """Load a file, and save it after the block."""
+    model = onnx.load(path)
+    yield model
+    onnx.save(model, path)
+
+
+def assert_refused(path, why, form="onnxruntime", **options):
+    """`fuse` raises a sentence that matches `why`, and leaves no new file in the folder."""
+    files = sorted(path.parent.iterdir())
+    with pytest.raises(ValueError, match=why):
+        mx_driving.onnx.fuse(path, path.with_name("after.onnx"), form, **options)
+    assert sorted(path.parent.iterdir()) == files
+
+
 def set_size(path, tensor, axis, size):
     """Give an axis of an input another size, or a name."""
-    model = onnx.load(path)
-    (dimension,) = (i.type.tensor_type.shape.dim[axis] for i in model.graph.input if i.name == tensor)
-    dimension.Clear()
-    setattr(dimension, "dim_param" if isinstance(size, str) else "dim_value", size)
-    del model.graph.value_info[:]
-    onnx.save(model, path)
+    with edit(path) as model:
+        (dimension,) = (i.type.tensor_type.shape.dim[axis] for i in model.graph.input if i.name == tensor)
+        dimension.Clear()
+        setattr(dimension, "dim_param" if isinstance(size, str) else "dim_value", size)
+        del model.graph.value_info[:]
 
 
 def feeds(arguments=None):

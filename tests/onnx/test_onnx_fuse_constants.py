@@ -52,8 +52,7 @@ WRITINGS = {
         ("summed", "vl", 2),
     ],
 )
-def test_constants_of_levels_are_found(writing, fixed, batch, tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+def test_constants_of_levels_are_found(writing, fixed, batch, before, after):
     module, arguments = Fixed(WRITINGS[writing], fixed, batch), inputs(batch)
     export(module, before, "our samples, fixed sizes" if writing == "ours" else "fixed sizes", arguments=arguments)
     report = mx_driving.onnx.fuse(before, after)
@@ -79,8 +78,8 @@ class Twice(torch.nn.Module):
         return self.first(value, locations, weights) + self.second(value, locations, weights)
 
 
-def test_constants_of_two_attentions(tmp_path):
-    before, after, arguments = tmp_path / "before.onnx", tmp_path / "after.onnx", inputs()
+def test_constants_of_two_attentions(before, after):
+    arguments = inputs()
     export(Twice(), before, "fixed sizes")
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
     np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-5)
@@ -96,8 +95,7 @@ class Both(Fixed):
         return super().forward(value, locations, weights) + other(value, self.fixed_l, weights)
 
 
-def test_constants_of_what_stays_are_untouched(tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+def test_constants_of_what_stays_are_untouched(before, after):
     module, arguments = Both(Summed(), "l"), inputs(1)
     export(module, before, "fixed sizes", arguments=arguments)
     report = mx_driving.onnx.fuse(before, after)

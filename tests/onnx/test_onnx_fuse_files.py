@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
-from onnx_writings import WRITINGS, Projected, Stacked, export, feeds, inputs, masked, run
+from onnx_writings import WRITINGS, Projected, Stacked, assert_refused, edit, export, feeds, inputs, masked, run
 
 import mx_driving.onnx
 
@@ -53,42 +53,31 @@ def test_weights_outside_the_file_stay_outside(outside, tmp_path):
 def test_weights_that_are_not_there(outside, tmp_path):
     weights = tmp_path / "model.onnx.data"
     (tmp_path / "other name").hardlink_to(weights)
-    with pytest.raises(ValueError, match=r"beside it; got .*renamed.onnx, and model.onnx.data, which has other names"):
-        mx_driving.onnx.fuse(outside, tmp_path / "after.onnx")
+    assert_refused(outside, r"beside it; got .*renamed.onnx, and model.onnx.data, which has other names")
     (tmp_path / "other name").unlink()
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"its weights beside it; got .*renamed.onnx, and model.onnx.data of \d+ bytes"):
-        mx_driving.onnx.fuse(outside, tmp_path / "after.onnx")
+    assert_refused(outside, r"its weights beside it; got .*renamed.onnx, and model.onnx.data of \d+ bytes")
     weights.unlink()
-    with pytest.raises(ValueError, match=r"must have its weights beside it; got .*renamed.onnx, and no file model.onnx.data"):
-        mx_driving.onnx.fuse(outside, tmp_path / "after.onnx")
+    assert_refused(outside, r"must have its weights beside it; got .*renamed.onnx, and no file model.onnx.data")
     weights.symlink_to("/etc/passwd")
-    with pytest.raises(ValueError, match=r"renamed.onnx, and model.onnx.data, which lies in another folder"):
-        mx_driving.onnx.fuse(outside, tmp_path / "after.onnx")
-    assert not (tmp_path / "after.onnx").exists()
+    assert_refused(outside, r"renamed.onnx, and model.onnx.data, which lies in another folder")
 
 
 def test_bad_files(tmp_path):
-    out = tmp_path / "out.onnx"
     plain = tmp_path / "plain.onnx"
     torch.onnx.export(torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),), plain, dynamo=True, verbose=False)
-    with pytest.raises(ValueError, match=r"made of GridSample or gathers; got .*plain.onnx \(it has no weighted samples\)"):
-        mx_driving.onnx.fuse(plain, out)
+    assert_refused(plain, r"made of GridSample or gathers; got .*plain.onnx \(it has no weighted samples\)")
     export(Stacked(), tmp_path / "whole.onnx", "older")
     mx_driving.onnx.fuse(tmp_path / "whole.onnx", tmp_path / "fused.onnx")
-    with pytest.raises(ValueError, match=r"\(it has 1 of the node mx_driving::multi_scale_deformable_attn already"):
-        mx_driving.onnx.fuse(tmp_path / "fused.onnx", out)
+    assert_refused(tmp_path / "fused.onnx", r"\(it has 1 of the node mx_driving::multi_scale_deformable_attn already")
     with pytest.raises(ValueError, match="path_out must be another file than path_in"):
         mx_driving.onnx.fuse(plain, plain)
-    with pytest.raises(ValueError, match="path_in must be a file that can be read"):
-        mx_driving.onnx.fuse(tmp_path / "none.onnx", out)
+    assert_refused(tmp_path / "none.onnx", "path_in must be a file that can be read")
     (tmp_path / "text.onnx").write_text("not a graph")
     (tmp_path / "cut.onnx").write_bytes((tmp_path / "whole.onnx").read_bytes()[:-1000])
     (tmp_path / "letters.onnx").write_bytes((tmp_path / "whole.onnx").read_bytes().replace(b"pytorch", b"pyto\xd3ch"))
     for name in ("text.onnx", "cut.onnx", "letters.onnx"):
-        with pytest.raises(ValueError, match=f"path_in must be an ONNX file; got .*{name}"):
-            mx_driving.onnx.fuse(tmp_path / name, out)
-    assert not out.exists()
+        assert_refused(tmp_path / name, f"path_in must be an ONNX file; got .*{name}")
 
 
 def with_inputs(path, out, *, chosen=lambda tensor: True, ir_version=8):
@@ -114,13 +103,12 @@ def test_a_default_stays_an_input(tmp_path):
 
 
 @pytest.mark.parametrize("number", [1.0, 2.0, 30, None])
-def test_a_default_that_decides_what_is_sampled(number, tmp_path):
+def test_a_default_that_decides_what_is_sampled(number, before, after, tmp_path):
     """2 and 1 of 2 * locations - 1, lengths of levels, and everything."""
-    whole, before = tmp_path / "whole.onnx", tmp_path / "before.onnx"
+    whole, before = tmp_path / "whole.onnx", before
     export(WRITINGS["stacked"], whole, "older")
     with_inputs(whole, before, chosen=lambda tensor: number is None or (tensor.max() == number and tensor.size < 3))
-    with pytest.raises(ValueError, match=r"an input with a default|its grid is not|does not fix|no tensors have the shapes"):
-        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
+    assert_refused(before, r"an input with a default|its grid is not|does not fix|no tensors have the shapes")
 
 
 def test_before_version_4_nothing_is_overridden(tmp_path):
@@ -185,9 +173,8 @@ def write_inside(path, kind, beside, ours=False):
 
 
 @pytest.mark.parametrize(("kind", "beside"), [*((kind, True) for kind in BRANCHES), ("If", False), ("Loop", False)])
-def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, tmp_path):
+def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, before, after, tmp_path):
     """Functions are inlined. What lies in If and Loop is left, and both commands say so."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     write_inside(before, kind, beside)
     where = f"it lies in a subgraph of {kind} ({'branches' if kind == 'If' else 'loop'})"
     status, said, problem = mx("fuse", before, after)
@@ -206,22 +193,20 @@ def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["function", "If"])
-def test_our_nodes_in_functions_and_subgraphs(kind, tmp_path):
+def test_our_nodes_in_functions_and_subgraphs(kind, before, after):
     """Another form takes their place, or names them."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     write_inside(before, kind, beside=False, ours=True)
     if kind == "function":
         mx_driving.onnx.fuse(before, after, "gather")
         np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)
     else:
-        with pytest.raises(ValueError, match=r"it lies in a subgraph of If \(branches\)"):
-            mx_driving.onnx.fuse(before, after, "gather")
+        assert_refused(before, r"it lies in a subgraph of If \(branches\)", "gather")
 
 
-def test_a_function_that_cannot_be_inlined_is_named(tmp_path, monkeypatch):
-    write_inside(tmp_path / "before.onnx", "function", beside=True)
+def test_a_function_that_cannot_be_inlined_is_named(before, after, monkeypatch):
+    write_inside(before, "function", beside=True)
     monkeypatch.setattr(onnx.inliner, "inline_local_functions", mock.Mock(side_effect=RuntimeError("no converter")))
-    report = mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
+    report = mx_driving.onnx.fuse(before, after)
     assert len(report.replaced) == 1
     assert ["it lies in the local function theirs::Attend; " in why for why in report.left.values()] == [True]
 
@@ -237,16 +222,12 @@ def add_sparse(graph, kind):
 
 
 @pytest.mark.parametrize("kind", ["initializer", "constant", "in a branch"])
-def test_sparse_tensors_are_refused(kind, tmp_path):
+def test_sparse_tensors_are_refused(kind, before, after):
     """They vanished from the new file."""
-    before = tmp_path / "before.onnx"
     write_inside(before, "If", beside=True)
-    model = onnx.load(before)
-    add_sparse(model.graph.node[-1].attribute[0].g if kind == "in a branch" else model.graph, kind)
-    onnx.save(model, before)
-    with pytest.raises(ValueError, match=r"^path_in must have dense tensors; got .*before.onnx, where few is sparse$"):
-        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
-    assert not (tmp_path / "after.onnx").exists()
+    with edit(before) as model:
+        add_sparse(model.graph.node[-1].attribute[0].g if kind == "in a branch" else model.graph, kind)
+    assert_refused(before, r"^path_in must have dense tensors; got .*before.onnx, where few is sparse$")
 
 
 def in_circles(model):
@@ -279,26 +260,22 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_files_are_refused_in_a_sentence(name, tmp_path, capfd):
+def test_broken_files_are_refused_in_a_sentence(name, before, after, tmp_path, capfd):
     change, why = BROKEN[name]
     export(WRITINGS["stacked"], tmp_path / "whole.onnx", "older")
     model = onnx.load(tmp_path / "whole.onnx")
     change(model)
-    onnx.save(model, tmp_path / "before.onnx")
-    capfd.readouterr()
-    with pytest.raises(ValueError, match=f"^path_in {why}[^\n]*$"):
-        mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
-    assert capfd.readouterr() == ("", "")
-    assert not (tmp_path / "after.onnx").exists()
-
-
-def test_a_version_without_nodes(tmp_path):
-    """onnxruntime writes version 1000 of every domain that its process knows into the files that it saves."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export(WRITINGS["stacked"], before, "older")
-    model = onnx.load(before)
-    model.opset_import.append(onnx.helper.make_opsetid("mx_driving", 1000))
     onnx.save(model, before)
+    capfd.readouterr()
+    assert_refused(before, f"^path_in {why}[^\n]*$")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_version_without_nodes(before, after):
+    """onnxruntime writes version 1000 of every domain that its process knows into the files that it saves."""
+    export(WRITINGS["stacked"], before, "older")
+    with edit(before) as model:
+        model.opset_import.append(onnx.helper.make_opsetid("mx_driving", 1000))
     for form in ("onnxruntime", "gather"):
         assert len(mx_driving.onnx.fuse(before, after, form).replaced) == 1
         assert {o.version for o in onnx.load(after).opset_import if o.domain == "mx_driving"} <= {1}
@@ -326,25 +303,21 @@ def test_files_that_onnxruntime_has_optimised(level, tmp_path):
     options.optimized_model_filepath = str(before)
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
     onnxruntime.InferenceSession(plain, options, providers=["CPUExecutionProvider"])
-    model = onnx.load(before)
-    del model.graph.value_info[:]
-    onnx.save(model, before)
+    with edit(before) as model:
+        del model.graph.value_info[:]
     assert any(node.domain.startswith("com.microsoft") for node in model.graph.node) == (level != "BASIC")
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
     np.testing.assert_allclose(run(after, inputs()), run(plain, inputs()), rtol=0, atol=1e-5)
 
 
-def test_a_node_without_a_shape_is_named(tmp_path):
-    before = tmp_path / "before.onnx"
+def test_a_node_without_a_shape_is_named(before, after):
     export(WRITINGS["stacked"], before, "older")
-    model = onnx.load(before)
-    model.opset_import.append(onnx.helper.make_opsetid("theirs", 1))
-    next(node for node in model.graph.node if "l" in node.input).input[0] = "moved"
-    model.graph.node.insert(0, onnx.helper.make_node("Move", ["l"], ["moved"], name="move", domain="theirs"))
-    del model.graph.value_info[:]
-    onnx.save(model, before)
-    with pytest.raises(ValueError, match=r"the file does not say the shape of the output of theirs::Move \(move\)"):
-        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
+    with edit(before) as model:
+        model.opset_import.append(onnx.helper.make_opsetid("theirs", 1))
+        next(node for node in model.graph.node if "l" in node.input).input[0] = "moved"
+        model.graph.node.insert(0, onnx.helper.make_node("Move", ["l"], ["moved"], name="move", domain="theirs"))
+        del model.graph.value_info[:]
+    assert_refused(before, r"the file does not say the shape of the output of theirs::Move \(move\)")
 
 
 HUGE = """<ir_version: 8, opset_import: ["" : 20]>
@@ -365,15 +338,13 @@ huge (float[1, 268435456, 1, 8] v, float[1, q, 1, 1, 1, 2] l, float[1, q, 1, 1] 
 }"""
 
 
-def test_a_small_file_takes_no_huge_memory(tmp_path):
-    onnx.save(onnx.parser.parse_model(HUGE), tmp_path / "before.onnx")
-    with pytest.raises(ValueError, match="a trial of batch 1 and 7 queries has 2147483648 elements"):
-        mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
+def test_a_small_file_takes_no_huge_memory(before, after):
+    onnx.save(onnx.parser.parse_model(HUGE), before)
+    assert_refused(before, "a trial of batch 1 and 7 queries has 2147483648 elements")
 
 
-def test_names_that_are_taken(tmp_path, capfd):
+def test_names_that_are_taken(before, after, capfd):
     """By tensors of the graph or of a subgraph, where they must not hide each other."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     export(WRITINGS["unequal points"], before, "older")
     model = onnx.load(before)
     mx_driving.onnx.fuse(before, after)

@@ -8,7 +8,7 @@ import onnx_ir
 import onnx_nodes
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_writings import Calls, Joined, Stacked, Summed, export, feeds, inputs, masked, run, verified
+from onnx_writings import Calls, Joined, Stacked, Summed, edit, export, feeds, inputs, masked, run, verified
 
 import mx_driving.onnx
 from mx_driving.onnx import _file, _identities
@@ -67,8 +67,7 @@ def write_nothing(path, name):
         ("Identity", "one table"),
     ],
 )
-def test_nodes_that_change_nothing_are_passed(name, writing, tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+def test_nodes_that_change_nothing_are_passed(name, writing, before, after):
     export(WRITTEN[writing], before, "older, fixed sizes" if writing != "one table" else "fixed sizes")
     write_nothing(before, name)
     report = mx_driving.onnx.fuse(before, after)
@@ -78,9 +77,8 @@ def test_nodes_that_change_nothing_are_passed(name, writing, tmp_path):
     np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), rtol=0, atol=2e-6)
 
 
-def test_the_rest_of_the_file_stays_as_it_is(tmp_path):
+def test_the_rest_of_the_file_stays_as_it_is(before, after):
     """Nodes that change nothing remain outside attention: 1 / (-0.0 + 0) is infinite, 1 / -0.0 is negative."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     export(Stacked(), before, "older")
     model, value = onnx.load(before), helper.make_tensor_value_info
     for name, numbers in (("negative", -0.0), ("none", 0.0)):
@@ -132,7 +130,7 @@ Transpose<perm = [1, 0]>(x)  Concat<axis = 0>(x, x)
 def test_what_a_node_returns(node, same, tmp_path):
     """`default` is an input, `row` broadcasts to no larger shape."""
     onnx.save(onnx.parser.parse_model(GRAPH.replace("NODE", node.replace("<", " <").replace(">", "> "))), tmp_path / "one.onnx")
-    model = _file.load(tmp_path / "one.onnx")
+    model = _file.load(tmp_path / "one.onnx").model
     (found,) = (_identities.find_returned(one, 18) for one in model.graph)
     assert (found is not None) == same
 
@@ -143,9 +141,8 @@ def test_dropout_of_older_opsets(opset, attributes, same):
     assert (_identities.find_returned(node, opset) is not None) == same
 
 
-def test_sizes_of_paddle2onnx(tmp_path):
+def test_sizes_of_paddle2onnx(before, after):
     """bs * heads is int(float(bs) * 4.0 + 0), then a scalar; and a recorded size contradicts the nodes."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     export(Stacked(), before, "older")
     model, tensor = onnx.load(before), numpy_helper.from_array
     scale, zero = (tensor(np.array([x], np.float32), f"scale/{x}") for x in (4, 0))
@@ -159,10 +156,9 @@ def test_sizes_of_paddle2onnx(tmp_path):
     model.graph.node.extend(nodes)
     onnx.save(model, before)
     write_nothing(before, "Identity")
-    model = onnx.load(before)
-    false = helper.make_tensor_value_info("/Reshape_output_0", TensorProto.FLOAT, ["a", "b", 9, "c", "d"])
-    model.graph.value_info.append(false)
-    onnx.save(model, before)
+    with edit(before) as model:
+        false = helper.make_tensor_value_info("/Reshape_output_0", TensorProto.FLOAT, ["a", "b", 9, "c", "d"])
+        model.graph.value_info.append(false)
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
     np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), rtol=0, atol=2e-6)
 

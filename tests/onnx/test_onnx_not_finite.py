@@ -5,9 +5,9 @@ import onnx_writings as writings
 import pytest
 import torch
 import wrong_runtime
+from onnx_other_nodes import PLUGIN, save
+from onnx_other_nodes import feeds as feeds_of
 from onnx_stand_ins import run_plugins
-from test_onnx_other_nodes import PLUGIN, save
-from test_onnx_other_nodes import feeds as feeds_of
 
 import mx_driving.onnx
 from mx_driving.onnx import _running, _runtimes
@@ -52,8 +52,8 @@ def other_number_for_nan(path, arrays):
 
 @pytest.mark.parametrize("sample", [torch.nn.functional.grid_sample, writings.masked])
 @pytest.mark.parametrize("run", [_runtimes.find_runtime("onnxruntime"), other_number_for_nan])
-def test_verify_leaves_out_what_the_inputs_make(run, sample, tmp_path):
-    path = tmp_path / "before.onnx"
+def test_verify_leaves_out_what_the_inputs_make(run, sample, before):
+    path = before
     writings.export(writings.Stacked(sample), path, "older, fixed sizes")
     report = check(path, run, feeds(BAD))
     assert report.right
@@ -63,9 +63,9 @@ def test_verify_leaves_out_what_the_inputs_make(run, sample, tmp_path):
     assert not any(one.why for one in check(path, run, feeds()).comparisons)
 
 
-def test_a_fault_beside_them_is_found(tmp_path):
-    writings.export(writings.Stacked(), tmp_path / "before.onnx", "older, fixed sizes")
-    report = check(tmp_path / "before.onnx", lambda path, fed: wrong_runtime.run("swapped axes", str(path), fed), feeds(BAD))
+def test_a_fault_beside_them_is_found(before):
+    writings.export(writings.Stacked(), before, "older, fixed sizes")
+    report = check(before, lambda path, fed: wrong_runtime.run("swapped axes", str(path), fed), feeds(BAD))
     assert not any(one.right for one in (*report.comparisons, *report.outputs))
     assert all("x and y are swapped in the locations" in one.why for one in report.comparisons)
     assert report.comparisons[0].why.endswith(f"; 3 of 14 {SENTENCE}as in the file's input l")
@@ -75,8 +75,7 @@ ORIGINS = [(Divided(), "first from Div (/Div"), (Constant(), "as in the file's c
 
 
 @pytest.mark.parametrize(("module", "origin"), ORIGINS)
-def test_what_the_file_makes_is_named(module, origin, mx, tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+def test_what_the_file_makes_is_named(module, origin, mx, before, after, tmp_path):
     writings.export(module, before, "older")
     np.savez(tmp_path / "inputs.npz", **feeds())
     status, said, problem = mx("verify", before, "--runtime", "onnxruntime", "--inputs", tmp_path / "inputs.npz")
@@ -88,8 +87,7 @@ def test_what_the_file_makes_is_named(module, origin, mx, tmp_path):
     assert f"14.3 % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}" in said
 
 
-def test_other_differences_are_still_told(tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+def test_other_differences_are_still_told(before, after):
     writings.export(writings.Stacked(), before, "older")
     report = mx_driving.onnx.fuse(before, after)
     writings.export(writings.Stacked(order=(1, 0)), after, "older")
@@ -98,11 +96,11 @@ def test_other_differences_are_still_told(tmp_path):
     assert compared.note.startswith("10.7 % of their numbers are left out")
 
 
-def test_plugins_have_locations_too(tmp_path):
-    save(tmp_path / "before.onnx", PLUGIN)
+def test_plugins_have_locations_too(before):
+    save(before, PLUGIN)
     arrays = feeds_of(PLUGIN)
     arrays["references"][0, 1] = np.nan
-    report = check(tmp_path / "before.onnx", run_plugins, arrays)
+    report = check(before, run_plugins, arrays)
     assert report.right
     assert report.comparisons[0].why == f"1 of 14 {SENTENCE}as in the file's input references"
 

@@ -100,18 +100,18 @@ WRITINGS = {
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("name", WRITINGS)
-def test_right_runtimes(name, runtime, tmp_path):
+def test_right_runtimes(name, runtime, before):
     pytest.importorskip(runtime)
     module, exporter = WRITINGS[name]
-    writings.export(module, tmp_path / "before.onnx", exporter)
-    report = check(tmp_path / "before.onnx", _runtimes.find_runtime(runtime), feeds(writings.inputs(3, 11)))
+    writings.export(module, before, exporter)
+    report = check(before, _runtimes.find_runtime(runtime), feeds(writings.inputs(3, 11)))
     assert report.right, reasons(report)
     assert len(report.comparisons) == 2
     assert all(one.judged.device < 0.2 for one in report.comparisons)
 
 
-def test_a_size_of_one_that_the_file_broadcasts(tmp_path):
-    path, arrays = tmp_path / "before.onnx", feeds()
+def test_a_size_of_one_that_the_file_broadcasts(before):
+    path, arrays = before, feeds()
     writings.export(writings.Summed(), path, "older")
     writings.set_size(path, "w", 1, 1)
     report = check(path, RIGHT, arrays | {"w": arrays["w"][:, :1]})
@@ -125,9 +125,9 @@ class Both(torch.nn.Module):
         return writings.Stacked()(value, locations, weights) + near_miss(value, locations, weights)
 
 
-def test_what_is_no_match_is_named(tmp_path):
-    writings.export(Both(), tmp_path / "before.onnx", "older")
-    report = check(tmp_path / "before.onnx", RIGHT, feeds())
+def test_what_is_no_match_is_named(before):
+    writings.export(Both(), before, "older")
+    report = check(before, RIGHT, feeds())
     assert report.right
     assert len(report.comparisons) == 2
     assert ["padding_mode is border" in why for why in report.left.values()] == [True]
@@ -159,9 +159,8 @@ def test_our_nodes_are_matches(operator, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["stacked", "unequal points"])
-def test_a_file_in_another_form_has_the_matches_of_the_original(name, tmp_path):
+def test_a_file_in_another_form_has_the_matches_of_the_original(name, before, after):
     """Its names of tensors are those of the original."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     writings.export(writings.WRITINGS[name], before, "older")
     mx_driving.onnx.fuse(before, after, "gather")
 
@@ -270,26 +269,26 @@ BAD_PATHS = {
 
 @pytest.mark.parametrize("name", BAD_PATHS)
 @pytest.mark.parametrize("argument", ["path_in", "path_out", "--original"])
-def test_bad_paths_are_refused_in_a_sentence(name, argument, mx, stacked, tmp_path):
+def test_bad_paths_are_refused_in_a_sentence(name, argument, mx, stacked, after):
     path, sentence = BAD_PATHS[name]
     if argument == "--original":
         command = ("verify", stacked, "--runtime", "onnxruntime", "--original", path)
     else:
-        command = ("fuse", *((path, tmp_path / "after.onnx") if argument == "path_in" else (stacked, path)))
+        command = ("fuse", *((path, after) if argument == "path_in" else (stacked, path)))
     assert mx(*command) == (2, mock.ANY, f"mx-driving: {argument} {sentence}\n")
     if argument == "path_in":
         assert mx("verify", path, "--runtime", "onnxruntime")[2] == f"mx-driving: path_in {sentence}\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
-def test_a_full_standard_output_is_named(mx, monkeypatch, stacked, tmp_path):
+def test_a_full_standard_output_is_named(mx, monkeypatch, stacked, after):
     """The file is written whole: it is not path_out that is full."""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        status, _, problem = mx("fuse", stacked, tmp_path / "after.onnx")
+        status, _, problem = mx("fuse", stacked, after)
     sentence = "mx-driving: standard output must take what is printed; got No space left on device\n"
     assert (status, problem) == (2, sentence)
-    assert onnx.load(tmp_path / "after.onnx").graph.node
+    assert onnx.load(after).graph.node
 
 
 NO_NPZ = "what the program writes must be an .npz file; got "
@@ -399,7 +398,7 @@ def test_weights_and_inputs_are_changed_by_ulps_of_their_own(dtype):
     weights = [ir.Value(name=name, const_value=ir.tensor(numbers)) for name, numbers in (("w", array), ("scales", scales))]
     model = ir.Model(ir.Graph([], [], nodes=[], initializers=weights, opset_imports={"": 20}), ir_version=10)
     fed = {"x": array, "s": scales, "n": np.arange(3), "sentinel": np.full((1, 1), np.finfo(dtype).max)}
-    for moved in _outputs.change(model, fed, 0.0):
+    for moved in _outputs.change_by_ulps(model, fed, 0.0):
         for numbers in (moved["x"], weights[0].const_value.numpy()):
             ulps = np.abs(numbers.astype(np.float64) - array) / np.abs(array) / np.finfo(dtype).eps
             assert numbers.dtype == dtype

@@ -46,7 +46,6 @@ namespace ort {
 
 constexpr Slot<OrtStatus *(OrtErrorCode, const char *)> create_status{0};
 constexpr Slot<OrtErrorCode(const OrtStatus *)> error_code{1};
-constexpr Slot<const char *(const OrtStatus *)> error_message{2};
 constexpr Slot<OrtStatus *(const char *, OrtCustomOpDomain **)> create_domain{26};
 constexpr Slot<OrtStatus *(OrtCustomOpDomain *, const OrtCustomOp *)> add_to_domain{27};
 constexpr Slot<OrtStatus *(OrtSessionOptions *, OrtCustomOpDomain *)> add_domain{28};
@@ -62,6 +61,7 @@ constexpr Slot<OrtStatus *(const OrtKernelContext *, size_t, const OrtValue **)>
 constexpr Slot<OrtStatus *(OrtKernelContext *, size_t, const int64_t *, size_t, OrtValue **)> output{91};
 constexpr Slot<void(OrtStatus *)> release_status{93};
 constexpr Slot<void(OrtTensorInfo *)> release_tensor_info{99};
+constexpr Slot<OrtStatus *(const OrtKernelInfo *, const char *, int64_t *, size_t *)> int_list_attribute{163};
 // Version 17 and later: runs body(argument, i) for i in 0..count-1 on the threads of the session. A thread runs several i one
 // after the other, so no body may wait for another.
 typedef void Body(void *, size_t);

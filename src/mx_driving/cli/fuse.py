@@ -49,8 +49,6 @@ def fuse(
     fed = arrays(inputs)
     try:
         report = onnx.fuse(path_in, path_out, form, plugin_version)
-    except ValueError as error:
-        raise Problem(str(error)) from None
     except OSError as error:
         raise Problem(f"path_out must be a file that can be written; got {path_out}: {error.strerror or error}") from None
     if not as_json:

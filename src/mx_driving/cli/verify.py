@@ -8,7 +8,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from .._operator.problems import Problem, need
+from .._operator.problems import need
 from .._show import grid, open_console, print_json, say, show
 from .options import DTYPES, Inputs, Json, Threads, arrays, one_of, use_threads
 
@@ -50,10 +50,7 @@ def verify(
     use_threads(threads)
     fed, run = arrays(inputs), _runtimes.find_runtime(runtime)
     console = None if as_json else open_console(f"mx-driving verify: {path_in} on {runtime}")
-    try:
-        report = check(path_in, run, fed, getattr(torch, precision) if precision else None, original)
-    except ValueError as error:
-        raise Problem(str(error)) from None
+    report = check(path_in, run, fed, getattr(torch, precision) if precision else None, original)
     if console is None:
         print_json({"path": path_in, "runtime": runtime, **report.facts()})
     else:
@@ -67,9 +64,9 @@ def _print(console: Any, report: Any) -> None:
     show(console, _outputs(report))
     for sentence in _sentences(report):
         say(console, sentence)
-    judged = [*report.comparisons, *report.outputs]
+    rights = [verdict.right for verdict in (*report.comparisons, *report.outputs)]
     if not report.right:
-        return say(console, f"[bold red]{sum(not one.right for one in judged)} of {len(judged)} comparisons are wrong[/]")
+        return say(console, f"[bold red]{rights.count(False)} of {len(rights)} comparisons are wrong[/]")
     left = f"; {len(report.left)} left out" if report.left else ""
     counts = f"{len(report.comparisons)} comparisons of matches, {len(report.outputs)} of outputs{left}"
     say(console, f"[bold green]all is well[/]: {counts}")
@@ -83,10 +80,11 @@ def _matches(report: Any) -> Any:
     """Return a table of errors, in units of the dtype's tolerance."""
     table = grid(None, {"match": 0, "inputs": 0}, {"error": 0, "in float32": 0})
     table.add_column("verdict")
-    for one in report.comparisons:
-        row = one.row()
-        errors = ["" if row[name] is None else f"{row[name]:.2g}" for name in ("error", "float32")]
-        table.add_row(escape(one.match.name), one.inputs, errors[0] or "none", errors[1], _word(one.right, row["verdict"]))
+    for comparison in report.comparisons:
+        facts = comparison.facts()
+        error, float32 = ("" if facts[name] is None else f"{facts[name]:.2g}" for name in ("error", "float32"))
+        verdict = _word(comparison.right, facts["verdict"])
+        table.add_row(escape(facts["match"]), facts["inputs"], error or "none", float32, verdict)
     return table
 
 
@@ -94,9 +92,9 @@ def _outputs(report: Any) -> Any:
     """Return a table of outputs: the share of numbers that rounding does not explain, and the share allowed for near ties."""
     table = grid(None, {"output": 0}, {"largest difference": 0, "numbers off": 0, "may be off": 0})
     table.add_column("verdict")
-    for one in report.outputs:
-        parts = [f"{100 * part:.3g} %" for part in (one.off, one.may)]
-        table.add_row(escape(one.name), f"{one.difference:.1e}", *parts, _word(one.right, "right"))
+    for output in report.outputs:
+        shares = [f"{100 * share:.3g} %" for share in (output.off, output.may)]
+        table.add_row(escape(output.name), f"{output.difference:.1e}", *shares, _word(output.right, "right"))
     return table
 
 
@@ -105,19 +103,19 @@ def _sentences(report: Any) -> list[str]:
     words: dict[str, dict[str, None]] = {}
     for match in report.matches:
         words.setdefault(match.words, {})[match.name] = None
-    sentences = [f"{len(names)} {'match' if len(names) == 1 else 'matches'}: {escape(what)}" for what, names in words.items()]
+    sentences = [f"{len(names)} {'match' if len(names) == 1 else 'matches'}: {escape(text)}" for text, names in words.items()]
     reasons: dict[tuple[str, str], list[Any]] = {}
-    for one in report.comparisons:
-        if one.why:
-            reasons.setdefault(("yellow" if one.right else "red", one.why), []).append(one)
-    sentences += [f"[bold {colour}]{escape(_which(of))}:[/] {escape(why)}" for (colour, why), of in reasons.items()]
-    sentences += [f"[bold red]{escape(one.name)}:[/] {escape(one.problem)}" for one in report.outputs if one.problem]
-    sentences += [f"[bold yellow]{escape(one.name)}:[/] {escape(one.note)}" for one in report.outputs if one.note]
+    for comparison in report.comparisons:
+        if comparison.why:
+            reasons.setdefault(("yellow" if comparison.right else "red", comparison.why), []).append(comparison)
+    sentences += [f"[bold {colour}]{escape(_name(of))}:[/] {escape(why)}" for (colour, why), of in reasons.items()]
+    sentences += [f"[bold red]{escape(o.name)}:[/] {escape(o.problem)}" for o in report.outputs if o.problem]
+    sentences += [f"[bold yellow]{escape(o.name)}:[/] {escape(o.note)}" for o in report.outputs if o.note]
     return sentences + [f"left out {escape(name)}: {escape(why)}" for name, why in report.left.items()]
 
 
-def _which(comparisons: list[Any]) -> str:
+def _name(comparisons: list[Any]) -> str:
     """Return the name of the match, or the number of matches, and their inputs."""
-    names = list(dict.fromkeys(one.match.name for one in comparisons))
+    names = list(dict.fromkeys(comparison.match.name for comparison in comparisons))
     matches = names[0] if len(names) == 1 else f"{len(names)} matches"
-    return ", ".join([matches, *dict.fromkeys(one.inputs for one in comparisons)])
+    return ", ".join([matches, *dict.fromkeys(comparison.inputs for comparison in comparisons)])

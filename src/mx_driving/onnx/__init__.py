@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _import_guard as _import_guard
+from .._operator.problems import Problem
 
 if TYPE_CHECKING:
     from ._fuse import Fused
@@ -59,7 +60,7 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
     {}
     """
     if form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(FORMS)}; got {form!r}")
+        raise Problem(f"form must be one of {', '.join(FORMS)}; got {form!r}")
     if form == "gather":
         return {}
     room = importlib.import_module(f"{__name__}.{'_grid_sample' if form == 'grid_sample' else '_custom_nodes'}")
@@ -145,9 +146,9 @@ def fuse(
         ImportError: onnx, onnxscript (the extra `onnx`) or onnxruntime is not installed.
     """
     if form not in FUSED_FORMS:
-        raise ValueError(f"form must be one of {', '.join(FUSED_FORMS)}; got {form!r}")
+        raise Problem(f"form must be one of {', '.join(FUSED_FORMS)}; got {form!r}")
     if plugin_version is not None and form != "tensorrt":
-        raise ValueError(f"plugin_version must come with form 'tensorrt'; got {plugin_version!r} with {form!r}")
+        raise Problem(f"plugin_version must come with form 'tensorrt'; got {plugin_version!r} with {form!r}")
     for module in ("onnx_ir", "onnxruntime"):
         importlib.import_module(module)
     options = {"plugin_version": plugin_version} if plugin_version else {}

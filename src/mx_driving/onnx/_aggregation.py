@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ._forms import Call
-from ._graph import Unfit, are_fixed, constant, dims
+from ._graph import Unfit, are_fixed, dims, read_constant
 from ._writer import Writer
 
 _FAR = -10.0
@@ -33,7 +33,7 @@ def write_as_attention(write: Writer, inputs: list[ir.Value]) -> Call:
 
 def _flatten(write: Writer, name: str, table: ir.Value, *shape: int) -> ir.Value:
     """Return a table with one axis for the maps of all cameras."""
-    numbers = constant(table)
+    numbers = read_constant(table)
     if numbers is None:
         return write.like(table, "Reshape", write.table("shape", shape))
     return write.table(name, numbers.reshape(shape), numbers.dtype)

@@ -19,7 +19,7 @@ from .._operator.rules import first_line
 from .._replay.calls import RecordedCall
 from .._replay.judge import WRONG, Judged, judge
 from . import _file, _not_finite, _outputs, _running
-from ._graph import constant
+from ._graph import Unfit, add_outputs, read_constant
 from ._matches import (
     Array,
     Arrays,
@@ -29,7 +29,7 @@ from ._matches import (
     find_matches,
     prepare_reference,
     read_bare_inputs,
-    write,
+    write_match,
 )
 from ._nodes import name_unknown
 from ._runtimes import Failed, Run
@@ -50,7 +50,7 @@ class Comparison:
     def right(self) -> bool:
         return self.judged is not None and self.judged.verdict != WRONG
 
-    def row(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         error, float32, verdict = (j.device, j.float32, j.verdict) if (j := self.judged) else (None, None, WRONG)
         errors = {"error": error, "float32": float32}
         return {"match": self.match.name, "inputs": self.inputs, **errors, "verdict": verdict, "why": self.why}
@@ -67,7 +67,7 @@ class Checked:
 
     @property
     def right(self) -> bool:
-        return all(one.right for one in (*self.comparisons, *self.outputs))
+        return all(verdict.right for verdict in (*self.comparisons, *self.outputs))
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that `--json` prints."""
@@ -75,8 +75,8 @@ class Checked:
         return {
             "right": self.right,
             "matches": matches,
-            "comparisons": [one.row() for one in self.comparisons],
-            "outputs": [one.row() for one in self.outputs],
+            "comparisons": [comparison.facts() for comparison in self.comparisons],
+            "outputs": [output.facts() for output in self.outputs],
             "left": [{"name": name, "why": why} for name, why in self.left.items()],
         }
 
@@ -94,34 +94,31 @@ def check(
     path = _file.check_path("path_in", path)
     original = None if original is None else _file.check_path("--original", original)
     name = "--original" if original else "path_in"
-    try:
-        model = _file.load(original or path, name)
-    except ValueError as error:
-        raise Problem(str(error)) from None
-    matches, left = find_matches(model)
+    file = _file.load(original or path, name)
+    matches, left = find_matches(file)
     if not matches:
         why = "; ".join(f"{name}: {reason}" for name, reason in left.items())
-        why = why or f"it has no weighted samples{name_unknown(model.graph)}"
+        why = why or f"it has no weighted samples{name_unknown(file.model.graph)}"
         rule = "must hold deformable attention that is certain, or a node of it"
         raise Problem(f"{name} {rule}; got {original or path} ({why})")
     if original:
         matches = _find_again(matches, path)
     with temporary_folder() as folder:
-        return _Checker(path, model, matches, run, folder, precision).check(inputs, left)
+        return _Checker(path, file, matches, run, folder, precision).check(inputs, left)
 
 
 def _find_again(matches: list[Match], path: Path) -> list[Match]:
-    model = _file.load(path)
+    model = _file.load(path).model
     try:
         return [find_again(match, model) for match in matches]
-    except ValueError as error:
-        raise Problem(f"path_in must be made of --original, with its names of tensors; got {path}: {error}") from None
+    except Unfit as unfit:
+        raise Problem(f"path_in must be made of --original, with its names of tensors; got {path}: {unfit}") from None
 
 
 @dataclass
 class _Checker:
     path: Path
-    model: ir.Model
+    file: _file.LoadedFile  # has the matches: the file at `path`, or the original
     matches: list[Match]
     run: Run
     folder: Path
@@ -130,23 +127,23 @@ class _Checker:
 
     def check(self, inputs: Arrays, left: dict[str, str]) -> Checked:
         report = Checked(self.matches, left)
-        names = [str(v.name) for v in self.model.graph.outputs]
-        defaults = {str(v.name): v.meta["default"].numpy() for v in self.model.graph.inputs if "default" in v.meta}
-        values = prepare_reference(self.model, self.matches)
-        fed, true = self.run_reference(inputs, defaults)
-        constants = {name: numbers.copy() for name, v in values.items() if (numbers := constant(v)) is not None}
-        known = {**fed, **true, **constants}
-        arrays = {name: known[name] for name in values}
-        names_of_bad = [name for match in self.matches for name in match.locations if not np.isfinite(arrays[name]).all()]
-        others: Arrays = {}
-        if names_of_bad:
-            others, self.origin = _not_finite.run_with_finite(
-                self.model, names_of_bad, lambda model: self.run_reference(fed, model=model)[1]
+        model = self.file.model
+        names = [str(v.name) for v in model.graph.outputs]
+        values = prepare_reference(model, self.matches)
+        fed, true = self.run_reference(inputs, {name: default.numpy() for name, default in self.file.defaults.items()})
+        constants = {name: numbers.copy() for name, v in values.items() if (numbers := read_constant(v)) is not None}
+        computed = {**fed, **true, **constants}
+        arrays = {name: computed[name] for name in values}
+        not_finite = [name for match in self.matches for name in match.locations if not np.isfinite(arrays[name]).all()]
+        finite: Arrays = {}
+        if not_finite:
+            finite, self.origin = _not_finite.run_with_finite(
+                model, not_finite, lambda changed: self.run_reference(fed, model=changed)[1]
             )
         for number, match in enumerate(self.matches):
             report.comparisons += self.compare_alone(match, arrays, self.folder / f"match{number}.onnx")
-        report.outputs = self.compare_outputs(names, fed, true, others)
-        if not report.right and all(one.right for one in report.comparisons):
+        report.outputs = self.compare_outputs(names, fed, true, finite)
+        if not report.right and all(comparison.right for comparison in report.comparisons):
             report.comparisons += self.compare_within(fed, arrays)
         return report
 
@@ -155,11 +152,11 @@ class _Checker:
     ) -> tuple[Arrays, Arrays]:
         """Return the inputs of the file, and its outputs in onnxruntime on the CPU."""
         file = self.folder / "reference.onnx"
-        ir.save(model or self.model, file, external_data="reference.data")
+        ir.save(model or self.file.model, file, external_data="reference.data")
         try:
-            session = _running.session(file)
-            fed = _running.inputs(session, inputs, defaults)
-            return fed, _running.run(session, fed)
+            session = _running.open_with_library(file)
+            fed = _running.make_inputs(session, inputs, defaults)
+            return fed, _running.run_session(session, fed)
         except Problem:
             raise
         except Exception as error:  # onnxruntime raises a dozen classes
@@ -168,7 +165,7 @@ class _Checker:
     def compare_alone(self, match: Match, arrays: Arrays, file: Path) -> list[Comparison]:
         """Run a file that contains only the match, and judge its output."""
         own = {str(v.name): arrays[str(v.name)] for v in match.tensors}
-        write(match, own, file)
+        write_match(match, own, file)
         comparisons = []
         for words, inputs in {IN_THE_FILE: own, ACROSS: draw_across_borders(match, own)}.items():
             if inputs is not None:
@@ -179,10 +176,9 @@ class _Checker:
 
     def compare_within(self, fed: Arrays, arrays: Arrays) -> list[Comparison]:
         """Run the whole file with the inputs and outputs of all matches as graph outputs, and judge each match."""
-        model = _file.load(self.path)
-        names, file = arrays.keys() | {match.name for match in self.matches}, self.folder / "within.onnx"
-        computed = (v for v in _file.list_outputs(model) if v.name in names and constant(v) is None)
-        model.graph.outputs.extend(v for v in computed if not v.is_graph_output())
+        model, file = _file.load(self.path).model, self.folder / "within.onnx"
+        names = arrays.keys() | {match.name for match in self.matches}
+        add_outputs(model, (v for v in _file.list_outputs(model) if v.name in names))
         _file.restore_plugins(model)
         ir.save(model, file, external_data="within.data")
         try:
@@ -207,11 +203,11 @@ class _Checker:
         (judged,) = judge(call).results
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
-    def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, others: Arrays) -> list[_outputs.Output]:
+    def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, finite: Arrays) -> list[_outputs.Output]:
         """Judge the whole file's outputs. `others` has outputs with finite locations in place of NaN and infinity."""
         eps = torch.finfo(self.precision).eps if self.precision else 0.0
         near = []
-        for moved in _outputs.change(self.model, fed, eps):
+        for moved in _outputs.change_by_ulps(self.file.model, fed, eps):
             with contextlib.suppress(Problem):  # a file with changed weights may not run
                 near.append(self.run_reference(moved)[1])
         try:
@@ -219,8 +215,8 @@ class _Checker:
         except Failed as failed:
             return [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
         arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # sequences are lists
-        near_by_name = {name: [one[name] for one in near] for name in arrays}
-        return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), others.get(n)) for n in arrays]
+        near_by_name = {name: [outputs[name] for outputs in near] for name in arrays}
+        return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), finite.get(n)) for n in arrays]
 
 
 def _output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from ._graph import MOVES, are_fixed, constant, dims, is_node, producer, sources
+from ._graph import MOVES, are_fixed, dims, find_producer, is_node, read_constant, walk_sources
 from ._samples import split_levels
 from ._search import Pairs
 
@@ -22,18 +22,18 @@ Array = np.ndarray[Any, Any]
 
 def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
     """Yield role -> constant tensor for each possible batch, then an empty dictionary."""
-    nodes = [producer(part, *MOVES) for samples, _ in pairs for part in split_levels(samples)]
+    nodes = [find_producer(part, *MOVES) for samples, _ in pairs for part in split_levels(samples)]
     samplers = [node for node in nodes if is_node(node, "GridSample")]
     values = {
         "value": [node.inputs[0] for node in samplers],
         "locations": [node.inputs[1] for node in samplers],
         "weights": [weights for _, weights in pairs],
     }
-    arrays = {role: [_array(v) for v in tensors if v is not None] for role, tensors in values.items()}
-    arrays["weights"] = [_as_large_as_samples(a, samples) for a, (samples, _) in zip(arrays["weights"], pairs, strict=True)]
+    arrays = {role: [_compute_constant(v) for v in tensors if v is not None] for role, tensors in values.items()}
+    arrays["weights"] = [_broadcast_to_samples(a, samples) for a, (samples, _) in zip(arrays["weights"], pairs, strict=True)]
     whole = {role: numbers for role, numbers in arrays.items() if numbers and all(a is not None for a in numbers)}
     name = pairs[0][0].name
-    sizes = {size for tensors in values.values() for v in tensors for s in sources(v, *MOVES) for size in dims(s)[:1]}
+    sizes = {size for tensors in values.values() for v in tensors for s in walk_sources(v, *MOVES) for size in dims(s)[:1]}
     for batch in sorted({1, *(size for size in sizes if isinstance(size, int) and size > 0)}) if whole else ():
         joined = {role: _join_levels(numbers, batch, role) for role, numbers in whole.items()}
         if constants := {role: ir.val(f"{name}/{role}", const_value=t) for role, t in joined.items() if t is not None}:
@@ -41,9 +41,9 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
     yield {}
 
 
-def _array(value: ir.Value) -> Array | None:
+def _compute_constant(value: ir.Value) -> Array | None:
     """Return the array of a constant, or of a part or a view of a constant; else None."""
-    if (array := constant(value)) is not None or constant([*sources(value, *MOVES)][-1]) is None:
+    if (array := read_constant(value)) is not None or read_constant([*walk_sources(value, *MOVES)][-1]) is None:
         return None if array is None else array.copy()  # a copy, because the file of weights is closed later
     assert value.graph is not None
     try:
@@ -53,7 +53,7 @@ def _array(value: ir.Value) -> Array | None:
         return None
 
 
-def _as_large_as_samples(array: Array | None, samples: ir.Value) -> Array | None:
+def _broadcast_to_samples(array: Array | None, samples: ir.Value) -> Array | None:
     """Return weights broadcast to [batch * heads, 1, queries, points]."""
     sizes = dims(samples)
     if array is None or len(sizes) != 4 or not are_fixed(sizes):

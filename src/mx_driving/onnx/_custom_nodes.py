@@ -47,25 +47,26 @@ def _make_node(
     return Op(Opset(domain, _VERSION), name, schema)
 
 
-def _translate_to_ours(row: Operator) -> Callable[..., Any]:
+def _translate_to_ours(operator: Operator) -> Callable[..., Any]:
     """Return a function that writes our node. Sizes are attributes; if a size is free, they are an input."""
-    inputs = [(name, _TYPES[t.elements], t.optional) for name, t in zip(row.inputs, row.tensors, strict=True)]
-    inputs += [("sizes", ["tensor(int64)"], True)] if row.sizes else []
-    attributes = [_SCHEMA.Attribute(size, _SCHEMA.AttrType.INT, required=False) for size in row.sizes]
-    attributes += [_SCHEMA.Attribute(option, _SCHEMA.AttrType.STRING) for option in row.choices]
-    node = _make_node(OURS, row.name, inputs, attributes)
+    inputs = [(name, _TYPES[t.elements], t.optional) for name, t in zip(operator.inputs, operator.tensors, strict=True)]
+    inputs += [("sizes", ["tensor(int64)"], True)] if operator.sizes else []
+    attributes = [_SCHEMA.Attribute(size, _SCHEMA.AttrType.INT, required=False) for size in operator.sizes]
+    attributes += [_SCHEMA.Attribute(option, _SCHEMA.AttrType.STRING) for option in operator.choices]
+    node = _make_node(OURS, operator.name, inputs, attributes)
 
     def write(*arguments: Any) -> Any:
-        inputs, numbers = arguments[: len(row.inputs)], arguments[len(row.inputs) :]
-        inputs = [_widen(t) if of.elements == "number" else t for t, of in zip(inputs, row.tensors, strict=True)]
+        inputs, numbers = arguments[: len(operator.inputs)], arguments[len(operator.inputs) :]
+        pairs = zip(inputs, operator.tensors, strict=True)
+        inputs = [_widen(t) if described.elements == "number" else t for t, described in pairs]
         if not all(isinstance(number, (int, str)) for number in numbers):
-            return node(*inputs, op.Concat(*map(_element, numbers), axis=0))
-        return node(*inputs, **dict(zip((*row.sizes, *row.choices), numbers, strict=True)))
+            return node(*inputs, op.Concat(*map(_to_element, numbers), axis=0))
+        return node(*inputs, **dict(zip((*operator.sizes, *operator.choices), numbers, strict=True)))
 
     return write
 
 
-def _element(size: Any) -> Any:
+def _to_element(size: Any) -> Any:
     """Return a size, fixed or free, as a tensor of one element."""
     one = op.Constant(value_ints=[size if isinstance(size, int) else 1])
     return one if isinstance(size, int) else op.Reshape(op.Cast(size, to=_TYPE.INT64), one)
@@ -100,6 +101,6 @@ def _translate_to_theirs(domain: str, takes_halves: bool, splits_heads: bool) ->
 
 NODES = {
     "npu": {_ATTENTION.name: _translate_to_theirs(NPU, False, False)},
-    "onnxruntime": {name: _translate_to_ours(row) for name, row in OPERATORS.items()},
+    "onnxruntime": {name: _translate_to_ours(operator) for name, operator in OPERATORS.items()},
     "tensorrt": {_ATTENTION.name: _translate_to_theirs(TENSORRT, True, True)},
 }

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
-from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass, ShapeInferencePass
 
+from .._operator.problems import Problem
 from .._operator.rules import first_line
 from ._forms import AGGREGATES, JOINED, NODES, OURS, TENSORRT, WITH_LOGITS, has_logits
-from ._graph import SAID_DOMAIN, are_fixed, constant, dims, is_node
-from ._identities import take_out
-from ._order import check, sort_nodes, walk_graphs
+from ._graph import SAID_DOMAIN, are_fixed, dims, is_node, read_constant
+from ._identities import bypass_identities
+from ._order import check_file, sort_nodes, walk_nodes
 from ._pools import POOLS, give_shape
+from ._session import open_session
 
 _FEW = 8192  # most elements of a folded table, as in onnxscript
 # Plugin -> the index of an input with the axis of queries.
@@ -34,17 +37,17 @@ def check_path(name: str, path: str | os.PathLike[str]) -> Path:
     """Return the path if it is valid. An empty path would mean the working folder; onnx reads only UTF-8 names."""
     text = os.fspath(path)
     if not text:
-        raise ValueError(f"{name} must be the path of a file; got ''")
+        raise Problem(f"{name} must be the path of a file; got ''")
     try:
         text.encode()
     except UnicodeEncodeError:
         rule = "must have a name in UTF-8, which Python reads if PYTHONUTF8=1"
-        raise ValueError(f"{name} {rule}; got {os.fsencode(path)!r}") from None
+        raise Problem(f"{name} {rule}; got {os.fsencode(path)!r}") from None
     return Path(text)
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
+def silence_libraries() -> Iterator[None]:
     """Silence other libraries' warnings and tracebacks about shapes that they cannot infer."""
     loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "onnxruntime.tools.symbolic_shape_infer")]
     levels = [logger.level for logger in loggers]
@@ -60,47 +63,70 @@ def silent() -> Iterator[None]:
 
 
 class _Unreadable(Exception):
-    """A file that breaks a rule. The arguments are the rule and the fact."""
+    """A file that breaks a rule."""
+
+    def __init__(self, rule: str, fact: str) -> None:
+        super().__init__(rule, fact)
+        self.rule, self.fact = rule, fact
 
 
-@silent()
-def load(path: Path, name: str = "path_in") -> ir.Model:
-    """Return the model with all sizes that can be inferred. `save` removes sizes that are not in the file.
+@dataclass
+class LoadedFile:
+    """The model of a file, with inferred sizes, and facts of the file that the model does not have.
+
+    Attributes:
+        shapes: name of a tensor -> its shape as in the file. The model has inferred shapes, too.
+        defaults: name of an input -> its default. In the model the input is not an initializer.
+        merged: names of sizes that are equal if the nodes fit each other.
+    """
+
+    path: Path
+    model: ir.Model
+    shapes: dict[str | None, ir.Shape | None]
+    defaults: dict[str, ir.TensorProtocol]
+    merged: set[str] = field(default_factory=set)
+
+
+@silence_libraries()
+def load(path: Path, name: str = "path_in") -> LoadedFile:
+    """Read a file, and infer sizes.
 
     Raises:
-        ValueError: the file cannot be read. The message begins with `name`.
+        Problem: the file cannot be read. The message begins with `name`.
     """
     try:
-        model = _read(path)
+        model, defaults = _read(path)
     except _Unreadable as error:
-        rule, fact = error.args
-        raise ValueError(f"{name} must {rule}; got {path}{fact}") from None
+        raise Problem(f"{name} must {error.rule}; got {path}{error.fact}") from None
     shapes = {value.name: value.shape for value in list_outputs(model)}
     model = _infer_shapes(model)
     if _ask_onnxruntime(model):
         model = _infer_shapes(model)
-    model.meta["said"] = shapes
+    file = LoadedFile(path, model, shapes, defaults)
     if not _all_sizes_are_fixed(model):
-        _follow_sizes(model)
-    return model
+        _follow_sizes(file)
+    return file
 
 
-def _read(path: Path) -> ir.Model:
+def _read(path: Path) -> tuple[ir.Model, dict[str, ir.TensorProtocol]]:
+    """Return the model, and the defaults of its inputs."""
     proto = _parse(path)
     if sparse := [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]:
         raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
     try:
-        whole = sort_nodes(proto)
-        has_changed = _name_plugins(whole) or whole is not proto
-        model = ir.serde.deserialize_model(_inline(whole))
+        model = ir.serde.deserialize_model(proto)
+        if has_changed := sort_nodes(model) | _name_plugins(model):
+            proto = ir.serde.serialize_model(model)
+        if proto.functions:
+            model = ir.serde.deserialize_model(_inline_functions(proto))
     except Exception as error:  # onnx_ir raises its own classes
         raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
     _take_in_attributes(model, path)
     for tensor in list_external(model):
         _check_external(tensor, path)
-    _set_defaults_aside(model)
-    _check(path, whole, model, has_changed)
-    return model
+    defaults = _take_out_defaults(model)
+    _check(path, proto, model, has_changed)
+    return model, defaults
 
 
 def _parse(path: Path) -> onnx.ModelProto:
@@ -126,9 +152,7 @@ def _ask_onnxruntime(model: ir.Model) -> bool:
     unknown = {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}
     try:
         answers = _list_outputs_in_session(model, [*unknown.values()]) if unknown else ()
-    except (
-        Exception
-    ):  # onnxruntime may lack a node or more: sizes stay unknown, and attention that needs them is reported as left
+    except Exception:  # onnxruntime may lack a node. Sizes stay unknown, and attention that needs them is reported as left.
         return False
     for answer in answers:
         kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
@@ -140,19 +164,13 @@ def _ask_onnxruntime(model: ir.Model) -> bool:
 
 def _list_outputs_in_session(model: ir.Model, values: list[ir.Value]) -> Any:
     """Return onnxruntime's types and shapes of these values. Large weights become inputs, to create the session quickly."""
-    import onnxruntime
-
     graph = ir.convenience.extract(model.graph, model.graph.inputs, values)
     for name, value in list(graph.initializers.items()):
         if value.const_value is not None and value.const_value.size > _FEW:
             del graph.initializers[name]
             value.const_value = None
             graph.inputs.append(value)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    proto = ir.serde.serialize_model(ir.Model(graph, ir_version=model.ir_version))
-    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"]).get_outputs()
+    return open_session(ir.Model(graph, ir_version=model.ir_version), optimise=False).get_outputs()
 
 
 def _give_shape(node: ir.Node) -> bool:
@@ -176,58 +194,51 @@ def list_outputs(model: ir.Model) -> Iterator[ir.Value]:
     return (output for node in model.graph for output in node.outputs)
 
 
-def walk_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """Yield the nodes of the graph, of its subgraphs and of functions."""
-    for graph in (model.graph, *model.functions.values()):
-        yield from ir.traversal.RecursiveGraphIterator(graph)
-
-
 def _find_sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
     """Yield the names of sparse initializers and constants, which onnx_ir does not read."""
-    for subgraph in walk_graphs(graph):
-        yield from (tensor.values.name for tensor in getattr(subgraph, "sparse_initializer", ()))
-        for node in subgraph.node:
-            if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
+    yield from (tensor.values.name for tensor in getattr(graph, "sparse_initializer", ()))
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
                 yield node.output[0]
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from _find_sparse(subgraph)
 
 
-def _inline(proto: onnx.ModelProto) -> onnx.ModelProto:
+def _inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Inline local functions. Return the model unchanged if onnx fails."""
-    if not proto.functions:
-        return proto
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
     except Exception:  # such as different opsets: report attention in functions as left
         return proto
 
 
-def _set_defaults_aside(model: ir.Model) -> None:
-    """Treat initializers that are also graph inputs as inputs: they are not constants (IR >= 4).
+def _take_out_defaults(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Return the defaults of inputs: initializers that are also graph inputs are not constants (IR >= 4).
 
     Before IR version 4 every initializer had to be an input, and none could be overridden.
     """
-    both = [value for value in model.graph.inputs if value.is_initializer()]
-    for value in both:
+    defaults = {}
+    for value in [value for value in model.graph.inputs if value.is_initializer()]:
         if model.ir_version < 4:
             model.graph.inputs.remove(value)
         else:
-            value.meta["default"] = value.const_value
+            defaults[str(value.name)] = value.const_value
             del model.graph.initializers[str(value.name)]
             value.const_value = None
     model.ir_version = max(model.ir_version, 4)
+    return defaults
 
 
-def _name_plugins(proto: onnx.ModelProto) -> bool:
+def _name_plugins(model: ir.Model) -> bool:
     """Move TensorRT's plugins from onnx's domain, in which exporters write them, to the domain of onnxruntime's provider."""
-    nodes = (node for root in (proto.graph, *proto.functions) for graph in walk_graphs(root) for node in graph.node)
-    plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type)]
+    plugins = [node for node in walk_nodes(model) if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type)]
     for node in plugins:
-        node.metadata_props.add(key=SAID_DOMAIN, value=node.domain)
+        node.metadata_props[SAID_DOMAIN] = node.domain
         node.domain = TENSORRT
     if plugins:
-        for opsets in (proto.opset_import, *(function.opset_import for function in proto.functions)):
-            if TENSORRT not in {opset.domain for opset in opsets}:
-                opsets.append(onnx.helper.make_opsetid(TENSORRT, 1))
+        for graph in (model.graph, *model.functions.values()):
+            graph.opset_imports.setdefault(TENSORRT, 1)
     return bool(plugins)
 
 
@@ -245,7 +256,7 @@ def restore_plugins(model: ir.Model) -> bool:
 def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: bool) -> None:
     """Check inputs of nodes, opsets and names with onnx."""
     try:
-        check(path, proto, has_changed)
+        check_file(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
     if all(node.domain != OURS for node in walk_nodes(model)):  # onnxruntime imports every registered domain
@@ -299,21 +310,22 @@ def _all_sizes_are_fixed(model: ir.Model) -> bool:
     return all(value.shape is not None and are_fixed(dims(value)) for value in list_outputs(model))
 
 
-def _follow_sizes(model: ir.Model) -> None:
+def _follow_sizes(file: LoadedFile) -> None:
     """Add sizes that onnx does not infer because the file computes a shape from constants or from a named batch."""
     try:
-        copy = model.clone()
-        take_out(copy)
-        folded = _fold(copy)
-    except Exception:  # any node may fail: sizes stay unknown, and attention that needs them is reported as left
+        copy = file.model.clone()
+        bypass_identities(copy)
+        RemoveUnusedNodesPass()(copy)
+        folded = _fold_constants(copy)
+    except Exception:  # any node may fail. Sizes stay unknown, and attention that needs them is reported as left.
         return
-    _add(model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
+    _add_sizes(file.model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
     if not _all_sizes_are_fixed(folded):
-        sizes, model.meta["merged"] = _infer_from_names(folded)
-        _add(model, sizes)
+        sizes, file.merged = _infer_from_names(folded)
+        _add_sizes(file.model, sizes)
 
 
-def _fold(model: ir.Model) -> ir.Model:
+def _fold_constants(model: ir.Model) -> ir.Model:
     """Fold constants twice: folded constants give sizes, and known sizes are further constants.
 
     Use recorded shapes only where inference gives none: onnx's inference stops at a contradiction, as in files of paddle2onnx.
@@ -333,7 +345,7 @@ def _fold(model: ir.Model) -> ir.Model:
 
 def _is_small_table(node: ir.Node) -> bool | None:
     """Return True for a table that onnxscript would not fold, such as paddings; None leaves the choice to onnxscript."""
-    shape = constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
+    shape = read_constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
     return True if shape is not None and np.prod(shape) <= _FEW else None
 
 
@@ -346,14 +358,14 @@ def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
     del proto.graph.value_info[:]  # it has names that onnx's inference invented
     names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
     for merge in (True, False):
-        inference = _infer(proto, merge)
-        if inference is not None and _free_axes(proto) <= _free_axes(inference.out_mp_):
+        inference = _infer_symbolically(proto, merge)
+        if inference is not None and _list_free_axes(proto) <= _list_free_axes(inference.out_mp_):
             merged = {str(name) for pair in inference.suggested_merge_.items() for name in pair} if merge else set()
             return {info.name: _read_sizes(info) for info in inference.out_mp_.graph.value_info}, merged & names
     return {}, set()
 
 
-def _infer(proto: onnx.ModelProto, merge: bool) -> Any:
+def _infer_symbolically(proto: onnx.ModelProto, merge: bool) -> Any:
     """Infer shapes as `infer_shapes` does, but write no file into the working folder if a size stays unknown."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
 
@@ -365,7 +377,7 @@ def _infer(proto: onnx.ModelProto, merge: bool) -> Any:
         while inference.run_:
             whole = inference._infer_impl()
         inference._update_output_from_vi()
-    except Exception:  # inference fails in many ways: sizes stay unknown, and attention that needs them is reported as left
+    except Exception:  # inference fails in many ways. Sizes stay unknown, and attention that needs them is reported as left.
         return None
     return inference if whole else None
 
@@ -374,12 +386,12 @@ def _read_sizes(info: onnx.ValueInfoProto) -> list[int | str | None]:
     return [size.dim_value or size.dim_param or None for size in info.type.tensor_type.shape.dim]
 
 
-def _free_axes(proto: onnx.ModelProto) -> set[tuple[str, int]]:
+def _list_free_axes(proto: onnx.ModelProto) -> set[tuple[str, int]]:
     """Return the axes of inputs whose sizes are free."""
     return {(i.name, axis) for i in proto.graph.input for axis, size in enumerate(_read_sizes(i)) if not isinstance(size, int)}
 
 
-def _add(model: ir.Model, inferred: _Sizes) -> None:
+def _add_sizes(model: ir.Model, inferred: _Sizes) -> None:
     for value in list_outputs(model):
         before, sizes = dims(value), inferred.get(str(value.name))
         if sizes and len(before) in (0, len(sizes)):

@@ -1,4 +1,8 @@
-"""Replace deformable attention in an ONNX file by nodes of another form."""
+"""Replace deformable attention in an ONNX file by nodes of another form.
+
+`_file` loads the file. `_find` searches weighted sums of samples for candidates (`_search`, `_samples`). `_trial` proves that a
+candidate computes the operator. `_forms` writes the new nodes, `_nodes` reads nodes of other forms, `_save` writes the file.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,15 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._file import check_path, load, silent
+from .._operator.problems import Problem
+from ._file import LoadedFile, check_path, load, silence_libraries
 from ._find import find_samplings
 from ._forms import WRITE, Call
-from ._graph import Unfit, dims, label
-from ._identities import name_nodes
+from ._graph import Unfit, describe_node, dims
 from ._nodes import find_nodes, is_of_form, name_unknown, rewrite
 from ._save import save
 from ._search import Sampling, find_tables
-from ._trial import collect_part, pad_points
+from ._trial import pad_points
 from ._writer import Writer
 
 
@@ -44,7 +48,7 @@ class Fused:
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {len(self.replaced)} replaced, {len(self.left)} left"]
-        lines += [f"  replaced {name}: {what}" for name, what in self.replaced.items()]
+        lines += [f"  replaced {name}: {words}" for name, words in self.replaced.items()]
         lines += [f"  left {name}: {why}" for name, why in self.left.items()]
         return "\n".join(lines + [f"  onnxruntime does not run it on a CPU: {self.problem}"] * bool(self.problem))
 
@@ -60,7 +64,7 @@ class Fused:
         }
 
 
-def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
+def _pad_levels(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
     """Return locations or weights with axes of levels and points. All levels are padded to the same number of points."""
     points = sampling.points
     if len(set(points)) > 1:
@@ -75,7 +79,7 @@ def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> 
 def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.Value]:
     """Return value, locations and weights. If the source broadcasts, expand them to a common batch and number of queries."""
     value, locations, weights = ends
-    samples = [sampling.sizes(tensor) for tensor in sampling.ends]
+    samples = [sampling.last_sizes(tensor) for tensor in sampling.ends]
     weights = _expand_like(write, weights, locations, 2, samples[2])
     weights = _expand_like(write, weights, value, 1, samples[2])
     locations = _expand_like(write, locations, weights, 2, samples[1])
@@ -91,13 +95,13 @@ def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, las
     return new
 
 
-def _call(write: Writer, sampling: Sampling) -> Call:
+def _write_inputs(write: Writer, sampling: Sampling) -> Call:
     free = [*sampling.inputs.values()]
     ends = [end if end in free else write.copy(end) for end in sampling.ends]
     value, locations, weights = _expand(write, sampling, ends) if sampling.broadcasts else ends
     value = write.reshape(value, sampling.num_heads, sampling.channels)
     value.shape = ir.Shape([dims(value)[0], sampling.num_keys, sampling.num_heads, sampling.channels])
-    locations, weights = _samples(write, locations, sampling, 2), _samples(write, weights, sampling)
+    locations, weights = _pad_levels(write, locations, sampling, 2), _pad_levels(write, weights, sampling)
     return Call(
         _widen(write, value, sampling), *write.tables(sampling.maps), locations, weights, sampling.dtype == ir.DataType.FLOAT
     )
@@ -113,18 +117,18 @@ def _widen(write: Writer, value: ir.Value, sampling: Sampling) -> ir.Value:
     return cast
 
 
-def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
+def _replace_attention(file: LoadedFile, path: Path, form: str, **options: str | None) -> Fused:
+    model = file.model
     report, others = Fused(path), find_nodes(model.graph)
-    for name, sampling in find_samplings(model, tables=form != "gather"):
+    for name, sampling in find_samplings(file, tables=form != "gather"):
         try:
             if not isinstance(sampling, Sampling):
                 raise Unfit(sampling)
-            names = name_nodes(collect_part(sampling)[0])
             locations = sampling.inputs.get("locations")
             with Writer(model, sampling.output) as write:
-                output, dtype = WRITE[form](write, _call(write, sampling), **options), sampling.output.dtype
+                output, dtype = WRITE[form](write, _write_inputs(write, sampling), **options), sampling.output.dtype
                 write.put_in_place(output if dtype is None else write.cast(output, dtype))
-            report.replaced[name], report.nodes[name] = sampling.words, names
+            report.replaced[name], report.nodes[name] = sampling.words, sampling.nodes
             report.locations.update({name: str(locations.name)} if locations else {})
         except Unfit as unfit:
             report.left[name] = str(unfit)
@@ -132,9 +136,10 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
     return report
 
 
-def _what_is_there(model: ir.Model) -> str:
-    there = Counter(label(node) for node in find_nodes(model.graph))
-    words = ", ".join(f"{count} of the node {name}" for name, count in there.items())
+def _describe_attention(model: ir.Model) -> str:
+    """Return the reason why a file has nothing to replace."""
+    counts = Counter(describe_node(node) for node in find_nodes(model.graph))
+    words = ", ".join(f"{count} of the node {name}" for name, count in counts.items())
     if gathers := len(find_tables(model.graph)):
         words += f"{', ' * bool(words)}{gathers} in the form gather"
     samples = f"it has {words} already, and no other weighted samples" if words else "it has no weighted samples"
@@ -152,25 +157,25 @@ def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, *
             report.left[name] = str(unfit)
 
 
-def _write(path_in: Path, path_out: Path, form: str, **options: str | None) -> Fused:
-    model = load(path_in)
-    report = _fuse(model, path_out, form, **options)
+def _fuse_file(path_in: Path, path_out: Path, form: str, **options: str | None) -> Fused:
+    file = load(path_in)
+    report = _replace_attention(file, path_out, form, **options)
     if not report.replaced:
-        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _what_is_there(model)
-        raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {path_in} ({why})")
-    problem = save(model, path_in, path_out)
+        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _describe_attention(file.model)
+        raise Problem(f"path_in must hold deformable attention made of GridSample or gathers; got {path_in} ({why})")
+    problem = save(file, path_out)
     return replace(report, problem=problem) if problem and form in ("onnxruntime", "gather") else report
 
 
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
     source, target = check_path("path_in", path_in), check_path("path_out", path_out)
     if os.path.realpath(source) == os.path.realpath(target):
-        raise ValueError(f"path_out must be another file than path_in; got {target} for both")
+        raise Problem(f"path_out must be another file than path_in; got {target} for both")
     try:
-        with silent():
-            return _write(source, target, form, **options)
+        with silence_libraries():
+            return _fuse_file(source, target, form, **options)
     except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise ValueError(f"path_in must be an ONNX file; got {source}: {cause}") from None
+        raise Problem(f"path_in must be an ONNX file; got {source}: {cause}") from None

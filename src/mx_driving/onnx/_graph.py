@@ -31,15 +31,15 @@ def are_fixed(sizes: Sequence[int | str | None]) -> TypeGuard[Sequence[int]]:
     return all(isinstance(size, int) for size in sizes)
 
 
-def label(node: ir.Node) -> str:
-    """Return the domain and the kind of a node as in the file."""
+def describe_node(node: ir.Node) -> str:
+    """Return a node's domain and type as in the file."""
     domain = node.metadata_props.get(SAID_DOMAIN, node.domain)
     return f"{domain}::{node.op_type}" if domain else node.op_type
 
 
-def is_node(node: ir.Node | None, *kinds: str) -> TypeGuard[ir.Node]:
-    """Return whether the node is a standard node of these kinds. Before opset 16, GridSample was onnxruntime's."""
-    if node is None or node.op_type not in kinds:
+def is_node(node: ir.Node | None, *op_types: str) -> TypeGuard[ir.Node]:
+    """Return whether the node is a standard node of these types. Before opset 16, GridSample was onnxruntime's."""
+    if node is None or node.op_type not in op_types:
         return False
     return node.domain in ("", "ai.onnx") or (node.domain, node.op_type) == ("com.microsoft", "GridSample")
 
@@ -55,54 +55,59 @@ def is_cast(node: ir.Node | None) -> TypeGuard[ir.Node]:
     return node.outputs[0].dtype not in INTEGER and node.inputs[0].dtype not in INTEGER
 
 
-def sources(value: ir.Value | None, *kinds: str) -> Iterator[ir.Value]:
-    """Walk upstream along first inputs, through casts and nodes of these kinds. Yield the value first."""
+def walk_sources(value: ir.Value | None, *op_types: str) -> Iterator[ir.Value]:
+    """Walk upstream along first inputs, through casts and nodes of these types. Yield the value first."""
     while value is not None:
         yield value
         node = value.producer()
-        value = node.inputs[0] if is_node(node, *kinds) or is_cast(node) else None
+        value = node.inputs[0] if is_node(node, *op_types) or is_cast(node) else None
 
 
-def producer(value: ir.Value | None, *kinds: str) -> ir.Node | None:
-    """Return the node that computes the value, upstream of casts and nodes of these kinds."""
-    *_, last = None, *sources(value, *kinds)
+def find_producer(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """Return the node that computes the value, upstream of casts and nodes of these types."""
+    *_, last = None, *walk_sources(value, *op_types)
     return None if last is None else last.producer()
 
 
-def constant(value: ir.Value | None) -> Any:
+def read_constant(value: ir.Value | None) -> Any:
     """Return the array of a constant, or None. The constant may be cast."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     if tensor is None and value is not None and value.dtype is not None and is_cast(node := value.producer()):
-        array = constant(node and node.inputs[0])
+        array = read_constant(node and node.inputs[0])
         return None if array is None else array.astype(value.dtype.numpy())
     return None if tensor is None else np.asarray(tensor.numpy())
+
+
+def add_outputs(model: ir.Model, values: Iterable[ir.Value]) -> None:
+    """Add the values to the outputs of the graph, except for constants."""
+    model.graph.outputs.extend(v for v in values if read_constant(v) is None and not v.is_graph_output())
 
 
 def _dequantize(node: ir.Node) -> Any:
     """Return the numbers of a quantised constant, or None."""
     if is_node(quantizer := node.inputs[0] and node.inputs[0].producer(), "QuantizeLinear"):
-        return constant(quantizer.inputs[0])
-    numbers, scale, zero = (constant(v) for v in (*node.inputs, None)[:3])
+        return read_constant(quantizer.inputs[0])
+    numbers, scale, zero = (read_constant(v) for v in (*node.inputs, None)[:3])
     if numbers is None or scale is None or scale.size != 1:
         return None
     return ((numbers.astype(np.float64) - np.float64(0 if zero is None else zero)) * scale).astype(scale.dtype)
 
 
-def number(value: ir.Value | None) -> float | None:
+def read_number(value: ir.Value | None) -> float | None:
     """Return the number of a constant with one element, quantised or not; else None."""
-    array, node = constant(value), None if value is None else value.producer()
+    array, node = read_constant(value), None if value is None else value.producer()
     if array is None and is_node(node, "DequantizeLinear"):
         array = _dequantize(node)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
 
-def sources_of_chosen(value: ir.Value) -> Iterator[ir.Value]:
+def walk_chosen_sources(value: ir.Value) -> Iterator[ir.Value]:
     """Yield the sources, also through a Where that chooses between a value and a constant."""
-    for last in sources(value, *MOVES):
+    for last in walk_sources(value, *MOVES):
         yield last
     node = last.producer()
-    if is_node(node, "Where") and node.inputs[1] is not None and number(node.inputs[2]) is not None:
-        yield from sources_of_chosen(node.inputs[1])
+    if is_node(node, "Where") and node.inputs[1] is not None and read_number(node.inputs[2]) is not None:
+        yield from walk_chosen_sources(node.inputs[1])
 
 
 def intersect(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
@@ -112,11 +117,11 @@ def intersect(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
 
 
 def name_unshaped(value: ir.Value) -> str:
-    """Return in words the nearest node with inputs of known shape and an output of unknown shape; "" if there is none."""
+    """Describe the nearest node with inputs of known shape and an output of unknown shape; "" if there is none."""
     unshaped = (v.producer() for v in walk_back(value, lambda node: node.outputs[0].shape is None) if v.shape is None)
-    known = (node for node in unshaped if node is not None and all(v is None or v.shape is not None for v in node.inputs))
-    node = next(known, None)
-    return "" if node is None else f"; the file does not say the shape of the output of {label(node)} ({node.name})"
+    shaped = (node for node in unshaped if node is not None and all(v is None or v.shape is not None for v in node.inputs))
+    node = next(shaped, None)
+    return "" if node is None else f"; the file does not say the shape of the output of {describe_node(node)} ({node.name})"
 
 
 def walk_back(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:

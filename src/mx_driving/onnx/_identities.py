@@ -1,105 +1,55 @@
-"""Bypass nodes that return one of their inputs, such as Identity, x * 1 and x + 0, during the search of a graph.
+"""Bypass nodes that return one of their inputs, such as Identity, x * 1 and x + 0.
 
-Exporters write such nodes anywhere: paddle2onnx writes 2 * x - 1 as ((x * 2) + 0) * 1 - 1. After the search, connect the
-readers as before: `fuse` must keep the nodes that it does not replace, and -0.0 + 0 is 0.0.
+Exporters write such nodes anywhere: paddle2onnx writes 2 * x - 1 as ((x * 2) + 0) * 1 - 1. Only copies of a file's model are
+changed: `fuse` must keep the nodes that it does not replace, and -0.0 + 0 is 0.0.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
-
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from ._graph import are_fixed, constant, dims, is_node, read_attribute
+from ._graph import are_fixed, dims, is_node, read_attribute, read_constant
 
 _NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1, "Pow": 1}  # kind -> the neutral number
 _COMMUTATIVE = {"Add", "Mul"}
 _OF_ONE = {"Concat", "Max", "Mean", "Min", "Sum"}  # with a single input, they return it
 _RESHAPE = {"Flatten", "Reshape", "Squeeze"}  # they keep the number of elements and their order
 _REPEAT = {"Expand", "Tile"}
-_BYPASSED = "bypassed"  # key of a value's metadata: the bypassed nodes that read it
 
 
-class _Bypass(NamedTuple):
-    node: ir.Node
-    index: int  # index of the returned input
-    uses: tuple[Any, ...]  # (reader of the output, index of the reader's input)
+def bypass_identities(model: ir.Model) -> dict[str, list[str]]:
+    """Connect the readers of nodes that change nothing to the inputs of these nodes.
 
-
-@contextlib.contextmanager
-def bypass(model: ir.Model) -> Iterator[None]:
-    """In the block, connect the readers of nodes that change nothing to the inputs of these nodes."""
-    bypasses = _bypass_all(model)
-    try:
-        yield
-    finally:
-        for one in reversed(bypasses):
-            _restore(*one)
-
-
-def take_out(model: ir.Model) -> None:
-    """Remove nodes that change nothing, and nodes that are not read."""
-    _bypass_all(model)
-    RemoveUnusedNodesPass()(model)
-
-
-def _bypass_all(model: ir.Model) -> list[_Bypass]:
-    bypasses, opset = [], model.graph.opset_imports.get("", 0)
+    Return name of an input -> names of the bypassed nodes that return it.
+    """
+    bypassed: dict[str, list[str]] = {}
+    opset = model.graph.opset_imports.get("", 0)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if (index := find_returned(node, opset)) is not None and node.outputs[0].uses():
-            bypasses.append(_connect(node, index))
-    return bypasses
-
-
-def _connect(node: ir.Node, index: int) -> _Bypass:
-    output, value = node.outputs[0], node.inputs[index]
-    assert value is not None
-    uses = tuple(output.uses())
-    for user, position in uses:
-        user.replace_input_with(position, value)
-    value.meta.setdefault(_BYPASSED, []).append(node)
-    if not output.is_graph_output():
-        node.replace_input_with(index, None)  # the bypassed node is no reader
-    return _Bypass(node, index, uses)
-
-
-def _restore(node: ir.Node, index: int, uses: tuple[Any, ...]) -> None:
-    """Connect the readers to the node again, and the node to the readers' present input, which may be a new tensor."""
-    (user, position), *_ = uses
-    value = user.inputs[position]
-    node.replace_input_with(index, value)
-    for user, position in uses:
-        user.replace_input_with(position, node.outputs[0])
-    if value is not None:
-        value.meta.pop(_BYPASSED, None)
-
-
-def name_nodes(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
-    """Return the names of the nodes, and of bypassed nodes between them or before them."""
-    nodes = list(nodes)
-    values = [v for node in nodes for v in node.inputs if v is not None]
-    return tuple(dict.fromkeys(str(node.name) for node in (*nodes, *(n for v in values for n in v.meta.get(_BYPASSED, ())))))
+        if (index := find_returned(node, opset)) is not None and (value := node.inputs[index]) is not None:
+            bypassed.setdefault(str(value.name), []).append(str(node.name))
+            for user, position in tuple(node.outputs[0].uses()):
+                user.replace_input_with(position, value)
+            if not node.outputs[0].is_graph_output():
+                node.replace_input_with(index, None)  # the bypassed node does not count as a reader
+    return bypassed
 
 
 def find_returned(node: ir.Node, opset: int) -> int | None:
     """Return the index of the input that the node returns unchanged; None if the node may change something."""
-    kind = node.op_type
-    if not is_node(node, kind) or not node.inputs:
+    op_type = node.op_type
+    if not is_node(node, op_type) or not node.inputs:
         return None
-    if kind in _NEUTRAL:
-        indices = (0, 1) if kind in _COMMUTATIVE else (0,)
-        return next((i for i in indices if _is_neutral(node.inputs[i], node.inputs[1 - i], _NEUTRAL[kind])), None)
+    if op_type in _NEUTRAL:
+        indices = (0, 1) if op_type in _COMMUTATIVE else (0,)
+        return next((i for i in indices if _is_neutral(node.inputs[i], node.inputs[1 - i], _NEUTRAL[op_type])), None)
     returns = node.inputs[0] is not None and _returns_first(node, node.inputs[0], opset)
     return 0 if returns else None
 
 
 def _is_neutral(value: ir.Value | None, other: ir.Value | None, number: int) -> bool:
     """Return whether `other` has this number everywhere, and does not broadcast `value` to a larger shape."""
-    array = constant(other)
+    array = read_constant(other)
     if value is None or array is None or not array.size or array.flat[0] != number or (array != number).any():
         return False
     sizes = dims(value)[::-1]
@@ -110,19 +60,19 @@ def _is_neutral(value: ir.Value | None, other: ir.Value | None, number: int) -> 
 
 
 def _returns_first(node: ir.Node, value: ir.Value, opset: int) -> bool:
-    kind = node.op_type
-    if kind == "Identity" or kind in _OF_ONE:
+    op_type = node.op_type
+    if op_type == "Identity" or op_type in _OF_ONE:
         return len(node.inputs) == 1
-    if kind == "Split":
+    if op_type == "Split":
         return len(node.outputs) == 1
-    if kind in ("Cast", "CastLike"):
+    if op_type in ("Cast", "CastLike"):
         return value.dtype is not None and value.dtype == _read_target(node)
-    if kind == "Dropout":
+    if op_type == "Dropout":
         return _is_inference(node, opset)
-    if kind == "Transpose":
+    if op_type == "Transpose":
         order = read_attribute(node, "perm")
         return order is not None and list(order) == sorted(order)
-    if kind == "Pad":
+    if op_type == "Pad":
         return not np.any(_read_table(node, 1, "pads", 1))
     return _keeps_shape(node, value)
 
@@ -138,14 +88,14 @@ def _is_inference(node: ir.Node, opset: int) -> bool:
     if opset < 7:
         return read_attribute(node, "is_test", 0) == 1
     mode = node.inputs[2] if len(node.inputs) > 2 else None
-    return mode is None or np.array_equal(constant(mode), False)
+    return mode is None or np.array_equal(read_constant(mode), False)
 
 
 def _read_table(node: ir.Node, index: int, name: str, default: int) -> np.ndarray | int:
     """Return the table of an input, or of an attribute in older opsets; the default if the input is not a constant."""
     if name in node.attributes:
         return np.array(node.attributes[name].value)
-    array = constant(node.inputs[index]) if index < len(node.inputs) else None
+    array = read_constant(node.inputs[index]) if index < len(node.inputs) else None
     return default if array is None else array
 
 

@@ -16,8 +16,7 @@ from .._operator import composition
 from .._operator.description import SAMPLING
 from . import _file, _find, _trial
 from ._forms import NODES, OURS, has_logits, name_operator
-from ._graph import Unfit, constant, label
-from ._identities import name_nodes
+from ._graph import Unfit, add_outputs, describe_node
 from ._nodes import LogitInputs, is_other, read_inputs, use_our_nodes
 from ._pools import POOLS
 from ._search import Sampling
@@ -70,45 +69,44 @@ class Match:
         return [*self.inputs.values(), *self.tables.values()]
 
 
-@_file.silent()
-def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
+@_file.silence_libraries()
+def find_matches(file: _file.LoadedFile) -> tuple[list[Match], dict[str, str]]:
     """Return all matches, and name -> reason for attention that is no match."""
-    matches, left = [], {}
-    for name, sampling in _find.find_samplings(model):
+    matches, left, model = [], {}, file.model
+    for name, sampling in _find.find_samplings(file):
         if isinstance(sampling, Sampling):
-            matches.append(_match_of_sampling(model, sampling))
+            matches.append(_match_sampling(model, sampling))
         else:
             left[name] = sampling
     for node in model.graph:
         try:
             if (node.domain == OURS and node.op_type in SAMPLING) or is_other(node):
-                matches.append(_match_of_node(model, node))
+                matches.append(_match_node(model, node))
         except Unfit as unfit:
             left[str(node.outputs[0].name)] = str(unfit)
     return matches, left
 
 
-def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
-    nodes, sizes = _trial.collect_part(sampling)
-    inputs, names = sampling.inputs, name_nodes(nodes)
-    tables = {str(v.name): v for v in (*sizes, *sampling.ends) if v not in inputs.values()}
-    part = _trial.cut(model, [*inputs.values(), *sizes], sampling.output)
-    return Match(str(sampling.output.name), sampling.words, inputs, tables, names, part, sampling)
+def _match_sampling(model: ir.Model, sampling: Sampling) -> Match:
+    assert sampling.part is not None
+    inputs, part = sampling.inputs, _trial.make_model(model, sampling.part)
+    tables = {str(v.name): v for v in (*sampling.shapes, *sampling.ends) if v not in inputs.values()}
+    return Match(str(sampling.output.name), sampling.words, inputs, tables, sampling.nodes, part, sampling)
 
 
-def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
+def _match_node(model: ir.Model, node: ir.Node) -> Match:
     if node.op_type in POOLS:
-        raise Unfit(f"it is a pool, {label(node)}; attention is verified")
-    row = SAMPLING[SCALE if has_logits(node) else name_operator(node)]
+        raise Unfit(f"it is a pool, {describe_node(node)}; attention is verified")
+    description = SAMPLING[SCALE if has_logits(node) else name_operator(node)]
     if has_logits(node):
         LogitInputs(node)  # may raise Unfit
     elif node.domain != OURS:
         read_inputs(node)  # may raise Unfit
-    roles = _LOGITS if has_logits(node) else row.inputs
+    roles = _LOGITS if has_logits(node) else description.inputs
     tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
-    tables = {str(v.name): v for role, v in tensors.items() if role in row.tables}
+    tables = {str(v.name): v for role, v in tensors.items() if role in description.tables}
     inputs = {role: v for role, v in tensors.items() if str(v.name) not in tables}
-    part = _trial.cut(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
+    part = _extract(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
     return Match(str(node.outputs[0].name), f"one node {node.op_type}", inputs, tables, (str(node.name),), part, node)
 
 
@@ -116,17 +114,22 @@ def find_again(match: Match, model: ir.Model) -> Match:
     """Find the match in another file by the names of its tensors.
 
     Raises:
-        ValueError: a name is missing.
+        Unfit: a name is missing.
     """
-    values = {str(v.name): v for v in (*model.graph.inputs, *model.graph.initializers.values(), *_file.list_outputs(model))}
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     names = [*(str(v.name) for v in match.inputs.values()), match.name]
     if missing := [name for name in names if name not in values]:
-        raise ValueError(f"it has no {missing[0]}")
+        raise Unfit(f"it has no {missing[0]}")
     ends = [values[name] for name in (*names[:-1], *match.tables) if name in values]
-    return replace(match, part=_trial.cut(model, ends, values[match.name]))
+    return replace(match, part=_extract(model, ends, values[match.name]))
 
 
-def write(match: Match, arrays: Arrays, path: Path) -> None:
+def _extract(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
+    """Return the subgraph between `ends` and `output` as a model."""
+    return _trial.make_model(model, ir.convenience.extract(model.graph, ends, [output]))
+
+
+def write_match(match: Match, arrays: Arrays, path: Path) -> None:
     """Write the match as a file. Inputs are named by role and have the sizes of the arrays. The output is "output"."""
     graph = match.part.graph
     roles = {str(v.name): role for role, v in match.inputs.items()}
@@ -154,16 +157,16 @@ def read_bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if isinstance(match.source, Sampling):
         return _trial.make_bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
-    row = SAMPLING[match.operator]
+    description = SAMPLING[match.operator]
     if has_logits(match.source):
         return composition.bare_inputs(
-            row.name, *_read_logits(*(tensors[str(v.name)] for v in match.source.inputs if v)), "point"
+            description.name, *_read_logits(*(tensors[str(v.name)] for v in match.source.inputs if v)), "point"
         )
     inputs: list[Any] = [None if v is None else tensors[str(v.name)] for v in match.source.inputs]
-    inputs += [None] * (len(row.inputs) - len(inputs))
-    names = [option.split()[1] for option in row.options]
+    inputs += [None] * (len(description.inputs) - len(inputs))
+    names = [option.split()[1] for option in description.options]
     options = [match.source.attributes[name].value for name in names if name in match.source.attributes]
-    return composition.bare_inputs(row.name, *inputs, *options) if row.bare else tuple(inputs)
+    return composition.bare_inputs(description.name, *inputs, *options) if description.bare else tuple(inputs)
 
 
 def _read_logits(
@@ -181,13 +184,13 @@ def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
     """Return arrays of the same sizes with locations across every border of the maps; None for other operators."""
     if match.operator != SCALE:
         return None
-    sampling = match.source if isinstance(match.source, Sampling) else _as_sampling(match, arrays)
+    sampling = match.source if isinstance(match.source, Sampling) else _make_sampling(match, arrays)
     names = [str(v.name) for v in sampling.ends]
     random = _trial.draw_inputs(sampling, 1, tuple(arrays[name].shape for name in names))
     return arrays | {name: t.numpy().astype(arrays[name].dtype) for name, t in zip(names, random, strict=True)}
 
 
-def _as_sampling(match: Match, arrays: Arrays) -> Sampling:
+def _make_sampling(match: Match, arrays: Arrays) -> Sampling:
     tensor, shapes, _, _, shares = read_bare_inputs(match, arrays)
     maps = tuple((int(height), int(width)) for height, width in shapes)
     ends = (ir.Value(name=str(v.name), shape=ir.Shape(arrays[str(v.name)].shape)) for v in match.inputs.values())
@@ -202,6 +205,5 @@ def prepare_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Val
         with contextlib.suppress(Unfit):  # the report lists the node in `left`
             use_our_nodes(model, [node])
     values = {str(v.name): v for match in matches for v in match.tensors}
-    computed = (v for v in values.values() if v.producer() is not None and constant(v) is None)
-    model.graph.outputs.extend(v for v in computed if not v.is_graph_output())
+    add_outputs(model, (v for v in values.values() if v.producer() is not None))
     return values

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from .._operator.description import AGGREGATION
 from ._aggregation import write_as_attention
 from ._forms import DOMAIN, NODES, OURS, TENSORRT, WITH_LOGITS, WRITE, Call, has_logits, is_aggregation, is_attention
-from ._graph import Unfit, are_fixed, constant, dims, label
+from ._graph import Unfit, are_fixed, describe_node, dims, read_constant
 from ._pools import POOLS, rewrite_pool
 from ._writer import Writer
 
@@ -36,7 +36,7 @@ def is_other(node: ir.Node) -> bool:
 def name_unknown(graph: ir.Graph) -> str:
     """Return in words the nodes that belong to no known library; "" if there are none."""
     nodes = [node for node in graph if node.domain not in {*_STANDARD, "com.microsoft"} and not is_other(node)]
-    kinds = list(dict.fromkeys(map(label, nodes)))
+    kinds = list(dict.fromkeys(map(describe_node, nodes)))
     return f"; not known: its nodes {', '.join(kinds)}" if kinds else ""
 
 
@@ -56,13 +56,13 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
     if is_aggregation(node):
         return _rewrite_aggregation(model, node, form, **options)
     if node.domain == OURS and not is_attention(node):
-        raise Unfit(f"it is a node {label(node)}, which no other form has")
+        raise Unfit(f"it is a node {describe_node(node)}, which no other form has")
     value, shapes, starts, locations, weights = read_inputs(node)
     call = Call(value, shapes, starts, locations, weights)
     with Writer(model, node.outputs[0]) as write:
         new = WRITE[form](write, call, **options)
         write.put_in_place(_split_heads(write, new, call.value) if _has_heads_apart(node) else new)
-    return f"a node {label(node)}"
+    return f"a node {describe_node(node)}"
 
 
 def _rewrite_aggregation(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
@@ -74,19 +74,19 @@ def _rewrite_aggregation(model: ir.Model, node: ir.Node, form: str, **options: s
         else:
             new = WRITE[form](write, write_as_attention(write, inputs), **options)
         write.put_in_place(new)
-    return f"a node {label(node)}"
+    return f"a node {describe_node(node)}"
 
 
 def read_inputs(node: ir.Node) -> list[ir.Value]:
     """Return the five inputs of the operator. Raise for a node or an attribute whose meaning is not known."""
     if not is_attention(node) and not is_aggregation(node):
-        raise Unfit(f"its node {label(node)} is not known")
+        raise Unfit(f"its node {describe_node(node)} is not known")
     if others := {*node.attributes} - _IGNORED:
-        raise Unfit(f"its node {label(node)} has the attribute {min(others)}, whose meaning is not known")
-    inputs, numbers = _inputs(node), _AGGREGATION_AXES if is_aggregation(node) else _AXES
+        raise Unfit(f"its node {describe_node(node)} has the attribute {min(others)}, whose meaning is not known")
+    inputs, numbers = _list_inputs(node), _AGGREGATION_AXES if is_aggregation(node) else _AXES
     fit = all(v.shape is None or len(v.shape) == axes for v, axes in zip(inputs, numbers, strict=True))
     if not fit or len(node.outputs) > 1:
-        raise Unfit(f"its node {label(node)} must have one output, and inputs of {', '.join(map(str, numbers))} axes")
+        raise Unfit(f"its node {describe_node(node)} must have one output, and inputs of {', '.join(map(str, numbers))} axes")
     return inputs
 
 
@@ -95,7 +95,7 @@ def _has_heads_apart(node: ir.Node) -> bool:
     if node.outputs[0].shape is not None:
         return len(node.outputs[0].shape) == 4
     if node.op_type in WITH_LOGITS:
-        raise Unfit(f"the file does not say how many axes the output of its node {label(node)} has")
+        raise Unfit(f"the file does not say how many axes the output of its node {describe_node(node)} has")
     return node.op_type == NODES[TENSORRT]
 
 
@@ -103,9 +103,9 @@ def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: s
     """Replace the node by our node with logits; for another form, compute locations and weights first."""
     inputs = LogitInputs(node)
     with Writer(model, node.outputs[0]) as write:
-        new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.call(write), **options)
+        new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.write_call(write), **options)
         write.put_in_place(write.op("Reshape", new, write.table("shape", [0, 0, inputs.heads, inputs.channels])))
-    return f"a node {label(node)}"
+    return f"a node {describe_node(node)}"
 
 
 class LogitInputs:
@@ -114,14 +114,14 @@ class LogitInputs:
     def __init__(self, node: ir.Node) -> None:
         if len(node.inputs) != 5:
             rule = "one that is read has value, spatial shapes, reference points, offsets and logits"
-            raise Unfit(f"its node {label(node)} has {len(node.inputs)} inputs; {rule}")
-        self.value, self.shapes, self.references, self.offsets, self.logits = _inputs(node)
-        maps = constant(self.shapes)
+            raise Unfit(f"its node {describe_node(node)} has {len(node.inputs)} inputs; {rule}")
+        self.value, self.shapes, self.references, self.offsets, self.logits = _list_inputs(node)
+        maps = read_constant(self.shapes)
         if maps is None:
             raise Unfit("the file does not fix the sizes of its maps")
         self.maps = tuple((int(height), int(width)) for height, width in maps)
-        self.keys, self.heads, self.channels = _fixed(self.value, 1)
-        references, offsets, logits = (math.prod(_fixed(v, 2)) for v in (self.references, self.offsets, self.logits))
+        self.keys, self.heads, self.channels = _read_fixed_sizes(self.value, 1)
+        references, offsets, logits = (math.prod(_read_fixed_sizes(v, 2)) for v in (self.references, self.offsets, self.logits))
         self.points, self.references_of_points = logits // (self.heads * len(maps)), references // 2
         samples = self.heads * len(maps) * self.points
         if (logits, offsets) != (samples, 2 * samples) or references % 2 or self.points % max(self.references_of_points, 1):
@@ -134,7 +134,7 @@ class LogitInputs:
         inputs = self.value, *write.tables(self.maps), references, offsets, logits
         return write.op(f"{NODES[OURS]}_with_logits", *inputs, domain=OURS, reference_axis="point")
 
-    def call(self, write: Writer) -> Call:
+    def write_call(self, write: Writer) -> Call:
         """Write locations = references + offsets / (width, height) and weights = softmax(logits)."""
         if self.offsets.dtype is None:
             raise Unfit("the file does not say the dtypes of its tensors")
@@ -148,7 +148,7 @@ class LogitInputs:
         return Call(self.value, *write.tables(self.maps), locations, write.reshape(weights, self.heads, levels, self.points))
 
 
-def _fixed(value: ir.Value, first: int) -> Sequence[int]:
+def _read_fixed_sizes(value: ir.Value, first: int) -> Sequence[int]:
     sizes = dims(value)[first:]
     if not sizes or not are_fixed(sizes):
         raise Unfit(f"the file does not fix the sizes of {value.name}")
@@ -164,10 +164,10 @@ def use_our_nodes(model: ir.Model, others: list[ir.Node]) -> None:
         model.graph.opset_imports[OURS] = 1
 
 
-def _inputs(node: ir.Node) -> list[ir.Value]:
+def _list_inputs(node: ir.Node) -> list[ir.Value]:
     inputs = [value for value in node.inputs if value is not None]
     if len(inputs) != 5:
-        raise Unfit(f"its node {label(node)} has {len(inputs)} inputs; the operator has 5")
+        raise Unfit(f"its node {describe_node(node)} has {len(inputs)} inputs; the operator has 5")
     return inputs
 
 

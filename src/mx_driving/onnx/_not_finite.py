@@ -6,15 +6,14 @@ Implementations sample different numbers at such locations. So leave out every n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from ._file import list_outputs
-from ._graph import INTEGER, constant, walk_back
+from ._graph import INTEGER, add_outputs, read_constant, walk_back
 from ._matches import Arrays
 
 Run = Callable[[ir.Model], Arrays]  # model -> outputs by name
@@ -35,18 +34,13 @@ def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor,
 def _replace_in_copy(model: ir.Model, names: Iterable[str]) -> ir.Model:
     """Return a copy of the model that replaces NaN and infinity in these tensors by finite numbers."""
     model = model.clone()
-    values = {str(v.name): v for v in _values(model)}
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     for name in names:
-        _replace(model.graph, values[name])
+        _replace_not_finite(model.graph, values[name])
     return model
 
 
-def _values(model: ir.Model) -> Iterator[ir.Value]:
-    yield from model.graph.inputs
-    yield from list_outputs(model)
-
-
-def _replace(graph: ir.Graph, value: ir.Value) -> None:
+def _replace_not_finite(graph: ir.Graph, value: ir.Value) -> None:
     uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
     is_wide = value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
     dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime's kernels take float32 and float64
@@ -64,10 +58,10 @@ def _replace(graph: ir.Graph, value: ir.Value) -> None:
         graph.insert_after(producer, tape.nodes)
 
 
-def find(model: ir.Model, names: Iterable[str], run: Run) -> list[str]:
+def find_not_finite(model: ir.Model, names: Iterable[str], run: Run) -> list[str]:
     """Return the names of the tensors with NaN or infinity."""
-    values = {str(v.name): v for v in _values(model)}
-    arrays = _read(model, [values[name] for name in names if name in values], run)
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+    arrays = _compute_arrays(model, [values[name] for name in names if name in values], run)
     return [name for name, array in arrays.items() if not np.isfinite(array).all()]
 
 
@@ -79,11 +73,11 @@ def run_with_finite(model: ir.Model, names: list[str], run: Run) -> tuple[Arrays
 
 def _find_origin(model: ir.Model, name: str, run: Run) -> str:
     """Return in words the source of a tensor's NaN or infinity."""
-    value = next(v for v in _values(model) if v.name == name)
+    value = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)[name]
     for _ in range(_RUNS):
         near = [v for v in itertools.islice(walk_back(value, lambda _: True), _NEAREST) if v.dtype not in INTEGER]
-        arrays, start = _read(model, near, run), value
-        value = _follow(value, arrays)
+        arrays, start = _compute_arrays(model, near, run), value
+        value = _walk_to_first(value, arrays)
         node = value.producer()
         if value is start or node is None or all(v is None or v.name in arrays or v.dtype in INTEGER for v in node.inputs):
             break
@@ -92,15 +86,16 @@ def _find_origin(model: ir.Model, name: str, run: Run) -> str:
     return f"as in the file's {'input' if value.is_graph_input() else 'constant'} {value.name}"
 
 
-def _read(model: ir.Model, values: list[ir.Value], run: Run) -> Arrays:
+def _compute_arrays(model: ir.Model, values: list[ir.Value], run: Run) -> Arrays:
     """Run the model and return the arrays of these tensors."""
-    constants = {str(v.name): array for v in values if (array := constant(v)) is not None}
+    constants = {str(v.name): array for v in values if (array := read_constant(v)) is not None}
     copy, names = model.clone(), {str(v.name) for v in values} - constants.keys()
-    copy.graph.outputs.extend(v for v in _values(copy) if v.name in names and not v.is_graph_output())
+    in_copy = ir.convenience.create_value_mapping(copy.graph, include_subgraphs=False)
+    add_outputs(copy, (in_copy[name] for name in names))
     return constants | {name: array for name, array in run(copy).items() if name in names}
 
 
-def _follow(value: ir.Value, arrays: Arrays) -> ir.Value:
+def _walk_to_first(value: ir.Value, arrays: Arrays) -> ir.Value:
     """Walk upstream from a tensor to the first tensor with NaN or infinity."""
     is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
     while node := value.producer():

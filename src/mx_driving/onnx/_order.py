@@ -8,37 +8,29 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-
-Graph = onnx.GraphProto | onnx.FunctionProto
-
-
-def walk_graphs(graph: Graph) -> Iterator[Graph]:
-    """Yield the graph and its subgraphs."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for subgraph in (attribute.g, *attribute.graphs):
-                yield from walk_graphs(subgraph)
+from onnx_ir.passes.common import TopologicalSortPass
 
 
-def sort_nodes(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with the nodes of all graphs in topological order; the same object if no node moves.
+def walk_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of the graph, of its subgraphs and of functions."""
+    for graph in (model.graph, *model.functions.values()):
+        yield from ir.traversal.RecursiveGraphIterator(graph)
+
+
+def sort_nodes(model: ir.Model) -> bool:
+    """Sort the nodes of all graphs topologically. Return whether a node has moved.
 
     Raises:
         ValueError: a node reads a tensor that nothing computes, or nodes read each other in a cycle.
     """
-    model = ir.serde.deserialize_model(proto)
-    graphs = [model.graph, *model.functions.values()]
-    nodes = [node for graph in graphs for node in ir.traversal.RecursiveGraphIterator(graph)]
+    nodes = list(walk_nodes(model))
     for node in nodes:
         _check_inputs(node)
     try:
-        for graph in graphs:
-            graph.sort()
+        TopologicalSortPass()(model)
     except ValueError:
         raise ValueError(f"its nodes have a cycle, {', '.join(_find_cycle(nodes))}") from None
-    has_moved = nodes != [node for graph in graphs for node in ir.traversal.RecursiveGraphIterator(graph)]
-    return ir.serde.serialize_model(model) if has_moved else proto
+    return nodes != list(walk_nodes(model))
 
 
 def _check_inputs(node: ir.Node) -> None:
@@ -57,7 +49,7 @@ def _find_cycle(nodes: list[ir.Node]) -> list[str]:
     return []
 
 
-def check(path: Path, proto: onnx.ModelProto, has_changed: bool = False) -> None:
+def check_file(path: Path, proto: onnx.ModelProto, has_changed: bool = False) -> None:
     """Check the file with onnx. Check a completed copy of proto if proto has changed, or is incomplete for the checker."""
     _check_types(proto.graph)
     unsaid = [v for v in (*proto.graph.input, *proto.graph.output) if _lacks_shape(v)]

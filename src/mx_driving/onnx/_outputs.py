@@ -51,12 +51,12 @@ class Output:
     def right(self) -> bool:
         return not self.problem and self.off <= self.may
 
-    def row(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         numbers = {"difference": self.difference, "off": self.off, "may_be_off": self.may}
         return {"output": self.name, **numbers, "verdict": "right" if self.right else "wrong", "why": self.problem or self.note}
 
 
-def change(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
+def change_by_ulps(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
     """Change the model's weights in place, and yield changed inputs. Changes are ulps of the dtype, or of a larger eps."""
     weights = {v: np.asarray(v.const_value.numpy()) for v in model.graph.initializers.values() if v.const_value is not None}
     for seed in range(_SEEDS):
@@ -77,14 +77,14 @@ def _move(array: Array, random: np.random.Generator, eps: float) -> Array:
     return np.where(np.isfinite(moved), moved, array)
 
 
-def judge(name: str, true: Array, near: list[Array], got: Array | None, other: Array | None = None) -> Output:
+def judge(name: str, true: Array, near: list[Array], got: Array | None, finite: Array | None = None) -> Output:
     """Return the verdict on an output.
 
     Args:
         true: onnxruntime's output.
         near: outputs with changed weights and inputs. Outputs of other shapes are ignored.
         got: the runtime's output.
-        other: the output with finite locations in place of NaN and infinity. Numbers that differ from it are not compared.
+        finite: the output with finite locations in place of NaN and infinity. Numbers that differ from it are not compared.
     """
     if got is None:
         return Output(name, np.inf, 1, 0, "the runtime does not give it")
@@ -93,11 +93,12 @@ def judge(name: str, true: Array, near: list[Array], got: Array | None, other: A
     if not true.size:
         return Output(name, 0.0, 0.0, 0.0)
     ulp = find_largest_ulp(true)
-    changes = [find_distances(one, true) for one in near if one.shape == true.shape] or [np.full(true.shape, _ULPS * ulp)]
+    changes = [find_distances(output, true) for output in near if output.shape == true.shape]
+    changes = changes or [np.full(true.shape, _ULPS * ulp)]
     most, distance = np.maximum.reduce(changes), find_distances(got, true)
-    usual, left_out = _usual(most), np.zeros(true.shape, bool)
-    if other is not None and other.shape == true.shape:
-        left_out = find_distances(other, true) > usual + ulp
+    usual, left_out = _usual_change(most), np.zeros(true.shape, bool)
+    if finite is not None and finite.shape == true.shape:
+        left_out = find_distances(finite, true) > usual + ulp
     distance, allowed = np.where(left_out, 0.0, distance), _FURTHER * usual + ulp
     off, changed = (float(np.mean(further > allowed)) for further in (distance, most))
     note = f"{100 * left_out.mean():.3g} % of its numbers depend on locations that are NaN or infinite: not compared"
@@ -118,10 +119,10 @@ def find_distances(a: Array, b: Array) -> Array:
     return entry_differences(*(torch.from_numpy(np.asarray(array, np.float64)) for array in (a, b))).numpy()
 
 
-def _usual(changes: Array) -> Array:
+def _usual_change(changes: Array) -> Array:
     """Return the median over queries, the longer of the last two axes.
 
-    The other axis has boxes and scores, which move by different amounts.
+    The shorter axis has boxes and scores, which move by different amounts.
     """
     axis = max(range(-min(2, changes.ndim), 0), key=lambda axis: changes.shape[axis], default=None)
     return np.nan_to_num(np.median(changes, axis=axis, keepdims=True), posinf=0.0)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ._forms import OURS
-from ._graph import HALVES, Unfit, dims, label
+from ._graph import HALVES, Unfit, describe_node, dims
 from ._writer import Writer
 
 _INTERVALS = {"bev_pool_v2", "BEVPoolV2TRT", "BEVPoolV2TRT2"}
@@ -24,19 +24,19 @@ _END = 2**31 - 1
 def rewrite_pool(model: ir.Model, node: ir.Node, form: str) -> str:
     """Replace the pool by our node. Return the old node in words."""
     if form != "onnxruntime":
-        raise Unfit(f"it is a pool, {label(node)}, which only the form onnxruntime has")
-    inputs, sizes = _read(node)
+        raise Unfit(f"it is a pool, {describe_node(node)}, which only the form onnxruntime has")
+    inputs, sizes = _read_pool(node)
     if model.graph.opset_imports.get("", 0) < 11:
         raise Unfit("pools need opset 11 or later")
     with Writer(model, node.outputs[0]) as write:
         write.put_in_place((_write_cumsum if node.op_type == _CUMSUM else _write_intervals)(write, inputs, sizes))
-    return f"a pool {label(node)}"
+    return f"a pool {describe_node(node)}"
 
 
 def give_shape(node: ir.Node) -> bool:
     """Set shape and type of a pool's output if the file does not have them. Return whether they were set."""
     try:
-        inputs, sizes = _read(node)
+        inputs, sizes = _read_pool(node)
     except Unfit:
         return False
     output, rows = node.outputs[0], inputs[0 if node.op_type == _CUMSUM else 1]
@@ -47,13 +47,15 @@ def give_shape(node: ir.Node) -> bool:
     return True
 
 
-def _read(node: ir.Node) -> tuple[list[ir.Value], list[int]]:
+def _read_pool(node: ir.Node) -> tuple[list[ir.Value], list[int]]:
     """Return the inputs and the sizes of a pool."""
     inputs, names = [v for v in node.inputs if v is not None], _SIZES[node.op_type]
     if len(inputs) != (count := 4 if node.op_type == _CUMSUM else 7) or len(node.outputs) != 1:
-        raise Unfit(f"its node {label(node)} has {len(inputs)} inputs; the pool has {count}")
+        raise Unfit(f"its node {describe_node(node)} has {len(inputs)} inputs; the pool has {count}")
     if (got := {*node.attributes} - _IGNORED) != {*names}:
-        raise Unfit(f"its node {label(node)} has the attributes {', '.join(sorted(got))}; the pool has {', '.join(names)}")
+        raise Unfit(
+            f"its node {describe_node(node)} has the attributes {', '.join(sorted(got))}; the pool has {', '.join(names)}"
+        )
     if inputs[0].dtype not in {None, ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES}:
         raise Unfit(f"its values are {inputs[0].dtype}; our node has floats")
     rank, shape = (5 if node.op_type == _CUMSUM else 4), node.outputs[0].shape
@@ -87,7 +89,7 @@ def _write_intervals(write: Writer, inputs: list[ir.Value], sizes: list[int]) ->
     points, firsts = _list_points(write, starts, lengths)
     ranks = op("Gather", ranks_feat, points, axis=0), op("Gather", ranks_depth, points, axis=0)
     rows, elements = op("Flatten", feat, axis=-1), op("Reshape", depth, write.table("flat", [-1]))
-    pool = _call(write, [rows, elements, *ranks, op("Gather", ranks_bev, firsts, axis=0)], [1, 1, *sizes])
+    pool = _write_pool(write, [rows, elements, *ranks, op("Gather", ranks_bev, firsts, axis=0)], [1, 1, *sizes])
     return op("Reshape", pool, write.table("shape", [1, *sizes, -1]))
 
 
@@ -99,10 +101,10 @@ def _write_cumsum(write: Writer, inputs: list[ir.Value], sizes: list[int]) -> ir
     strides = write.table("strides", [width, 1, height * width, layers * height * width])
     cells = op("Gather", op("Cast", cells, to=ir.DataType.INT64.value), firsts, axis=0)
     one = op("Cast", write.table("one", [1.0], np.float32), to=(rows.dtype or ir.DataType.FLOAT).value)
-    return _call(write, [rows, one, points, op("Sub", points, points), op("MatMul", cells, strides)], sizes)
+    return _write_pool(write, [rows, one, points, op("Sub", points, points), op("MatMul", cells, strides)], sizes)
 
 
-def _call(write: Writer, inputs: list[ir.Value], sizes: list[int]) -> ir.Value:
+def _write_pool(write: Writer, inputs: list[ir.Value], sizes: list[int]) -> ir.Value:
     """Return the output of our node with channels last."""
     pool = write.op("bev_pool_v3", *inputs, domain=OURS, **dict(zip(("bs", "d", "h", "w"), sizes, strict=True)))
     return write.op("Transpose", pool, perm=[0, 2, 3, 4, 1])

@@ -18,9 +18,10 @@ from .._agreement import ULPS, difference_beside_ties, model_difference
 from .._files import temporary_folder
 from .._measure.timing import interleaved
 from .._operator.problems import Problem
+from ._session import open_session
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-_FEW = 8  # most columns that are compared one by one
+_FEW = 8  # at most so many columns are compared separately
 _SAME = 1e-5  # a difference below this share of the magnitude needs no explanation
 _DTYPES = {
     "tensor(float)": np.float32,
@@ -50,33 +51,25 @@ class Compared:
         )
 
 
-def session(path: Path, provider: str = "CPUExecutionProvider", devices: Sequence[Any] = (), **settings: str) -> Any:
-    """Return a session with our nodes and torch's number of threads, on a provider or on the devices of a plugin."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.register_custom_ops_library(mx_driving.onnx.library())
-    if devices:
-        options.add_provider_for_devices(devices, settings)
-    return onnxruntime.InferenceSession(path, options, providers=None if devices else [provider])
+def open_with_library(path: Path, **options: Any) -> Any:
+    """Return a session with our nodes and torch's number of threads. `options` as of open_session."""
+    return open_session(path, library=mx_driving.onnx.library(), threads=torch.get_num_threads(), **options)
 
 
-def run(running: Any, arrays: Arrays) -> dict[str, Any]:
+def run_session(running: Any, arrays: Arrays) -> dict[str, Any]:
     """Return the outputs by name. Arrays that are not inputs of the file are ignored."""
-    names = {one.name for one in running.get_inputs()}
+    names = {described.name for described in running.get_inputs()}
     outputs = running.run(None, {name: array for name, array in arrays.items() if name in names})
-    return dict(zip((one.name for one in running.get_outputs()), outputs, strict=True))
+    return dict(zip((described.name for described in running.get_outputs()), outputs, strict=True))
 
 
-def inputs(running: Any, arrays: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
+def make_inputs(running: Any, arrays: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """Return `arrays`; they must contain all inputs without a default. If empty, make random floats, ones, and a batch of 1."""
     defaults, random = defaults or {}, np.random.default_rng(0)
-    required = {one.name: one for one in running.get_inputs()}
-    allowed = {**required, **{one.name: one for one in running.get_overridable_initializers()}}
+    required = {described.name: described for described in running.get_inputs()}
+    allowed = required | {described.name: described for described in running.get_overridable_initializers()}
     if not arrays:
-        return {name: defaults[name] if name in defaults else _made(one, random) for name, one in required.items()}
+        return {name: defaults[name] if name in defaults else _make_input(required[name], random) for name in required}
     _check_names(list(allowed), [name for name in required if name not in defaults], list(arrays))
     for name, array in arrays.items():
         _check_input(allowed[name], array)
@@ -93,13 +86,13 @@ def _check_names(allowed: list[str], required: list[str], names: list[str]) -> N
 def _check_input(expected: Any, array: np.ndarray[Any, Any]) -> None:
     dtype, shape = _DTYPES.get(expected.type, array.dtype), expected.shape or array.shape
     sizes = zip(shape, array.shape, strict=False)
-    fits = len(shape) == array.ndim and all(not isinstance(one, int) or one == size for one, size in sizes)
+    fits = len(shape) == array.ndim and all(not isinstance(fixed, int) or fixed == size for fixed, size in sizes)
     if array.dtype != dtype or not fits:
         rule = f"{np.dtype(dtype).name} of shape ({', '.join(map(str, shape))})"
         raise Problem(f"--inputs must have {expected.name!r} as {rule}; got {array.dtype.name} of shape {array.shape}")
 
 
-def _made(described: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
+def _make_input(described: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
     sizes = [1 if axis == 0 and not isinstance(size, int) else size for axis, size in enumerate(described.shape)]
     if free := [str(size) for size in sizes if not isinstance(size, int)]:
         raise Problem(f"--inputs must have {described.name!r}, whose sizes {', '.join(free)} the file leaves free; got none")
@@ -109,20 +102,20 @@ def _made(described: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
     return random.random(sizes).astype(dtype) if np.dtype(dtype).kind == "f" else np.ones(sizes, dtype)
 
 
-def _marked(out: np.ndarray[Any, Any]) -> torch.Tensor:
+def _mark_largest(out: np.ndarray[Any, Any]) -> torch.Tensor:
     """Replace the largest number of a dtype by infinity. Models mark invalid anchors with the largest number."""
     tensor = torch.from_numpy(out)
     return torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
 
 
-def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
+def _split_columns(outputs: list[Any]) -> dict[str, torch.Tensor]:
     """Return the floating outputs as a dictionary. Each column has its own key, because columns may be boxes, scores or classes
     with different magnitudes."""
     columns_by_name = {}
     for index, out in enumerate(outputs):
         if out.dtype.kind == "f" and out.size:
             columns = out.shape[-1] if out.ndim == 3 and out.shape[-1] <= _FEW else 1
-            parts = _marked(np.atleast_1d(out)).tensor_split(columns, -1)
+            parts = _mark_largest(np.atleast_1d(out)).tensor_split(columns, -1)
             columns_by_name |= {f"{index}.{column}": part for column, part in enumerate(parts)}
     return columns_by_name
 
@@ -130,7 +123,7 @@ def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
 def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     if [out.shape for out in before] != [out.shape for out in after]:
         return math.inf, 0
-    theirs, ours = map(_floats, (before, after))
+    theirs, ours = map(_split_columns, (before, after))
     if not theirs:
         return 0.0, 0
     if len({out.shape[:2] for out in theirs.values()}) > 1 or all(out.dim() < 3 for out in theirs.values()):
@@ -141,14 +134,14 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
 
 def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = None, locations: Sequence[str] = ()) -> Compared:
     """Run both files in turn. Leave out numbers that depend on NaN or infinity in the tensors `locations` of the first file."""
-    running = {"before": session(before), "after": session(after)}
-    fed = inputs(running["before"], arrays or {})
-    theirs, ours = (one.run(None, fed) for one in running.values())
+    running = {"before": open_with_library(before), "after": open_with_library(after)}
+    fed = make_inputs(running["before"], arrays or {})
+    theirs, ours = (opened.run(None, fed) for opened in running.values())
     (difference, off), note = _difference(theirs, ours), ""
     if locations and (off or difference > _SAME):
         theirs, note = _leave_out(before, fed, locations, theirs, ours)
         difference, off = _difference(theirs, ours)
-    times = interleaved({name: lambda one=one: one.run(None, fed) for name, one in running.items()}, seconds)
+    times = interleaved({name: lambda opened=opened: opened.run(None, fed) for name, opened in running.items()}, seconds)
     earlier, later = (1e3 * statistics.median(durations) for durations in times.values())
     return Compared(difference, off, earlier, later, min(map(len, times.values())), note)
 
@@ -157,26 +150,26 @@ def _leave_out(path: Path, fed: Arrays, locations: Sequence[str], theirs: list[A
     """In `theirs`, replace numbers that depend on NaN or infinite locations by ours. Return the outputs and a note."""
     from . import _file, _not_finite
 
-    model = _file.load(path)
+    model = _file.load(path).model
     with temporary_folder() as folder:
 
         def run_model(model: Any) -> dict[str, Any]:
             _file.ir.save(model, folder / "model.onnx", external_data="model.data")
-            return run(session(folder / "model.onnx"), fed)
+            return run_session(open_with_library(folder / "model.onnx"), fed)
 
-        if not (names := _not_finite.find(model, locations, run_model)):
+        if not (names := _not_finite.find_not_finite(model, locations, run_model)):
             return theirs, ""
         others, origin = _not_finite.run_with_finite(model, names, run_model)
-    masks = [_differs(one, other) for one, other in zip(theirs, others.values(), strict=False)]
+    masks = [_mask_differences(output, finite) for output, finite in zip(theirs, others.values(), strict=False)]
     share = 100 * sum(int(mask.sum()) for mask in masks) / max(1, sum(mask.size for mask in masks))
     note = f"{share:.3g} % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}"
     return [np.where(mask, b, a) if a.shape == b.shape else a for a, b, mask in zip(theirs, ours, masks, strict=True)], note
 
 
-def _differs(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _mask_differences(output: np.ndarray[Any, Any], finite: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return where two outputs differ by more than rounding."""
     from ._outputs import find_distances, find_largest_ulp
 
-    if one.shape != other.shape:
-        return np.zeros(one.shape, bool)
-    return find_distances(other, one) > ULPS * find_largest_ulp(one)
+    if output.shape != finite.shape:
+        return np.zeros(output.shape, bool)
+    return find_distances(finite, output) > ULPS * find_largest_ulp(output)

@@ -35,16 +35,16 @@ def find_runtime(runtime: str) -> Run:
     name, _, provider = runtime.partition(":")
     if runtime in _PYTHON or name == "onnxruntime":
         need(f"--runtime {name}", name, name)
-        return _sentenced(_onnxruntime(provider) if name == "onnxruntime" else _PYTHON[name])
+        return _catch_errors(_make_onnxruntime(provider) if name == "onnxruntime" else _PYTHON[name])
     words = []
     with contextlib.suppress(ValueError):  # an unclosed quotation mark
         words = shlex.split(runtime)
     if not words or shutil.which(words[0]) is None:
         raise Problem(f"--runtime must be onnxruntime, {', '.join(_PYTHON)} or a program that is there; got {runtime!r}")
-    return lambda path, arrays: _program(words, path, arrays)
+    return lambda path, arrays: _run_program(words, path, arrays)
 
 
-def _sentenced(run: Run) -> Run:
+def _catch_errors(run: Run) -> Run:
     """Return a runtime that raises Failed in place of all errors."""
 
     def running(path: Path, arrays: Arrays) -> Arrays:
@@ -58,20 +58,20 @@ def _sentenced(run: Run) -> Run:
     return running
 
 
-def _onnxruntime(provider: str) -> Run:
+def _make_onnxruntime(provider: str) -> Run:
     """Return a runtime with a provider of onnxruntime, built in or from a plugin package."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
-    providers, plugins = onnxruntime.get_available_providers(), _plugins()
+    providers, plugins = onnxruntime.get_available_providers(), _find_plugins()
     if provider and provider not in (*providers, *plugins):
         names = ", ".join(dict.fromkeys([*providers, *plugins]))
         advice = "others are packages such as onnxruntime-ep-webgpu"
         raise Problem(f"--runtime onnxruntime:NAME must name one of its providers, {names} ({advice}); got {provider!r}")
     devices = [] if provider in providers or not provider else _register(provider, plugins[provider])
-    provider, settings = provider or "CPUExecutionProvider", _OPTIONS.get(provider, {})
-    return lambda path, arrays: _running.run(_running.session(path, provider, devices, **settings), arrays)
+    options = {"provider": provider or "CPUExecutionProvider", "devices": devices, "settings": _OPTIONS.get(provider)}
+    return lambda path, arrays: _running.run_session(_running.open_with_library(path, **options), arrays)
 
 
-def _plugins() -> dict[str, Any]:
+def _find_plugins() -> dict[str, Any]:
     """Return provider -> package for the installed packages onnxruntime_ep_*."""
     names = [module.name for module in pkgutil.iter_modules() if module.name.startswith("onnxruntime_ep_")]
     plugins = {}
@@ -99,7 +99,7 @@ def _register(provider: str, package: Any) -> list[Any]:
     return devices[:1]
 
 
-def _openvino(path: Path, arrays: Arrays) -> Arrays:
+def _run_openvino(path: Path, arrays: Arrays) -> Arrays:
     """Run on OpenVINO's CPU device in the file's dtypes, because its default may be 16 bits."""
     core = importlib.import_module("openvino").Core()
     compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
@@ -107,7 +107,7 @@ def _openvino(path: Path, arrays: Arrays) -> Arrays:
     return {name: outputs[port] for port in compiled.outputs for name in port.get_names()}
 
 
-def _tensorrt(path: Path, arrays: Arrays) -> Arrays:
+def _run_tensorrt(path: Path, arrays: Arrays) -> Arrays:
     """Run with TensorRT's parser and builder, in float32 without TF32."""
     import torch
 
@@ -146,7 +146,7 @@ def _tensorrt(path: Path, arrays: Arrays) -> Arrays:
     return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
 
 
-def _program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
+def _run_program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
     """Run `program ... model.onnx inputs.npz outputs.npz`."""
     with temporary_folder() as folder:
         inputs, outputs = folder / "inputs.npz", folder / "outputs.npz"
@@ -165,4 +165,4 @@ def _program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
             raise Failed(str(problem)) from None
 
 
-_PYTHON: dict[str, Run] = {"openvino": _openvino, "tensorrt": _tensorrt}
+_PYTHON: dict[str, Run] = {"openvino": _run_openvino, "tensorrt": _run_tensorrt}

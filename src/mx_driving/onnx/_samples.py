@@ -23,16 +23,16 @@ from ._graph import (
     VIEWS,
     Unfit,
     are_fixed,
-    constant,
     dims,
+    find_producer,
     intersect,
     is_node,
-    number,
-    producer,
     read_attribute,
-    sources,
-    sources_of_chosen,
+    read_constant,
+    read_number,
     walk_back,
+    walk_chosen_sources,
+    walk_sources,
 )
 
 # Attribute -> allowed values, the default first.
@@ -45,8 +45,8 @@ Maps = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Samples of one level, or of all levels if their maps are in one table."""
+class Candidates:
+    """Candidates for the operator's inputs. They are read from the samples of one level, or of all levels in one table."""
 
     images: list[ir.Value]  # candidates for value: the sampled tensor and its sources, the nearest first
     locations: list[ir.Value]  # candidates for locations, the nearest first
@@ -56,29 +56,29 @@ class Samples:
 
 def split_levels(value: ir.Value) -> list[ir.Value]:
     """Return the inputs of the Concat that joins the samples of levels to `value`; empty if a part is not samples."""
-    parts = list(_side_by_side(value))
-    return parts if all(is_node(producer(v, *MOVES), "GridSample") or _gathers(v) for v in parts) else []
+    parts = list(_split_concats(value))
+    return parts if all(is_node(find_producer(v, *MOVES), "GridSample") or _find_gathers(v) for v in parts) else []
 
 
-def _side_by_side(value: ir.Value) -> Iterator[ir.Value]:
-    node = producer(value, *MOVES)
+def _split_concats(value: ir.Value) -> Iterator[ir.Value]:
+    node = find_producer(value, *MOVES)
     if not is_node(node, "Concat"):
         yield value
         return
     for part in node.inputs:
         if part is not None:
-            yield from _side_by_side(part)
+            yield from _split_concats(part)
 
 
-def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Samples:
+def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Candidates:
     """Read the samples of one level. `constants`: role -> constant tensor of all levels."""
-    node = producer(part, *MOVES)
+    node = find_producer(part, *MOVES)
     if is_node(node, "GridSample"):
         return _read_grid_sample(node, constants)
-    return _read_gathers(part, _gathers(part))
+    return _read_gathers(part, _find_gathers(part))
 
 
-def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Samples:
+def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Candidates:
     for name, allowed in _GRID_SAMPLE.items():
         chosen = read_attribute(node, name, allowed[0])
         if chosen not in allowed:
@@ -86,144 +86,144 @@ def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Sampl
     image, grid = node.inputs[:2]
     assert image is not None
     assert grid is not None
-    sizes = (*dims(image)[2:], _points(grid)) if len(dims(image)) == len(dims(grid)) == 4 else ()
+    sizes = (*dims(image)[2:], _read_points(grid)) if len(dims(image)) == len(dims(grid)) == 4 else ()
     if len(sizes) != 3 or not are_fixed(sizes):
         raise Unfit(_UNKNOWN)
-    images = [constants["value"]] if "value" in constants else list(sources(image, *MOVES))
+    images = [constants["value"]] if "value" in constants else list(walk_sources(image, *MOVES))
     fixed = [constants["locations"]] if "locations" in constants else None
-    return Samples(images, fixed or list(sources_of_chosen(_before_scaling(grid))), [((sizes[0], sizes[1]),)], sizes[2])
+    return Candidates(images, fixed or list(walk_chosen_sources(_undo_scaling(grid))), [((sizes[0], sizes[1]),)], sizes[2])
 
 
-def _points(grid: ir.Value) -> Any:
-    """Return size 2 of a grid, from its shape or from the Split that computes it."""
+def _read_points(grid: ir.Value) -> Any:
+    """Return the number of points of a grid [n, queries, points, 2], from its shape or from the Split that computes it."""
     node = grid.producer()
     if isinstance(dims(grid)[2], int) or not is_node(node, "Split") or len(node.inputs) < 2:
         return dims(grid)[2]
-    lengths = constant(node.inputs[1])
+    lengths = read_constant(node.inputs[1])
     return int(lengths[node.outputs.index(grid)]) if read_attribute(node, "axis") in (2, -2) and lengths is not None else None
 
 
-def _beside(node: ir.Node | None, kind: str, factor: float, indices: tuple[int, ...] = (0, 1)) -> ir.Value | None:
+def _find_operand(node: ir.Node | None, kind: str, factor: float, indices: tuple[int, ...] = (0, 1)) -> ir.Value | None:
     """Return x if the node is of this kind with inputs x and the constant `factor`; else None."""
     if not is_node(node, kind):
         return None
-    return next((node.inputs[1 - i] for i in indices if number(node.inputs[i]) == factor), None)
+    return next((node.inputs[1 - i] for i in indices if read_number(node.inputs[i]) == factor), None)
 
 
-def _before_scaling(grid: ir.Value) -> ir.Value:
+def _undo_scaling(grid: ir.Value) -> ir.Value:
     """Return x if `grid` is computed as 2 * x - 1."""
-    node = producer(grid, *MOVES)
-    doubled = _beside(node, "Sub", 1.0, (1,)) or _beside(node, "Add", -1.0)
-    x = _beside(producer(doubled, *MOVES), "Mul", 2.0)
+    node = find_producer(grid, *MOVES)
+    doubled = _find_operand(node, "Sub", 1.0, (1,)) or _find_operand(node, "Add", -1.0)
+    x = _find_operand(find_producer(doubled, *MOVES), "Mul", 2.0)
     if x is None:
         raise Unfit("its grid is not 2 * locations - 1")
     return x
 
 
-def _gathers(value: ir.Value) -> list[ir.Node]:
+def _find_gathers(value: ir.Value) -> list[ir.Node]:
     """Return the Gather nodes that read sampled rows of `value`: their index is floored or rounded."""
-    sampled = walk_back(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
+    sampled = walk_back(value, lambda node: not _read_index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
-    indices = ((node, _index(node)) for node in nodes if node is not None)
+    indices = ((node, _read_index(node)) for node in nodes if node is not None)
     return [node for node, index in indices if index is not None and (_is_floored(index) or _is_rounded(index))]
 
 
-def _index(node: ir.Node) -> ir.Value | None:
+def _read_index(node: ir.Node) -> ir.Value | None:
     """Return the index of a gather; None for other nodes and for a constant index."""
-    return node.inputs[1] if is_node(node, *_GATHERS) and constant(node.inputs[1]) is None else None
+    return node.inputs[1] if is_node(node, *_GATHERS) and read_constant(node.inputs[1]) is None else None
 
 
-def _indices_of_rows(index: ir.Value) -> Iterator[ir.Value]:
+def _walk_index(index: ir.Value) -> Iterator[ir.Value]:
     return walk_back(index, lambda node: is_node(node, *MOVES, *_ARITHMETIC, *_INDEXING))
 
 
 def _is_floored(index: ir.Value) -> bool:
-    return any(is_node(v.producer(), "Floor") for v in _indices_of_rows(index))
+    return any(is_node(v.producer(), "Floor") for v in _walk_index(index))
 
 
 def _is_rounded(index: ir.Value) -> bool:
     """Return whether the index is cast from floats to integers."""
-    casts = [v.producer() for v in _indices_of_rows(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
+    casts = [v.producer() for v in _walk_index(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
     inputs = [node.inputs[0] for node in casts if node is not None]
     return any(v is not None and v.dtype not in INTEGER for v in inputs)
 
 
-def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Samples:
-    images = intersect(sources(node.inputs[0], *MOVES, "Pad") for node in nodes)
-    indices = [index for node in nodes if (index := _index(node)) is not None]
+def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Candidates:
+    images = intersect(walk_sources(node.inputs[0], *MOVES, "Pad") for node in nodes)
+    indices = [index for node in nodes if (index := _read_index(node)) is not None]
     if not all(map(_is_floored, indices)):
         raise Unfit('its samples are nearest rows ("discrete"); the operator interpolates')
-    locations = intersect(map(_indices_of_rows, indices))
-    sizes = _sizes_of_map(images, indices)
+    locations = intersect(map(_walk_index, indices))
+    sizes = _list_map_sizes(images, indices)
     grids = [dims(v)[-2] for v in locations if len(dims(v)) >= 4 and dims(v)[-1] == 2]
     points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)
     if not sizes or points is None:
         raise Unfit(_UNKNOWN)
-    return Samples(images, locations, [(two,) for two in sizes], points)
+    return Candidates(images, locations, [(two,) for two in sizes], points)
 
 
-def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
+def _list_map_sizes(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
     """Return possible (height, width): sizes of two axes, or a factorisation of one axis with a Mul's constant as width."""
     axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
     areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
-    products = [v.producer() for index in indices for v in _indices_of_rows(index) if v.dtype in INTEGER]
-    factors = [number(v) for node in products if is_node(node, "Mul") for v in node.inputs]
+    products = [v.producer() for index in indices for v in _walk_index(index) if v.dtype in INTEGER]
+    factors = [read_number(v) for node in products if is_node(node, "Mul") for v in node.inputs]
     widths = {int(n) for n in factors if n is not None and n > 0}
     axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
     return list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
 
 
-def find_row(corner: ir.Node) -> ir.Node | None:
+def find_gather(corner: ir.Node) -> ir.Node | None:
     """Return the Gather of the weighted rows that a ReduceSum adds; else None."""
-    product = producer(corner.inputs[0], *PAIRS) if is_node(corner, "ReduceSum") else None
+    product = find_producer(corner.inputs[0], *PAIRS) if is_node(corner, "ReduceSum") else None
     if not is_node(product, "Mul"):
         return None
-    return next((node for v in product.inputs if (node := _behind_views(v)) is not None and _index(node)), None)
+    return next((node for v in product.inputs if (node := _find_gather_upstream(v)) is not None and _read_index(node)), None)
 
 
-def _behind_views(value: ir.Value | None) -> ir.Node | None:
-    node = producer(value, *VIEWS)
+def _find_gather_upstream(value: ir.Value | None) -> ir.Node | None:
+    node = find_producer(value, *VIEWS)
     return node if is_node(node, "Gather") else None
 
 
 def are_of_one_table(corners: list[ir.Node]) -> bool:
     """Return whether four corners read one table at locations [batch, queries, heads, levels, points, 2]."""
-    rows = [node for corner in corners if (node := find_row(corner)) is not None]
-    tables = {[*sources(node.inputs[0])][-1] for node in rows}
-    return len(rows) == 4 and len(tables) == 1 and bool(_scaled_locations(rows[0])[0])
+    rows = [node for corner in corners if (node := find_gather(corner)) is not None]
+    tables = {[*walk_sources(node.inputs[0])][-1] for node in rows}
+    return len(rows) == 4 and len(tables) == 1 and bool(_find_scaled_locations(rows[0])[0])
 
 
-def read_table(corners: list[ir.Node]) -> Samples:
-    row = find_row(corners[0])
-    assert row is not None
-    assert row.inputs[0] is not None
-    locations, maps = _scaled_locations(row)
+def read_table(corners: list[ir.Node]) -> Candidates:
+    gather = find_gather(corners[0])
+    assert gather is not None
+    assert gather.inputs[0] is not None
+    locations, maps = _find_scaled_locations(gather)
     if not maps:
         raise Unfit("the file does not fix the sizes of its maps")
-    images = walk_back(row.inputs[0], lambda node: is_node(node, *VIEWS, "Concat", "Cast"))
+    images = walk_back(gather.inputs[0], lambda node: is_node(node, *VIEWS, "Concat", "Cast"))
     points: Any = next((size for v in locations if isinstance(size := dims(v)[4], int)), 0)
-    return Samples(list(images), locations, maps, points)
+    return Candidates(list(images), locations, maps, points)
 
 
-def list_shares(corner: ir.Node) -> list[ir.Value]:
+def list_weights(corner: ir.Node) -> list[ir.Value]:
     """Return candidates for weights: the sources of a corner's coefficient, the farthest first."""
-    product = producer(corner.inputs[0], *PAIRS)
+    product = find_producer(corner.inputs[0], *PAIRS)
     assert product is not None
-    shares = [v for v in product.inputs if v is not None and _behind_views(v) is None]
+    shares = [v for v in product.inputs if v is not None and _find_gather_upstream(v) is None]
     values = [v for share in shares for v in walk_back(share, lambda node: is_node(node, *VIEWS, "Mul", "Where", "Cast"))]
     return [v for v in reversed(values) if v.dtype not in INTEGER]
 
 
-def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
+def _find_scaled_locations(gather: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
     """Return the tensors of six axes and the constant sizes of maps from which the row's index is computed."""
     chains: list[list[ir.Value]] = []
     sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
     both: dict[Maps, None] = {}
-    for factor, array in _scaled(row):
-        picked = producer(factor, *PAIRS)
-        axis = number(picked.inputs[1]) if is_node(picked, "Gather") else None
+    for factor, array in _list_products(gather):
+        picked = find_producer(factor, *PAIRS)
+        axis = read_number(picked.inputs[1]) if is_node(picked, "Gather") else None
         located = picked.inputs[0] if picked is not None and axis in (0, 1) else factor
-        chain = [v for v in sources(located, *MOVES) if len(dims(v)) == 6 and dims(v)[-1] == 2]
+        chain = [v for v in walk_sources(located, *MOVES) if len(dims(v)) == 6 and dims(v)[-1] == 2]
         chains += [chain] if chain else []
         if axis in (0, 1):
             sides[int(axis)][tuple(map(int, array.reshape(-1)))] = None
@@ -235,13 +235,13 @@ def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
     return list(tensors), list(both)
 
 
-def _scaled(row: ir.Node) -> Iterator[tuple[ir.Value, np.ndarray[Any, Any]]]:
+def _list_products(gather: ir.Node) -> Iterator[tuple[ir.Value, np.ndarray[Any, Any]]]:
     """Yield (factor, constant) for each product of floats upstream of a row's index."""
-    assert row.inputs[1] is not None
-    for value in _indices_of_rows(row.inputs[1]):
+    assert gather.inputs[1] is not None
+    for value in _walk_index(gather.inputs[1]):
         node = value.producer()
         if is_node(node, "Mul") and value.dtype not in INTEGER:
             for factor, other in (node.inputs, node.inputs[::-1]):
-                array = constant(other)
+                array = read_constant(other)
                 if factor is not None and array is not None and array.ndim and np.isfinite(array).all():
                     yield factor, array

@@ -2,57 +2,58 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .. import config
+from .._operator.problems import Problem
 from .._operator.rules import first_line
-from ._file import first_paragraph, list_external, list_outputs, restore_plugins, walk_nodes
+from ._file import LoadedFile, first_paragraph, list_external, list_outputs, restore_plugins
 from ._forms import NODES, OURS
 from ._graph import dims
 from ._nodes import use_our_nodes
-from ._order import check
+from ._order import check_file, walk_nodes
+from ._session import is_missing_kernel, open_session
 
 
-def save(model: ir.Model, path_in: Path, path_out: Path) -> str | None:
+def save(file: LoadedFile, path_out: Path) -> str | None:
     """Write the model. If onnxruntime lacks a kernel for another node of the file, return its error.
 
     Weights stay in the model's file or in a file beside it. Sizes are those of the original file; our nodes get fixed sizes.
     """
-    _restore_defaults(model)
+    model, path_in = file.model, file.path
+    _restore_defaults(file)
     read = {path_in, *(Path(tensor.path) for tensor in list_external(model))}
-    _restore_sizes(model)
+    _restore_sizes(file)
     RemoveUnusedNodesPass()(model)
     _import_domains(model)
     weights = f"{path_out.name}.data" if list(list_external(model)) else None
     files = [weights, path_out.name] if weights else [path_out.name]  # the model last: its weights exist first
-    _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
+    _check_targets(read, path_in, [path_out.with_name(name) for name in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
-        reason, lacks_kernel = _why_not(model, Path(folder, path_out.name))
+        reason, lacks_kernel = _find_refusal(model, Path(folder, path_out.name))
         if reason and not lacks_kernel:
-            raise ValueError(f"path_in must be a file that can be run with our node in it; got {path_in}: {reason}")
+            raise Problem(f"path_in must be a file that can be run with our node in it; got {path_in}: {reason}")
         if restore_plugins(model):
             ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
-        for file in files:
-            os.replace(Path(folder, file), path_out.with_name(file))
+        for name in files:
+            os.replace(Path(folder, name), path_out.with_name(name))
     return reason
 
 
-def _why_not(model: ir.Model, path: Path) -> tuple[str | None, bool]:
+def _find_refusal(model: ir.Model, path: Path) -> tuple[str | None, bool]:
     """Return (error of onnx's checker or of onnxruntime or None, whether onnxruntime lacks a kernel).
 
     Do not load a file with nodes of other libraries. Load nodes of other forms as our nodes.
     """
     try:
-        check(path, onnx.load(path, format="protobuf", load_external_data=False))
+        check_file(path, onnx.load(path, format="protobuf", load_external_data=False))
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         return first_paragraph(error), False
     nodes = list(walk_nodes(model))
@@ -60,7 +61,7 @@ def _why_not(model: ir.Model, path: Path) -> tuple[str | None, bool]:
     if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
         return None, False
     used = {node.domain for node in nodes} & NODES.keys()
-    return _refused(path if used <= {OURS} else with_ours(path), bool(used))
+    return _try_onnxruntime(path if used <= {OURS} else with_ours(path), bool(used))
 
 
 def with_ours(path: Path) -> Path:
@@ -72,19 +73,12 @@ def with_ours(path: Path) -> Path:
     return tried
 
 
-def _refused(path: Path, has_ours: bool) -> tuple[str | None, bool]:
+def _try_onnxruntime(path: Path, has_ours: bool) -> tuple[str | None, bool]:
     """Return (onnxruntime's error or None, whether onnxruntime lacks a kernel)."""
-    onnxruntime: Any = importlib.import_module("onnxruntime")
-    lacks_kernel = onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        if has_ours:
-            options.register_custom_ops_library(str(config.library_path()))
-        onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        open_session(path, library=str(config.library_path()) if has_ours else "", optimise=False)
     except Exception as error:  # onnxruntime raises a dozen classes
-        return first_line(error), isinstance(error, lacks_kernel)
+        return first_line(error), is_missing_kernel(error)
     return None, False
 
 
@@ -97,26 +91,25 @@ def _import_domains(model: ir.Model) -> None:
             model.graph.opset_imports.pop(domain, None)
 
 
-def _restore_defaults(model: ir.Model) -> None:
-    for value in model.graph.inputs:
-        if "default" in value.meta:
-            value.const_value = value.meta["default"]
-            model.graph.register_initializer(value)
+def _restore_defaults(file: LoadedFile) -> None:
+    for value in file.model.graph.inputs:
+        if value.name in file.defaults:
+            value.const_value = file.defaults[value.name]
+            file.model.graph.register_initializer(value)
 
 
-def _restore_sizes(model: ir.Model) -> None:
-    shapes = model.meta.pop("said")
-    for value in list_outputs(model):
-        before, node = shapes.get(value.name), value.producer()
+def _restore_sizes(file: LoadedFile) -> None:
+    for value in list_outputs(file.model):
+        before, node = file.shapes.get(value.name), value.producer()
         if before is None and value.shape is not None and node is not None and node.domain in NODES:
             before = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])
         value.shape = before
 
 
-def _spare(read: set[Path], path_in: Path, targets: list[Path]) -> None:
+def _check_targets(read: set[Path], path_in: Path, targets: list[Path]) -> None:
     """Refuse to overwrite a file that path_in reads, also under another name of the file."""
     for old in targets:
         if old.exists() and any(old.samefile(path) for path in read):
-            raise ValueError(f"path_out must leave the files of path_in alone; got {targets[0]}, and {path_in} reads {old}")
+            raise Problem(f"path_out must leave the files of path_in alone; got {targets[0]}, and {path_in} reads {old}")
         if old.exists() and not old.is_file():
-            raise ValueError(f"path_out must be a file; got {old}")
+            raise Problem(f"path_out must be a file; got {old}")

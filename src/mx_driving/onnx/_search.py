@@ -9,18 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import PAIRS, VIEWS, are_fixed, dims, intersect, is_node, producer, sources, sources_of_chosen
+from ._graph import PAIRS, VIEWS, are_fixed, dims, find_producer, intersect, is_node, walk_chosen_sources, walk_sources
 from ._samples import (
+    Candidates,
     Maps,
-    Samples,
     are_of_one_table,
-    find_row,
-    list_shares,
+    find_gather,
+    list_weights,
     read_level,
     read_table,
     split_levels,
@@ -44,6 +44,10 @@ class Sampling:
     channels: int
     dtype: ir.DataType | None  # the dtype of the sum
     broadcasts: bool = False  # a size of 1 in an input may be broadcast to the size in another
+    # After the trial:
+    shapes: tuple[ir.Value, ...] = ()  # outputs of Shape nodes that the nodes between inputs and output read
+    nodes: tuple[str, ...] = ()  # names of the nodes between inputs and output
+    part: ir.Graph | None = None  # a copy of these nodes without nodes that change nothing
 
     @property
     def ends(self) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -55,7 +59,19 @@ class Sampling:
         ends = zip(("value", "locations", "weights"), self.ends, strict=True)
         return {role: end for role, end in ends if end.graph is not None or end.const_value is None}
 
-    def sizes(self, tensor: ir.Value) -> tuple[int, ...]:
+    def find_in(self, model: ir.Model) -> Sampling:
+        """Return the sampling of the tensors that have the same names in another model."""
+        values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+        value, locations, weights = (values.get(str(end.name), end) for end in self.ends)
+        output, shapes = values[str(self.output.name)], tuple(values[str(v.name)] for v in self.shapes)
+        return replace(self, value=value, locations=locations, weights=weights, output=output, shapes=shapes)
+
+    def extract(self) -> ir.Graph:
+        """Return a copy of the nodes between inputs and output."""
+        assert self.output.graph is not None
+        return ir.convenience.extract(self.output.graph, [*self.inputs.values(), *self.shapes], [self.output])
+
+    def last_sizes(self, tensor: ir.Value) -> tuple[int, ...]:
         """Return the sizes of the axes after keys (value) or after queries (locations, weights), as in this file."""
         if tensor is self.value:
             split = len(dims(tensor)) == 4
@@ -75,9 +91,9 @@ class Sampling:
         return sum(height * width for height, width in self.maps)
 
 
-def _factors(node: ir.Node) -> Pairs:
+def _read_factors(node: ir.Node) -> Pairs:
     """Return the two factors of a product that the node sums, in both orders."""
-    product = producer(node.inputs[0], *PAIRS) if is_node(node, "ReduceSum") else None
+    product = find_producer(node.inputs[0], *PAIRS) if is_node(node, "ReduceSum") else None
     if not is_node(product, "Mul"):
         return []
     left, right = product.inputs
@@ -90,7 +106,7 @@ def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Nod
     for node in graph:
         if first := read_leaf(node):
             totals[node] = [first]
-        added: list[Any] = [producer(v, *PAIRS) for v in node.inputs] if is_node(node, "Add") else []
+        added: list[Any] = [find_producer(v, *PAIRS) for v in node.inputs] if is_node(node, "Add") else []
         if added and all(term in totals for term in added):
             totals[node] = [leaf for term in added for leaf in totals[term]]
             for term in {*added}:
@@ -100,12 +116,12 @@ def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Nod
 
 def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
     """Return node -> pairs in order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
-    return _add_up(graph, lambda node: next((pair for pair in _factors(node) if split_levels(pair[0])), None))
+    return _add_up(graph, lambda node: next((pair for pair in _read_factors(node) if split_levels(pair[0])), None))
 
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
     """Return node -> the four corners' ReduceSum nodes, for the last Add of each sum of four corners."""
-    corners = _add_up(graph, lambda node: node if find_row(node) else None)
+    corners = _add_up(graph, lambda node: node if find_gather(node) else None)
     return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
 
 
@@ -115,19 +131,19 @@ def find_candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Valu
     `constants`: role -> constant tensor of all levels.
     """
     levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
-    weights = [constants["weights"]] if "weights" in constants else intersect(sources_of_chosen(w) for _, w in pairs)
-    return sorted(_candidates(node, levels, weights), key=_doubt)
+    weights = [constants["weights"]] if "weights" in constants else intersect(walk_chosen_sources(w) for _, w in pairs)
+    return sorted(_list_candidates(node, levels, weights), key=_count_doubts)
 
 
 def find_table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
-    return sorted(_candidates(node, [read_table(corners)], intersect(map(list_shares, corners))), key=_is_cast)
+    return sorted(_list_candidates(node, [read_table(corners)], intersect(map(list_weights, corners))), key=_is_cast)
 
 
 def _is_cast(sampling: Sampling) -> bool:
     return sampling.output.dtype != sampling.value.dtype
 
 
-def _doubt(sampling: Sampling) -> int:
+def _count_doubts(sampling: Sampling) -> int:
     """Return a penalty: the number of casts, and of batch and query sizes that differ from those of locations."""
     bs, queries = dims(sampling.locations)[:2]
     sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
@@ -135,67 +151,67 @@ def _doubt(sampling: Sampling) -> int:
     return different + _is_cast(sampling)
 
 
-def _candidates(node: ir.Node, levels: list[Samples], weights: list[ir.Value]) -> Iterator[Sampling]:
+def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.Value]) -> Iterator[Sampling]:
     """Yield the samplings that fit. Equal sizes allow several samplings."""
     images, locations = intersect(level.images for level in levels), intersect(level.locations for level in levels)
     for choice in itertools.islice(itertools.product(*(level.maps for level in levels)), _MAPS):
         maps = tuple(size for sizes in choice for size in sizes)
         points = tuple(level.points for level, sizes in zip(levels, choice, strict=True) for _ in sizes)
-        for heads in _heads(locations, points):
-            yield from _with_heads(node, (images, locations, weights), heads, maps, points)
+        for heads in _list_heads(locations, points):
+            yield from _list_with_heads(node, (images, locations, weights), heads, maps, points)
 
 
-def _heads(locations: list[ir.Value], points: tuple[int, ...]) -> set[int]:
+def _list_heads(locations: list[ir.Value], points: tuple[int, ...]) -> set[int]:
     ends = (sum(points), 2), (len(points), points[0], 2)
-    return {h for v in locations for h in dims(v)[2:3] if isinstance(h, int) and _ends(v, *((h, *end) for end in ends))}
+    return {h for v in locations for h in dims(v)[2:3] if isinstance(h, int) and _ends_with(v, *((h, *end) for end in ends))}
 
 
-def _with_heads(
+def _list_with_heads(
     node: ir.Node, tensors: tuple[list[ir.Value], ...], heads: int, maps: Maps, points: tuple[int, ...]
 ) -> Iterator[Sampling]:
     keys = sum(height * width for height, width in maps)
     samples = [(heads, sum(points))] + [(heads, len(points), points[0])] * (len(set(points)) == 1)
-    values = {v: width // heads for v in _without_casts(tensors[0]) if (width := _width(v, keys, heads))}
-    locations = [v for v in _without_casts(tensors[1]) if _ends(v, *((*s, 2) for s in samples))]
-    weights = [v for v in _without_casts(tensors[2]) if _ends(v, *samples)]
+    values = {v: width // heads for v in _drop_casts(tensors[0]) if (width := _read_width(v, keys, heads))}
+    locations = [v for v in _drop_casts(tensors[1]) if _ends_with(v, *((*s, 2) for s in samples))]
+    weights = [v for v in _drop_casts(tensors[2]) if _ends_with(v, *samples)]
     for (value, channels), location, weight in itertools.product(values.items(), locations, weights):
-        for output in _outputs_of_sum(node, heads * channels):
+        for output in _list_outputs(node, heads * channels):
             yield Sampling(value, location, weight, output, maps, points, heads, channels, node.outputs[0].dtype)
 
 
-def _without_casts(values: list[ir.Value]) -> Iterable[ir.Value]:
+def _drop_casts(values: list[ir.Value]) -> Iterable[ir.Value]:
     """Return the first of each group of values that differ only by casts."""
     firsts: dict[ir.Value, ir.Value] = {}
     for value in values:
-        *_, uncast = sources(value)
+        *_, uncast = walk_sources(value)
         firsts.setdefault(uncast, value)
     return firsts.values()
 
 
-def _ends(value: ir.Value, *last: tuple[int, ...]) -> bool:
+def _ends_with(value: ir.Value, *last: tuple[int, ...]) -> bool:
     """Return whether the sizes after the first two axes are in `last`. A free size matches any size."""
-    return any(len(dims(value)) == 2 + len(sizes) and all(map(_may_be, dims(value)[2:], sizes)) for sizes in last)
+    return any(len(dims(value)) == 2 + len(sizes) and all(map(_may_equal, dims(value)[2:], sizes)) for sizes in last)
 
 
-def _may_be(size: int | str | None, number: int) -> bool:
+def _may_equal(size: int | str | None, number: int) -> bool:
     return size == number or not isinstance(size, int)
 
 
-def _width(value: ir.Value, keys: int, heads: int) -> int:
+def _read_width(value: ir.Value, keys: int, heads: int) -> int:
     """Return num_heads * channels if the tensor has value's shape; else 0."""
     sizes = dims(value)
     fits = (len(sizes) == 4 and sizes[2] == heads) or len(sizes) == 3
-    if not fits or not _may_be(sizes[1], keys) or not are_fixed(last := sizes[2:]):
+    if not fits or not _may_equal(sizes[1], keys) or not are_fixed(last := sizes[2:]):
         return 0
     width = math.prod(last)
     return width if width % heads == 0 else 0
 
 
-def _outputs_of_sum(node: ir.Node, width: int) -> Iterator[ir.Value]:
+def _list_outputs(node: ir.Node, width: int) -> Iterator[ir.Value]:
     """Yield the sum and its views with three axes, up to the first value with several readers."""
     value = node.outputs[0]
     while True:
-        if len(shape := dims(value)) == 3 and _may_be(shape[2], width):
+        if len(shape := dims(value)) == 3 and _may_equal(shape[2], width):
             yield value
         users = list(value.uses())
         if len(users) != 1 or value.is_graph_output() or users[0].idx or not is_node(users[0].node, *VIEWS, "Cast"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import MOVES, Unfit, are_fixed, constant, dims, is_node, read_attribute, sources
+from ._graph import MOVES, Unfit, are_fixed, dims, is_node, read_attribute, read_constant, walk_sources
 from ._search import Sampling
 
 Size = int | str | None
@@ -44,18 +44,18 @@ def make_shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[
     Axes (tensor, axis) in `ones`, and axes that the file fixes to 1, have size 1.
     """
     ones = {*ones, *((i, axis) for i, axis in _AXES if dims(sampling.ends[i])[axis] == 1)}
-    whole = _whole(sampling, bs, queries)
+    whole = _make_whole(sampling, bs, queries)
     return tuple(tuple(1 if (i, axis) in ones else size for axis, size in enumerate(shape)) for i, shape in enumerate(whole))
 
 
 def broadcast(sampling: Sampling, shapes: Shapes) -> Shapes:
     """Return the shapes after broadcasting."""
-    return _whole(sampling, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes[1:]))
+    return _make_whole(sampling, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes[1:]))
 
 
-def _whole(sampling: Sampling, bs: int, queries: int) -> Shapes:
+def _make_whole(sampling: Sampling, bs: int, queries: int) -> Shapes:
     first = (bs, sampling.num_keys), (bs, queries), (bs, queries)
-    return tuple((*sizes, *sampling.sizes(tensor)) for sizes, tensor in zip(first, sampling.ends, strict=True))
+    return tuple((*sizes, *sampling.last_sizes(tensor)) for sizes, tensor in zip(first, sampling.ends, strict=True))
 
 
 def name_sizes(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
@@ -88,7 +88,7 @@ def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
 
 def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
     """Return pairs (batch, queries). Most runs of the trial use the first pair."""
-    most = max(_numbers(list(nodes)), default=0)
+    most = max(_list_numbers(list(nodes)), default=0)
     choices = []
     for axis, few in enumerate(FEW):
         size, seen = find_fixed(sampling, axis)
@@ -101,31 +101,31 @@ def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[in
     batches, queries = choices
     sizes = list(dict.fromkeys([(batches[0], queries[0]), (batches[-1], queries[0]), (batches[0], queries[-1])]))
     for index, (bs, count) in enumerate(sizes):
-        _afford(sampling, bs, count, _ELEMENTS // 4 if index else _ELEMENTS)
+        _check_cost(sampling, bs, count, _ELEMENTS // 4 if index else _ELEMENTS)
     return sizes
 
 
-def _afford(sampling: Sampling, bs: int, queries: int, most: int) -> None:
+def _check_cost(sampling: Sampling, bs: int, queries: int, most: int) -> None:
     rows = max(sampling.num_keys, queries * sum(sampling.points))
     elements = bs * rows * sampling.num_heads * sampling.channels
     if elements > most:
         raise Unfit(f"a trial of batch {bs} and {queries} queries has {elements} elements; at most {most} are tried")
 
 
-def _numbers(nodes: list[ir.Node]) -> Iterator[int]:
+def _list_numbers(nodes: list[ir.Node]) -> Iterator[int]:
     """Yield the numbers with which nodes cut or compare a free size, except for "to the end"."""
-    free = _free(nodes)
+    free = _find_free(nodes)
     for node in nodes:
         data = node.inputs[0] if node.inputs else None
-        numbers = [n for axis, n in _cuts(node) if not _is_fixed(data, axis)] if data is not None else []
+        numbers = [n for axis, n in _list_cuts(node) if not _is_fixed(data, axis)] if data is not None else []
         if is_node(node, *_COMPARES) and any(v in free for v in node.inputs):
-            numbers += [n for v in node.inputs for n in _table(v)]
+            numbers += [n for v in node.inputs for n in _read_table(v)]
         yield from (abs(int(n)) for n in numbers if abs(n) < _ENDLESS)
 
 
-def _table(value: ir.Value | None) -> list[Any]:
+def _read_table(value: ir.Value | None) -> list[Any]:
     """Return the numbers of a constant, or of a view of a constant."""
-    array = next((a for v in sources(value, *MOVES) if (a := constant(v)) is not None), None)
+    array = next((a for v in walk_sources(value, *MOVES) if (a := read_constant(v)) is not None), None)
     return [] if array is None else array.reshape(-1).tolist()
 
 
@@ -137,12 +137,12 @@ def _is_fixed(data: ir.Value, axis: int | None) -> bool:
     return -len(sizes) <= axis < len(sizes) and isinstance(sizes[axis], int)
 
 
-def _cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
+def _list_cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
     """Return (axis, number) for the numbers with which the node cuts, picks or extends axes. None is an unknown axis."""
 
     def read(index: int, name: str) -> list[Any]:
         """Return the numbers of an input, or of an attribute in older opsets."""
-        return list(read_attribute(node, name, ())) or (_table(node.inputs[index]) if index < len(node.inputs) else [])
+        return list(read_attribute(node, name, ())) or (_read_table(node.inputs[index]) if index < len(node.inputs) else [])
 
     axis = read_attribute(node, "axis", 0)
     if is_node(node, "Slice"):
@@ -159,7 +159,7 @@ def _cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
     return [(None, n) for n in read(1, "pads")] if is_node(node, "Pad", "GatherElements", "GatherND") else []
 
 
-def _free(nodes: list[ir.Node]) -> set[ir.Value]:
+def _find_free(nodes: list[ir.Node]) -> set[ir.Value]:
     """Return the values that are computed from free sizes. The nodes must be in topological order."""
     free: set[ir.Value] = set()
     for node in nodes:

@@ -9,10 +9,8 @@ float32 only if onnxruntime lacks a float64 kernel.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +23,10 @@ from .. import ops
 from .._agreement import entry_differences, rounding_limit
 from .._operator.rules import first_line
 from . import _sizes
-from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, constant, dims, is_node, read_attribute
+from ._file import LoadedFile
+from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, dims, is_node, read_attribute, read_constant
 from ._search import Sampling
+from ._session import is_missing_kernel, open_session
 from ._writer import make_tables
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
@@ -42,7 +42,7 @@ _QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `m
 _SAMPLES = 500  # least number of samples per level, for each kind of locations
 
 
-def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
+def _is_allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     """Return whether the node may be in the subgraph. `linear` has the tensors that depend on value or weights."""
     if is_node(node, *MOVES) and not is_node(node, *PAIRS):
         return not any(v in linear for v in node.inputs[1:])
@@ -55,8 +55,11 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
 
 
-def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Return the nodes between the operator's inputs and output in order, and the outputs of Shape nodes that they read."""
+def _collect_part(sampling: Sampling, defaults: Collection[str]) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Return the nodes between the operator's inputs and output in order, and the outputs of Shape nodes that they read.
+
+    Raise Unfit if the nodes read another tensor, or if a node is not allowed. `defaults`: the names of inputs with a default.
+    """
     ends, names = {*sampling.ends}, _sizes.name_sizes(sampling, _sizes.make_shapes(sampling, *_sizes.FEW))
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
@@ -67,7 +70,7 @@ def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
         if value in ends or value.is_initializer() or node in nodes:
             continue
         if node is None:
-            raise Unfit(reason.format(value.name) + ", an input with a default" * ("default" in value.meta))
+            raise Unfit(reason.format(value.name) + ", an input with a default" * (value.name in defaults))
         if is_node(node, "Shape"):
             if _read_size(value, names) is not None:
                 sizes[value] = None
@@ -79,18 +82,18 @@ def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
     graph = next(iter(nodes)).graph
     assert graph is not None
     part = [node for node in graph if node in nodes]
-    _hold_to_rules(sampling, part)
+    _check_nodes(sampling, part)
     return part, list(sizes)
 
 
-def _hold_to_rules(sampling: Sampling, nodes: list[ir.Node]) -> None:
+def _check_nodes(sampling: Sampling, nodes: list[ir.Node]) -> None:
     maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # a constant map does not depend on `value`
     if pairs := [str(node.name) for node in nodes if is_node(node, "DequantizeLinear")]:
         between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
         raise Unfit(f"{between}; {_QUANTISED}")
-    linear = _follow({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, nodes)
+    linear = _find_dependent({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, nodes)
     for node in reversed(nodes):
-        if not _allowed(node, linear):
+        if not _is_allowed(node, linear):
             raise Unfit(f"{node.op_type} ({node.name}) takes part")
     for end in sampling.ends:
         if end.dtype is None:
@@ -99,7 +102,7 @@ def _hold_to_rules(sampling: Sampling, nodes: list[ir.Node]) -> None:
             raise Unfit(f"its values are {end.dtype}; a trial needs float32, float64, float16 or bfloat16")
 
 
-def _follow(ends: set[ir.Value], nodes: list[ir.Node]) -> set[ir.Value]:
+def _find_dependent(ends: set[ir.Value], nodes: list[ir.Node]) -> set[ir.Value]:
     """Return the tensors that the nodes compute from the elements of `ends`, not only from the shapes of `ends`."""
     reached = set(ends)
     for node in nodes:
@@ -118,7 +121,7 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
     return np.array(sizes, np.int64) if sizes and None not in sizes else None
 
 
-def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) -> Tensor:
+def _draw_across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) -> Tensor:
     """Return locations near the outermost pixels of the maps, in x, in y or in both."""
     points = torch.tensor(sampling.points)
     sides = torch.tensor([(width, height) for height, width in sampling.maps]).repeat_interleave(points, 0)
@@ -133,7 +136,7 @@ def _draw_locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Ten
     random = torch.Generator().manual_seed(seed)
     sizes = bs, queries, sampling.num_heads, sum(sampling.points)
     if seed % 3 == 1:
-        return _across_borders(sampling, random, *sizes)
+        return _draw_across_borders(sampling, random, *sizes)
     uniform = torch.rand(*sizes, 2, generator=random)
     return (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
 
@@ -150,7 +153,7 @@ def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[T
     random_ends = [t[tuple(map(slice, shape))] for t, shape in zip(tensors, shapes, strict=True)]
     free = [*sampling.inputs.values()]
     return tuple(
-        t if end in free else torch.from_numpy(constant(end).astype(np.float64))
+        t if end in free else torch.from_numpy(read_constant(end).astype(np.float64))
         for end, t in zip(sampling.ends, random_ends, strict=True)
     )
 
@@ -170,7 +173,7 @@ def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Te
     bs, queries = max(map(len, inputs)), max(locations.shape[1], weights.shape[1])
     value = value.expand(bs, *value.shape[1:])
     locations, weights = (
-        t.expand(bs, queries, *sampling.sizes(end)) for t, end in zip((locations, weights), sampling.ends[1:], strict=True)
+        t.expand(bs, queries, *sampling.last_sizes(end)) for t, end in zip((locations, weights), sampling.ends[1:], strict=True)
     )
     indices, mask = pad_points(sampling.points)
     levels, most = len(sampling.points), max(sampling.points)
@@ -181,28 +184,25 @@ def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Te
     return value, shapes, starts, locations, weights.unflatten(3, (levels, most))
 
 
-def cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
-    """Return the subgraph between `ends` and `output` as a model."""
-    graph = ir.convenience.extract(model.graph, ends, [output])
-    return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
+def make_model(model: ir.Model, part: ir.Graph) -> ir.Model:
+    """Return a part of the model's graph as a model that needs no other file."""
+    return ir.external_data.load_to_model(ir.Model(part, ir_version=model.ir_version))
 
 
-def _open_session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> tuple[Any, set[ir.DataType]]:
+def _open_session(model: ir.Model, sampling: Sampling) -> tuple[Any, set[ir.DataType]]:
     """Return a session of the subgraph, and the dtypes that the session replaces by float32."""
-    onnxruntime: Any = importlib.import_module("onnxruntime")
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
     for dtypes in (HALVES, {*HALVES, ir.DataType.DOUBLE}):
-        part = cut(model, [*sampling.inputs.values(), *sizes], sampling.output)
+        part = make_model(model, sampling.extract())
         for value in part.graph.inputs:
             part.graph.initializers.pop(str(value.name), None)
             value.const_value = None
             value.type = value.type or ir.TensorType(ir.DataType.INT64)  # sizes
         _compute_in_float32(part.graph, dtypes)
-        lacks_kernel = onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented
-        with _as_unfit(), contextlib.suppress(*[lacks_kernel] * (dtypes is HALVES)):
-            data = ir.serde.serialize_model(part).SerializeToString()
-            return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"]), dtypes
+        try:
+            return open_session(part), dtypes
+        except Exception as error:  # onnxruntime raises a dozen classes
+            if dtypes is not HALVES or not is_missing_kernel(error):
+                raise _DoesNotRun(error) from None
     raise AssertionError
 
 
@@ -225,7 +225,7 @@ def _to_float32(tensor: Any) -> Any:
 
 
 def _run(
-    session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value], tensors: tuple[Tensor, ...]
+    session: tuple[Any, set[ir.DataType]], sampling: Sampling, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run the subgraph. Return its output, and the inputs in the dtypes of the trial."""
     running, narrow = session
@@ -233,33 +233,35 @@ def _run(
     doubles = [end.dtype == ir.DataType.DOUBLE and end.dtype not in narrow for end in sampling.ends]
     inputs = tuple(t.double() if double else t.float() for t, double in zip(tensors, doubles, strict=True))
     feeds = {str(end.name): t.numpy() for end, t in zip(sampling.ends, inputs, strict=True)}
-    feeds |= {str(v.name): array for v in sizes if (array := _read_size(v, names)) is not None}
+    feeds |= {str(v.name): array for v in sampling.shapes if (array := _read_size(v, names)) is not None}
     required = {i.name for i in running.get_inputs()}
-    with _as_unfit():
+    try:
         (output,) = running.run(None, {name: array for name, array in feeds.items() if name in required})
+    except Exception as error:  # onnxruntime raises a dozen classes
+        raise _DoesNotRun(error) from None
     return torch.from_numpy(output).double(), inputs
 
 
-def prove(model: ir.Model, sampling: Sampling) -> Sampling:
-    """Return the sampling if the subgraph equals the operator within rounding; else raise Unfit."""
-    nodes, sizes = collect_part(sampling)
-    pairs = _sizes.choose_trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
-    session = _open_session(model, sampling, sizes)
+def prove(file: LoadedFile, sampling: Sampling) -> Sampling:
+    """Return the sampling with its `shapes` if the subgraph equals the operator within rounding; else raise Unfit."""
+    nodes, shapes = _collect_part(sampling, file.defaults)
+    sampling = replace(sampling, shapes=tuple(shapes))
+    pairs = _sizes.choose_trials(sampling, [*(node for v in shapes if (node := v.producer()) is not None), *nodes])
+    session = _open_session(file.model, sampling)
     for index, (bs, queries) in enumerate(pairs):
         samples = bs * queries * sampling.num_heads * min(sampling.points)
         for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
-            _compare(session, sampling, sizes, seed, _sizes.make_shapes(sampling, bs, queries))
-    one_name = {size for tensor in sampling.ends for size in dims(tensor)[:2]} & model.meta.get("merged", set())
-    broadcasts = bool(one_name) or _broadcasts(session, sampling, sizes)
-    return replace(sampling, broadcasts=broadcasts)
+            _compare(session, sampling, seed, _sizes.make_shapes(sampling, bs, queries))
+    is_merged = any(size in file.merged for tensor in sampling.ends for size in dims(tensor)[:2])
+    return replace(sampling, broadcasts=is_merged or _check_broadcasting(session, sampling))
 
 
-def _broadcasts(session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value]) -> bool:
+def _check_broadcasting(session: tuple[Any, set[ir.DataType]], sampling: Sampling) -> bool:
     """Return whether the subgraph broadcasts sizes of 1. The operator does not broadcast, and most subgraphs fail."""
     runs = False
     for shapes in _sizes.vary_ones(sampling):
         try:
-            _compare(session, sampling, sizes, 0, shapes)
+            _compare(session, sampling, 0, shapes)
         except _DoesNotRun:
             continue
         except Unfit as unfit:
@@ -269,22 +271,13 @@ def _broadcasts(session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes
 
 
 class _DoesNotRun(Unfit):
-    pass
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"a trial in onnxruntime failed: {first_line(error)}")
 
 
-@contextlib.contextmanager
-def _as_unfit() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # onnxruntime raises a dozen classes
-        raise _DoesNotRun(f"a trial in onnxruntime failed: {first_line(error)}") from None
-
-
-def _compare(
-    session: tuple[Any, set[ir.DataType]], sampling: Sampling, sizes: list[ir.Value], seed: int, shapes: _sizes.Shapes
-) -> None:
+def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> None:
     """Raise Unfit unless the subgraph equals the operator on random inputs."""
-    result, inputs = _run(session, sampling, sizes, draw_inputs(sampling, seed, shapes))
+    result, inputs = _run(session, sampling, draw_inputs(sampling, seed, shapes))
     dtype = max((t.dtype for t in inputs), key=lambda dtype: torch.finfo(dtype).eps)
     called = make_bare_inputs(sampling, tuple(t.double() for t in inputs))
     expected, scale = ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())

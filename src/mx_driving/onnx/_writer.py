@@ -14,10 +14,8 @@ from ._graph import dims
 
 def list_names(model: ir.Model) -> set[str]:
     """Return all names of tensors and nodes, also of subgraphs: names in a subgraph must not hide outer names."""
-    graphs = list(model.graphs())
-    nodes = [node for graph in graphs for node in graph]
-    values = [*(v for g in graphs for v in (*g.inputs, *g.initializers.values())), *(v for n in nodes for v in n.outputs)]
-    return {str(named.name) for named in (*values, *nodes)}
+    names = {str(node.name) for graph in model.graphs() for node in graph}
+    return names.union(*(ir.convenience.create_value_mapping(graph) for graph in model.graphs()))
 
 
 def make_tables(maps: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
@@ -34,14 +32,14 @@ class Writer:
     def __init__(self, model: ir.Model, old: ir.Value) -> None:
         self.model, self.old, self.used, self.tape = model, old, list_names(model), ir.tape.Tape()
 
-    def make_name(self, what: str) -> str:
-        free = (f"{self.old.name}/{what}{number or ''}" for number in itertools.count())
+    def make_name(self, suffix: str) -> str:
+        free = (f"{self.old.name}/{suffix}{number or ''}" for number in itertools.count())
         name = next(name for name in free if name not in self.used)
         self.used.add(name)
         return name
 
-    def table(self, what: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
-        name = self.make_name(what)
+    def table(self, suffix: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
+        name = self.make_name(suffix)
         return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
 
     def tables(self, maps: Sequence[tuple[int, int]]) -> tuple[ir.Value, ir.Value]:
