@@ -43,9 +43,6 @@ def _randomised(module: Any) -> Any:
     return module
 
 
-# ---- multi-scale deformable attention
-
-
 def _encoder(generator: torch.Generator, sizes: list[tuple[int, int]]) -> Subject:
     torch.manual_seed(0)
     module = _randomised(mx_driving.nn.MultiScaleDeformableAttention(num_levels=len(sizes)))
@@ -132,9 +129,6 @@ def _of_mmcv(levels: int) -> tuple[nn.Module, Forward]:
         )
 
     return other, run
-
-
-# ---- BEVFormer
 
 
 def _temporal(generator: torch.Generator, size: tuple[int, int]) -> Subject:
@@ -225,9 +219,6 @@ def _plain_spatial(module: Any) -> Forward:
     return run
 
 
-# ---- geometric kernel attention
-
-
 def _geometric(generator: torch.Generator, size: tuple[int, int], bev: tuple[int, int]) -> Subject:
     torch.manual_seed(0)
     module = _randomised(mx_driving.nn.GeometricKernelAttention())
@@ -250,9 +241,6 @@ def _plain_geometric(module: Any) -> Forward:
         return plain.geometric_kernel_attention(rows, shapes, starts, pixels, weights)
 
     return run
-
-
-# ---- deformable aggregation
 
 
 def _aggregation(generator: torch.Generator, anchors: int, sizes: list[tuple[int, int]]) -> Subject:

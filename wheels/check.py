@@ -58,9 +58,6 @@ def check_inside(platform: Platform, folder: pathlib.Path) -> None:
     )
 
 
-# ---- what a library imports and exports; the oldest system
-
-
 HEADERS = {"_mh_dylib_header", "__dso_handle", "_dso_handle"}  # the linker adds them to every Mach-O library
 
 
@@ -124,9 +121,6 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
     )
     facts = f"{check_system(library, platform)}; {check_bill(platform.wheel)}"
     return f"{facts}; imports {', '.join(sorted(needed))}; exports {len(exported)} functions"
-
-
-# ---- tests/native against the library
 
 
 def link(sources: str, platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
