@@ -68,7 +68,7 @@ demo: $(VENV)/demo
 	$(BIN)/python examples/surround_view/main.py --out demo.png
 
 test: $(STAMP) lint
-	@echo "Running the tests: 4 to 6 minutes on 2 quiet cores"
+	@echo "Running the tests: 4 to 13 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .PHONY: test-quick
