@@ -124,8 +124,8 @@ def run(folder: pathlib.Path, *args: str, check: bool = True, **environment: str
     )  # fmt: skip
 
 
-def recorded(folder: pathlib.Path) -> dict[str, tuple[dict, dict[str, torch.Tensor]]]:
-    """Return what is said about each call, and its tensors, by the file's name."""
+def read_calls(folder: pathlib.Path) -> dict[str, tuple[dict, dict[str, torch.Tensor]]]:
+    """Return the files of a recording by name: the facts about a call, and its tensors."""
     calls = {}
     for file in sorted(folder.glob("*.pt")):
         whole = torch.load(file, weights_only=True)

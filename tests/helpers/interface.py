@@ -47,7 +47,7 @@ def described(member: griffe.Object | griffe.Alias) -> str:
 
 
 def members_of(module: griffe.Module) -> list[griffe.Object | griffe.Alias]:
-    """What `__all__` names; where there is none, what the file defines."""
+    """Return the members that `__all__` names; without `__all__`, the members that the file defines."""
     names = module.exports or [name for name, member in module.members.items() if is_public(name) and not member.is_alias]
     return [module.members[str(name)] for name in names if str(name) in module.members]
 
@@ -80,12 +80,12 @@ def listing(source: pathlib.Path = ROOT / "src") -> list[str]:
 
 
 def newest_changes(text: str) -> str:
-    """The first section of CHANGELOG.md: what is not released, or is being released."""
+    """Return the first section of CHANGELOG.md, which has the unreleased changes."""
     return text.split("\n## ")[1]
 
 
 def unexplained(before: list[str], now: list[str], changes: str) -> list[str]:
-    """Lines that came, went or changed and whose names the changes do not say."""
+    """Return lines that were added, removed or changed, and whose names are not in the changes."""
     different = sorted(set(before) ^ set(now))
     return [line for line in different if not re.search(rf"\b{re.escape(name_of(line))}\b", changes)]
 

@@ -63,7 +63,7 @@ WAYS = {
 
 
 def names():
-    """Every way to name the device; other names are torch's."""
+    """Every way to name the device means the CPU. torch handles other names."""
     for way, make in WAYS.items():
         for device in ("npu", "npu:0", torch.device("npu"), torch.device("npu", 3), torch.device("npu:1"), torch.device(0)):
             assert make(device).device == CPU, (way, device)
@@ -83,13 +83,13 @@ def names():
 
 
 def copies():
-    """What arrives on the device is a copy, and autograd goes through it."""
+    """A move to the device makes a differentiable copy."""
     moves = (
         x.npu(),
         x.to("npu"),
         x.to("npu:0", torch.float32),
         torch.as_tensor(x, device="npu"),
-        torch.asarray(x.detach(), device="npu"),  # torch 2.6's asarray turns the recording of its argument off
+        torch.asarray(x.detach(), device="npu"),  # asarray of torch 2.6 sets requires_grad of its argument to False
     )
     for copied in moves:
         assert copied.data_ptr() != x.data_ptr()
@@ -126,18 +126,18 @@ def scripted(a: torch.Tensor, d: torch.device):
 
 
 def elsewhere():
-    """Files that a device wrote, threads, workers, TorchScript."""
+    """Check files that a device wrote, threads, workers and TorchScript."""
     registry, saved = torch.serialization._package_registry, io.BytesIO()
     registry.insert(0, (0, lambda storage: "npu:0", lambda storage, location: None))  # the tag that a device's storage gets
     torch.save(x.detach(), saved)
     registry.pop(0)
     assert b"npu:0" in saved.getvalue()
     assert torch.equal(torch.load(io.BytesIO(saved.getvalue())), x)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(torch.zeros(2, device="npu").npu()))
+    tensors = []
+    thread = threading.Thread(target=lambda: tensors.append(torch.zeros(2, device="npu").npu()))
     thread.start()
     thread.join()
-    assert found[0].shape == (2,)
+    assert tensors[0].shape == (2,)
     for workers in (0, 2):
         generator = torch.Generator("npu")
         loader = torch.utils.data.DataLoader(Made(), 2, num_workers=workers, pin_memory=True, generator=generator, shuffle=True)
@@ -146,7 +146,7 @@ def elsewhere():
 
 
 def device_module():
-    """torch.npu is torch_npu.npu: one device, streams and events, a seed."""
+    """Check torch.npu, which is torch_npu.npu: one device, streams and events, a seed."""
     npu = torch.npu
     assert npu is torch_npu.npu
     assert (npu.is_available(), npu.device_count(), npu.current_device(), npu.memory_allocated()) == (True, 1, 0, 0)
@@ -176,7 +176,7 @@ def product() -> torch.dtype:
 
 
 def mixed_precision():
-    """Autocast to float16 where no dtype is named; scaled losses; the vendor's optimizers."""
+    """Check autocast, whose default is float16, scaled losses, and the vendor's optimizers."""
     from torch.npu.amp import GradScaler, autocast  # pyright: ignore[reportMissingImports]
 
     for context in (autocast(), torch.autocast("npu"), torch.autocast(device_type="npu", dtype=torch.float16)):
@@ -204,7 +204,7 @@ def uncompiled(a):
 
 
 def compiled():
-    """A whole graph, before or after the names of CUDA: torch.compile looks at torch.device, at torch.cuda and for Triton."""
+    """Compile a whole graph, with or without the names of CUDA. torch.compile reads torch.device and torch.cuda."""
     one = torch.ones(3)
     cuda = "torch_npu.contrib.transfer_to_npu" in sys.modules
     function = (lambda a: uncompiled(a).cuda() + torch.zeros(3, device="cuda")) if cuda else uncompiled
@@ -255,7 +255,7 @@ def decorated(custom_fwd, custom_bwd):
 
 
 def check_idioms(device: str, module: Any):
-    """What training scripts for a device write: queries of autocast, storages, memory, lists of devices."""
+    """Check idioms of training scripts: queries of autocast, storages, memory, lists of devices."""
     with torch.autocast(device, torch.float16):
         assert torch.is_autocast_enabled(device)
         assert torch.npu.is_autocast_enabled()
@@ -289,7 +289,7 @@ def check_idioms(device: str, module: Any):
 
 
 def check_distributed(device: str, *backends: str):
-    """The device's backends are gloo. DistributedDataParallel and barrier are given indices of devices."""
+    """The device's backends mean gloo. DistributedDataParallel and barrier take indices of devices."""
     import torch.distributed as dist
 
     for backend, more in itertools.product(backends, ({}, {"device_id": torch.device(f"{device}:0")})):
@@ -321,7 +321,7 @@ def idioms():
 
 
 def compiled_after_default_device():
-    """torch then calls each constructor under a mode of its own."""
+    """Compile after set_default_device, which lets torch call constructors under a mode."""
     torch.set_default_device("npu")
     one = torch.ones(3)
     run = torch.compile(lambda a: a.to("npu") + a.to(device="npu:0", dtype=torch.float32), backend="aot_eager", fullgraph=True)
@@ -346,7 +346,7 @@ def refusals():
 
 
 def mmengine():
-    """Its models and optimizers go to the device by its own ways."""
+    """mmengine moves models and optimizers to the device."""
     from mmengine.device import get_device, is_npu_available, is_npu_support_full_precision
     from mmengine.model import BaseModel
     from mmengine.optim import build_optim_wrapper

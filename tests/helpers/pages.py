@@ -1,4 +1,4 @@
-"""Looks to write pages of, and what is in a page."""
+"""Make looks for pages, and parse pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mx_driving import viz
 
 
 class Parser(html.parser.HTMLParser):
-    """The attributes in a page by name, and the text of its scripts, styles and titles."""
+    """Collects the attributes of a page by name, and the text of its scripts, styles and titles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -49,25 +49,25 @@ def numbers(packed: str, kind: str) -> torch.Tensor:
 
 
 def samples(facts: dict, call: int = 0) -> dict[tuple[int, int], list[tuple[int, int, int, float, float, float]]]:
-    """(query, camera) -> (head, level, point, x, y, weight) of the samples that read something and weigh something."""
+    """Return (query, camera) -> (head, level, point, x, y, weight) of the samples that read something and have a weight."""
     look = facts["looks"][call]
     ends, cameras = numbers(look["ends"], "<u4").long().tolist(), numbers(look["camera"], "<u2").long().tolist()
     heads, levels, points = look["heads"], look["levels"], look["points"]
     places = numbers(look["locations"], "<u2").view(-1, *look["shared"], points, 2)
     places = places.expand(-1, heads, levels, points, 2)
     weights = numbers(look["weights"], "<i2").view(-1, heads, levels, points) / 32767 * look["largest"]
-    found: dict = {}
+    by_query: dict = {}
     for row, query in enumerate(numbers(facts["queries"]["numbers"], "<u4").long().tolist()):
         for block in range(ends[row - 1] if row else 0, ends[row]):
             kept = ((places[block, ..., 0] != 65535) & (weights[block] != 0)).nonzero().tolist()
-            found[query, cameras[block]] = [
+            by_query[query, cameras[block]] = [
                 (h, l, p, *(places[block, h, l, p] / 32767 - 0.5).tolist(), float(weights[block, h, l, p])) for h, l, p in kept
             ]
-    return found
+    return by_query
 
 
 def attention() -> viz.Look:
-    """Two cameras; some samples lie off their maps."""
+    """Return a look of two cameras. Some samples lie off their maps."""
     shapes, starts = cases.levels_of((6, 8), (3, 4))
     locations = torch.rand(2, 4, 2, 2, 2, 2) * 1.4 - 0.2
     with viz.recording() as looks:
@@ -77,7 +77,7 @@ def attention() -> viz.Look:
 
 
 def geometric() -> viz.Look:
-    """Two cameras; pixels are truncated and clamped."""
+    """Return a look of two cameras. Locations are truncated and clamped to pixels."""
     shapes, starts = cases.levels_of((4, 10))
     locations = torch.rand(2, 4, 2, 1, 3, 2) * 14 - 2
     locations[0, 0, 0, 0, 0] = torch.tensor([float("nan"), float("inf")])
@@ -88,7 +88,7 @@ def geometric() -> viz.Look:
 
 
 def aggregation() -> viz.Look:
-    """Three cameras; points count strictly inside the picture."""
+    """Return a look of three cameras. Points count strictly inside the picture."""
     maps = [torch.rand(1, 3, 8, 8 // 2**s, 12 // 2**s) for s in range(2)]
     locations, weight = torch.rand(1, 4, 5, 3, 2) * 2 - 0.5, torch.rand(1, 4, 5, 3, 2, 4) + 0.01
     with viz.recording() as looks:

@@ -29,7 +29,7 @@ else:  # Windows
 
 
 def example(name: str) -> types.ModuleType:
-    """A program of examples/ as a module."""
+    """Return a program of examples/ as a module."""
     folder = _TESTS.parent / "examples"
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -50,13 +50,13 @@ Done = subprocess.CompletedProcess[str]
 
 
 def python(*command: object, cwd: object = None, env: dict[str, str] | None = None, check: bool = True) -> Done:
-    """As subprocess.run with text; the error of a program that fails is what it said. Of the interpreter's options there are
-    `-W ignore`, -c and -m."""
+    """Run a program as subprocess.run does. If it fails, raise an error with its standard error. The interpreter's options
+    `-W ignore`, -c and -m are supported."""
     words = [str(word) for word in command]
     with tempfile.TemporaryDirectory() as folder:
         printed, errors = pathlib.Path(folder, "printed"), pathlib.Path(folder, "errors")
-        given = (words, str(cwd or pathlib.Path.cwd()), dict(os.environ if env is None else env), printed, errors)
-        program = _FORKS.Process(target=_run, args=given)
+        arguments = (words, str(cwd or pathlib.Path.cwd()), dict(os.environ if env is None else env), printed, errors)
+        program = _FORKS.Process(target=_run, args=arguments)
         program.start()
         program.join()
         assert program.exitcode is not None
@@ -89,7 +89,7 @@ def _run(words: list[str], cwd: str, environment: dict[str, str], printed: pathl
 
 
 def _main(words: list[str]) -> None:
-    """What the interpreter does with its command."""
+    """Run the command as the interpreter does."""
     if words[0] == "-c":
         sys.path.insert(0, "")
         sys.argv = ["-c", *words[2:]]

@@ -1,4 +1,4 @@
-"""Recordings made by hand: calls with results that are right or have a fault, and `mx-driving replay` of them."""
+"""Write recordings of calls whose results are right or have a fault, and run `mx-driving replay` on them."""
 
 import json
 
@@ -18,7 +18,7 @@ def replay(*args):
 
 
 def call(operator, dtype=torch.float32):
-    """The inputs and grad_output of a call, in a dtype that a device has."""
+    """Return the inputs and grad_output of a call in a dtype."""
     inputs = {
         cases.MULTI_SCALE: lambda: cases.multi_scale(2, 30, 8, 3, [(14, 26), (8, 13)], 3),
         cases.AGGREGATION: lambda: cases.aggregation(2, 30, 3, 8, 2, [[(14, 26), (8, 13)], [(15, 24), (3, 12)]]),
@@ -29,7 +29,7 @@ def call(operator, dtype=torch.float32):
 
 
 def computed(operator, inputs, grad):
-    """What a device gives: numpy's truth in the value's dtype."""
+    """Return the results of a device: numpy's truth in the value's dtype."""
     results = [torch.from_numpy(t).to(inputs[0].dtype) for t in cases.truth_of(operator, inputs, grad).results]
     names = ["grad_" + NAMES[i] for i in cases.DIFFERENTIABLE[operator]]
     return dict(zip(("output", *names), results, strict=True))

@@ -45,7 +45,7 @@ class TestMultiScale(TestCase):
 class TestAggregation(TestCase):
     @unittest.skipIf(DEVICE_NAME != "Ascend910B", "only supported on 910B")
     def test_backward_by_hand(self):
-        """As the vendor's: the autograd function's methods with a ctx that is a Mock. One sample in a pixel's middle."""
+        """Call the autograd function's methods with a Mock as ctx, as the vendor does. The sample lies at a pixel centre."""
         features = torch.rand(1, 4, 2).npu()
         features.requires_grad = True
         tables = torch.tensor([[[2, 2]]], dtype=torch.int32).npu(), torch.tensor([[0]], dtype=torch.int32).npu()

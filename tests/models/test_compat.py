@@ -24,7 +24,7 @@ def test_stand_ins_are_those_that_record_and_replay_know():
     assert modules == {*compat.NAMES} - {"deformable_aggregation_with_depth_ext"}
 
 
-# the way the original repositories call their extensions: an autograd function per operator, the extension a submodule
+# The original repositories call their extensions like this: an autograd function for each operator, a submodule as extension.
 ATTENTION = """
 class {name}(Function):
     @staticmethod
@@ -88,7 +88,7 @@ for kind, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):  # BEVFor
 
 @pytest.fixture
 def repository(unbuilt, monkeypatch):
-    """Its functions that convert their inputs are known by their code, as those of Sparse4D and mmcv are."""
+    """Return a repository. The table of known code has its functions that convert inputs, like Sparse4D's and mmcv's."""
     unbuilt("someones_ops", PACKAGE)
     module = importlib.import_module("someones_ops")
     for name, (form, casts) in CASTS.items():
@@ -116,22 +116,22 @@ INPUTS = {
 
 
 def inputs_of(operator, dtypes=None):
-    """`dtypes` of value, and of locations and weights."""
+    """Return inputs. dtypes: of value, and of locations and weights."""
     inputs = INPUTS[operator]
     return inputs if dtypes is None else [i.to(dtypes[k > 0]) if i.is_floating_point() else i for k, i in enumerate(inputs)]
 
 
 def extension_arguments(operator, dtypes=None):
-    """The inputs, and the im2col_step of the attentions."""
+    """Return the inputs; for attentions also im2col_step."""
     return *inputs_of(operator, dtypes), *([] if operator == cases.AGGREGATION else [64])
 
 
-# Sparse4D's code casts the float64 of these cases; gradients come back in the inputs' own dtype
+# Sparse4D's code casts these float64 inputs to float32. The gradients have the inputs' dtype.
 COMPUTED = {cases.MULTI_SCALE: None, cases.AGGREGATION: (torch.float32,) * 2, cases.GEOMETRIC: None}
 
 
-def same(found, expected):
-    return all(torch.equal(a.to(b.dtype), b) for a, b in zip(found, expected, strict=True))
+def same(tensors, expected):
+    return all(torch.equal(a.to(b.dtype), b) for a, b in zip(tensors, expected, strict=True))
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
@@ -141,7 +141,7 @@ def test_original_code_runs(repository, operator):
 
 
 def take_extensions_away(repository, monkeypatch):
-    """The extensions cannot run, like those of a GPU on a CPU."""
+    """Let the extensions fail, as a GPU's extensions fail on a CPU."""
     for extension in (repository.MSDA, repository.GKA, repository.DAF):
         for name in [n for n in vars(extension) if n.endswith("ward")]:
             monkeypatch.setattr(extension, name, None)
@@ -156,8 +156,8 @@ MIXTURES = list(itertools.product([torch.float16, torch.bfloat16, torch.float32,
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("name", "operator"), NAMES)
 def test_patched_functions_keep_the_originals_dtypes(repository, monkeypatch, name, operator, autocast):
-    """By name. The replacement gives what the original's own code gives over the stand-in, for every mixture of dtypes. The
-    original is back afterwards."""
+    """Functions are replaced by name. For every mixture of dtypes, the replacement has the results of the original over the
+    stand-in. After the block the original is back."""
     function, arguments = getattr(repository, name), [extension_arguments(operator, two) for two in MIXTURES]
 
     def run():
@@ -168,12 +168,12 @@ def test_patched_functions_keep_the_originals_dtypes(repository, monkeypatch, na
     take_extensions_away(repository, monkeypatch)
     with mx_driving.patched(repository) as done:
         assert name in {replaced.rpartition(".")[2] for replaced in done.replaced}
-        found = run()
+        patched = run()
     with pytest.raises(TypeError, match="not callable"):
         run()
     assert "apply" not in vars(function)
-    assert [[t.dtype for t in tensors] for tensors in found] == [[t.dtype for t in tensors] for tensors in expected]
-    assert all(torch.equal(a, b) for row in zip(found, expected, strict=True) for a, b in zip(*row, strict=True))
+    assert [[t.dtype for t in tensors] for tensors in patched] == [[t.dtype for t in tensors] for tensors in expected]
+    assert all(torch.equal(a, b) for row in zip(patched, expected, strict=True) for a, b in zip(*row, strict=True))
 
 
 @pytest.mark.parametrize(("name", "operator"), NAMES)
@@ -185,21 +185,21 @@ def test_patched_functions_compile(repository, monkeypatch, name, operator):
     torch._dynamo.reset()
     with mx_driving.patched(repository):
         compiled = torch.compile(lambda *a: function.apply(*a), fullgraph=True, backend="aot_eager")
-        found = results(compiled, *extension_arguments(operator))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        outputs = results(compiled, *extension_arguments(operator))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
 OLDER = cases.aggregation(2, 6, 1, 8, 2, [[(4, 6), (2, 3)]] * 3)  # each point is an anchor; the cameras' maps are of one size
 
 
 def maps_apart(features, shapes, starts, locations, weight):
-    """The older interface of deformable_aggregation_ext: GaussianFormer, Far3D, Sparse4D v1 and v2."""
+    """Return inputs of the older interface of deformable_aggregation_ext: GaussianFormer, Far3D, Sparse4D v1 and v2."""
     rows = int(shapes[0].prod(-1).sum())
     return features.unflatten(1, (len(shapes), rows)), shapes[0], starts[0], locations[:, :, 0], weight[:, :, 0]
 
 
 def truth_of_older(grad):
-    """Output and gradients in the older shapes."""
+    """Return output and gradients in the shapes of the older interface."""
     results = truth.deformable_aggregation(*(i.numpy() for i in OLDER), grad.numpy())[0]
     shapes = [grad.shape, *(maps_apart(*OLDER)[i].shape for i in (0, 3, 4))]
     return [torch.as_tensor(t).reshape(shape) for t, shape in zip(results, shapes, strict=True)]
@@ -212,9 +212,9 @@ def test_the_older_interface_of_aggregation_in_both_directions(repository, dtype
     inputs = features, *(t.to(dtype) for t in tables), locations, weight
     grad = direction_of(torch.zeros(2, 6, 8, dtype=torch.float64))
     outputs = [torch.ones_like(inputs[i]) for i in (0, 3, 4)]
-    found = repository.DAF.deformable_aggregation_forward(*inputs)
+    output = repository.DAF.deformable_aggregation_forward(*inputs)
     assert repository.DAF.deformable_aggregation_backward(*inputs, grad, *outputs) is None
-    for ours, true in zip([found, *(out - 1 for out in outputs)], truth_of_older(grad), strict=True):
+    for ours, true in zip([output, *(out - 1 for out in outputs)], truth_of_older(grad), strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)
 
 
@@ -223,9 +223,9 @@ def test_the_older_interface_of_aggregation_in_both_directions(repository, dtype
 def test_original_code_over_the_older_interface(repository, name, patched):
     function = getattr(repository, name)
     with mx_driving.patched(repository) if patched else contextlib.nullcontext():
-        found = results(function.apply, *maps_apart(*OLDER))
+        outputs = results(function.apply, *maps_apart(*OLDER))
     close = 1e-11 if name.startswith("Double") else 2e-5
-    for ours, true in zip(found, truth_of_older(direction_of(found[0].double())), strict=True):
+    for ours, true in zip(outputs, truth_of_older(direction_of(outputs[0].double())), strict=True):
         torch.testing.assert_close(ours.double(), true, rtol=close, atol=close)
 
 
@@ -284,20 +284,20 @@ def test_starts_of_cameras_that_are_no_integers_are_not_taken_for_locations(repo
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("operator", [cases.MULTI_SCALE, cases.GEOMETRIC])
 def test_weights_whose_levels_and_points_share_an_axis(repository, operator, patched):
-    """Far3D."""
+    """Far3D has such weights."""
     function, (*inputs, weights) = getattr(repository, FUNCTIONS[operator]), INPUTS[operator]
     expected, merged = results(function.apply, *inputs, weights, 64), weights.flatten(3)
     with mx_driving.patched(repository) if patched else contextlib.nullcontext():
-        found = results(function.apply, *inputs, merged, 64)
-        assert found[-1].shape == merged.shape
+        outputs = results(function.apply, *inputs, merged, 64)
+        assert outputs[-1].shape == merged.shape
         with pytest.raises(ValueError, match="attention_weights must have shape"):
             function.apply(*inputs, merged[..., :-1], 64)
-    assert all(torch.equal(a.reshape(b.shape), b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a.reshape(b.shape), b) for a, b in zip(outputs, expected, strict=True))
 
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_tables_of_volumes_are_refused_as_such(repository, patched):
-    """PanoOcc gives (H, W, Z) of its voxels."""
+    """PanoOcc passes (H, W, Z) of its voxels."""
     value, _, _, *rest = cases.multi_scale(2, 5, 8, 3, [(4, 6)], 2)
     with (
         mx_driving.patched(repository) if patched else contextlib.nullcontext(),
@@ -336,14 +336,14 @@ def test_install_twice_and_undo():
 
 
 def test_a_library_file_that_torch_loads(tmp_path):
-    """NVIDIA TAO's constructor loads one; its code calls torch.ops.nvidia."""
+    """A constructor of NVIDIA TAO loads such a file, and its code calls torch.ops.nvidia."""
     path = tmp_path / "MultiScaleDeformableAttention.cpython-311-x86_64-linux-gnu.so"
     args = [a.clone().requires_grad_(a.is_floating_point()) for a in inputs_of(cases.MULTI_SCALE)]
     expected = mx_driving.multi_scale_deformable_attn(*args)
     learned = [a for a in args if a.requires_grad]
     gradients = torch.autograd.grad(expected.sum(), learned)
     original = torch.ops.load_library
-    for _ in range(2):  # it can be undone, and come again
+    for _ in range(2):  # it can be installed again after it was uninstalled
         with pytest.raises(OSError):
             torch.ops.load_library(path)
         compat.install()
@@ -355,7 +355,7 @@ def test_a_library_file_that_torch_loads(tmp_path):
             2 * gradients,
         )
         (node,) = torch.jit.trace(lambda *args, op=forward: op(*args), [a.detach() for a in args]).graph.nodes()
-        assert node.kind() == "nvidia::MultiscaleDeformableAttnPlugin_TRT"  # TAO's exporter writes a node of it
+        assert node.kind() == "nvidia::MultiscaleDeformableAttnPlugin_TRT"  # the node that TAO's exporter reads
         with pytest.raises(OSError):
             torch.ops.load_library(tmp_path / "other.so")
         compat.uninstall()
@@ -376,9 +376,9 @@ def test_an_uncompiled_part_of_a_package(unbuilt, name):
     inputs = INPUTS[cases.MULTI_SCALE]
     out, *expected = results(mx_driving.multi_scale_deformable_attn, *inputs)
     assert torch.equal(extension.ms_deform_attn_forward(*inputs, 64), out)
-    found = extension.ms_deform_attn_backward(*inputs, direction_of(out), 64)
-    assert len(found) == 3
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    gradients = extension.ms_deform_attn_backward(*inputs, direction_of(out), 64)
+    assert len(gradients) == 3
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
     with pytest.raises(
         NotImplementedError, match=rf"^{name}\._C\.bezier_align_forward is not compiled; .* ms_deform_attn_backward only$"
     ):
@@ -445,14 +445,14 @@ assert counted(theirs)[1] == 0
 leaf = heads[0].detach().requires_grad_()
 gradient = torch.autograd.grad(Function.apply(leaf, shapes, starts, *heads[1:], 64).sum(), leaf)[0]  # through mmcv._ext
 torch.testing.assert_close(gradient, torch.autograd.grad(plain(leaf, shapes, *heads[1:]).sum(), leaf)[0])
-mixed = (heads[0].half(), shapes, starts, *heads[1:], 64)  # its text casts locations and weights to value's dtype
+mixed = (heads[0].half(), shapes, starts, *heads[1:], 64)  # mmcv's code casts locations and weights to value's dtype
 for enabled in (False, True):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
         expected = Function.apply(*mixed)
         with mx_driving.patched("mmcv"):
-            found = Function.apply(*mixed)
-    assert found.dtype == expected.dtype == torch.float16
-    assert torch.equal(found, expected)
+            output = Function.apply(*mixed)
+    assert output.dtype == expected.dtype == torch.float16
+    assert torch.equal(output, expected)
 with warnings.catch_warnings(), default_patcher_builder.build():  # the vendor's shortest program
     warnings.filterwarnings("error", "mx_driving")
     assert counted(lambda: plain(heads[0], shapes, *heads[1:]))[1] == 1
@@ -465,8 +465,8 @@ except NotImplementedError as error:
 
 @pytest.mark.long
 def test_mmcv():
-    """mmcv-lite has no compiled extension; with the stand-in its ops import, and both of its cores and its attention module are
-    replaced."""
+    """mmcv-lite has no compiled extension. With the stand-in, its ops can be imported, and patch replaces its two cores and its
+    attention module."""
     pytest.importorskip("mmcv")
     done = python("-W", "ignore", "-c", MMCV)
     assert done.stdout.splitlines() == [
@@ -478,7 +478,7 @@ def test_mmcv():
 
 
 def test_patch_beside_a_missing_extension_says_what_helps(tmp_path, monkeypatch):
-    """mmcv-lite, and a repository whose extensions nobody has built."""
+    """patch advises compat.install() for mmcv-lite, and for a repository whose extensions are not built."""
     pytest.importorskip("mmcv")
     (tmp_path / "unbuilt").mkdir()
     (tmp_path / "unbuilt" / "__init__.py").write_text("from . import deformable_aggregation_ext")

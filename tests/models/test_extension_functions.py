@@ -20,7 +20,7 @@ ATTENTION, AGGREGATION = cases.multi_scale(2, 5, 8, 3, [(4, 6)], 2), cases.aggre
 
 
 def backward(inputs, grad, *written):
-    """The arguments of a backward, and outputs like the inputs."""
+    """Return the arguments of a backward that writes gradients to outputs."""
     return [*inputs, grad, *(torch.zeros_like(inputs[i]) for i in written)]
 
 
@@ -28,7 +28,7 @@ MAP, ROWS = torch.zeros(B, D, H, W, C), torch.rand(4, C)
 GRID_SIZES = (W, H, 1)
 _OF_POOL = [torch.rand(4), ROWS, *RANKS]
 _AGGREGATED, _ATTENDED = torch.rand(2, 5, 8), torch.rand(2, 5, 24)
-# function -> a call: name, arguments, which of them are written
+# name of a function -> its arguments, and the indices of the arguments that it writes
 CALLS = {
     "deformable_aggregation_forward": (AGGREGATION, ()),
     "deformable_aggregation_backward": (backward(AGGREGATION, _AGGREGATED, 0, 3, 4), (6, 7, 8)),
@@ -46,9 +46,9 @@ CALLS = {
         (12,),
     ),
 }
-ROWS = {row.name: row for row in FUNCTIONS if row.module != "mmcv._ext"}
-MMCV = next(row for row in FUNCTIONS if (row.module, row.name) == ("mmcv._ext", "ms_deform_attn_backward"))
-CALLS = {name: (stand_in(ROWS[name]), *call) for name, call in CALLS.items()}
+ENTRIES = {entry.name: entry for entry in FUNCTIONS if entry.module != "mmcv._ext"}
+MMCV = next(entry for entry in FUNCTIONS if (entry.module, entry.name) == ("mmcv._ext", "ms_deform_attn_backward"))
+CALLS = {name: (stand_in(ENTRIES[name]), *call) for name, call in CALLS.items()}
 CALLS |= {
     "mmcv": (stand_in(MMCV), backward(ATTENTION, _ATTENDED, 0, 3, 4), (6, 7, 8)),
     "_C": (
@@ -70,10 +70,10 @@ def copies(arguments):
 def test_the_number_of_arguments(name):
     function, arguments, _ = CALLS[name]
     function(*copies(arguments))
-    for given in (arguments[:1], arguments[:4]):
-        missing = rf"^\w+ must be given as argument {len(given) + 1} of [a-z]\w+; got {len(given)} arguments$"
+    for few in (arguments[:1], arguments[:4]):
+        missing = rf"^\w+ must be given as argument {len(few) + 1} of [a-z]\w+; got {len(few)} arguments$"
         with pytest.raises(TypeError, match=missing):
-            function(*given)
+            function(*few)
     parameters = inspect.signature(function).parameters.values()
     if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         most = len(parameters)
@@ -97,7 +97,7 @@ def test_an_output_of_another_shape_is_refused_and_none_is_written(name, index, 
 
 @pytest.mark.parametrize(("name", "index"), WRITTEN)
 def test_an_output_on_the_device_meta_is_refused(name, index):
-    """To copy a result there does nothing."""
+    """A copy to the device meta does nothing."""
     function, arguments, _ = CALLS[name]
     arguments = copies(arguments)
     arguments[index] = arguments[index].to("meta")
@@ -134,7 +134,7 @@ def test_functions_of_the_compiled_module_take_names():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sorted_ranks", [[], [4], [0, 0, 2, 2, 2, 7], [3, 1, 1, 3]])
 def test_runs_of_equal_ranks_are_summed(sorted_ranks, dtype):
-    """As Lift-Splat's cumsum_trick sums them: a rank that comes again is a run of its own."""
+    """Lift-Splat's cumsum_trick sums runs: a rank that comes again begins another run."""
     ranks, places = torch.tensor(sorted_ranks, dtype=torch.int64), torch.randint(9, (len(sorted_ranks), 4))
     x = torch.rand(len(sorted_ranks), 3, dtype=dtype, requires_grad=True)
     run, counts = torch.unique_consecutive(ranks, return_inverse=True, return_counts=True)[1:]

@@ -21,10 +21,6 @@ def run(*programs: str) -> list[str]:
     return python("-W", "ignore", HELPERS / "npu_programs.py", *programs).stdout.splitlines()
 
 
-def test_the_vendors_tests_run():
-    assert run("vendors_tests") == ["2 0 0 0"]
-
-
 PROGRAMS = {
     "tensors, training scripts, torch.compile": (
         "copies",
@@ -44,8 +40,9 @@ def test_programs_for_the_device(what):
     run(*PROGRAMS[what])
 
 
-def test_what_is_not_there_is_refused():
-    assert run("refusals") == [
+def test_the_vendors_tests_run_and_other_names_are_refused():
+    assert run("vendors_tests", "refusals") == [
+        "2 0 0 0",
         f"AttributeError torch_npu.npu_fusion_attention {REFUSED}",
         f"ModuleNotFoundError torch_npu.npu_fusion_attention {REFUSED}",
         f"ModuleNotFoundError torch_npu.profiler {REFUSED}",
@@ -63,7 +60,7 @@ def test_mmengine_finds_the_device():
 
 
 def test_all_is_given_back(tmp_path):
-    """Also where it is installed twice. A real torch_npu is left alone, imported or not."""
+    """`install` may be called twice. A real torch_npu is refused, imported or not."""
     (tmp_path / "torch_npu.py").write_text("")
     refused = f"torch_npu must not be installed where mx_driving.compat stands in for it; got {tmp_path / 'torch_npu.py'}"
     done = python("-W", "ignore", HELPERS / "npu_given_back.py", tmp_path)
@@ -77,7 +74,7 @@ NAN[3] = np.nan
 
 
 def off(count: int, by: float, base: np.ndarray = CLOSE) -> np.ndarray:
-    """`count` elements that err by `by`."""
+    """Return an array of which `count` elements err by `by`."""
     wrong = base.copy()
     wrong[:count] += by
     return wrong
@@ -132,7 +129,7 @@ def test_different_to_the_vendor(name):
 
 
 def test_assert_equal():
-    """1e-5 for numbers, tensors and what contains them; unittest's for the rest."""
+    """Numbers, tensors and containers of these may differ by 1e-5. unittest compares other objects."""
     for x, y in (
         (1.0, 1.000009),
         (torch.ones(2), torch.ones(2) + 9e-6),

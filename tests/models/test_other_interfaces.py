@@ -1,4 +1,4 @@
-"""Extensions of one name with other arguments: TrackFormer's attention, which has no level starts, and FlashOCC's pool."""
+"""Extensions with a known name and other arguments: TrackFormer's attention, without level starts, and FlashOCC's pool."""
 
 import pathlib
 import types
@@ -25,7 +25,7 @@ B, D, H, W, C = SHAPE = 2, 3, 4, 6, 8
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_without_level_starts(extension, dtype):
-    """TrackFormer, TransTrack."""
+    """TrackFormer and TransTrack have such an attention."""
     inputs = cases.cast(ATTENTION, dtype)
     value, shapes, _, *rest = inputs
     grad = cases.grad_for(cases.MULTI_SCALE, inputs).to(dtype)
@@ -45,7 +45,7 @@ def points():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_pool_with_x_innermost(extension, dtype):
-    """FlashOCC. The truth is a loop over points, in float64."""
+    """FlashOCC has such a pool. The truth is a loop over points in float64."""
     places, *rest = points()
     feat, grad = torch.randn(len(places), C).to(dtype), torch.randn(SHAPE).to(dtype)
     module, true = extension("bev_pool_ext"), np.zeros(SHAPE)
@@ -74,7 +74,7 @@ class {name}(torch.autograd.Function):
 
 
 def test_patch_serves_both_by_name_and_parameters():
-    """Over a compiled file: by `apply`, and by forward and backward, which torch.compile reads."""
+    """Without the extensions, `apply` has the operators' results, also if torch.compile reads forward and backward."""
     value, shapes, starts, *rest = ATTENTION
     places, _, _, *sizes = points()
     feat, ranks = torch.randn(len(places), C, dtype=torch.float64), torch.arange(len(places))
@@ -125,14 +125,14 @@ def test_each_is_recorded_and_judged(extension, tmp_path):
 
 @pytest.mark.parametrize("name", compat.NAMES)
 def test_a_function_that_is_not_ours_says_so_when_it_is_called(name):
-    """Of every stand-in; FlashOCC's bev_pool_ext has a maximum."""
-    found = compat._first._contents(name) or compat._last._contents(name)
-    assert found is not None
+    """This holds for every stand-in. FlashOCC's bev_pool_ext has such a function, a maximum."""
+    contents = compat._first._contents(name) or compat._last._contents(name)
+    assert contents is not None
     for missing in ("bev_max_pool_forward", "bev_max_pool_backward"):
         with pytest.raises(
             NotImplementedError, match=f"^{name}.{missing} is not compiled; mx_driving.compat stands in for .* only$"
         ):
-            found["__getattr__"](missing)(torch.rand(1))
+            contents["__getattr__"](missing)(torch.rand(1))
 
 
 def test_the_page_names_every_stand_in():

@@ -1,4 +1,4 @@
-"""mx_driving.patcher: the vendor's names for patching; what has nothing to do here says so."""
+"""mx_driving.patcher: the vendor's names for patching. Patches without an effect here warn."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mx_driving.patcher import Patch, PatcherBuilder
 
 @pytest.fixture
 def library(monkeypatch):
-    """A library of which `core` is a deformable sampling core."""
+    """Return a library whose function `core` is a deformable sampling core."""
     module = module_of(GOOD.replace("def deformable", "def core"), "some_library")
     module.core.__module__ = "some_library"
     monkeypatch.setitem(sys.modules, "some_library", module)
     yield module
-    for change in list(_patch._changes.values()):  # patches of patcher stay, as at the vendor
+    for change in list(_patch._changes.values()):  # patches of patcher stay after the block, as in the vendor's package
         _patch._release(change.holder)
 
 
@@ -31,12 +31,12 @@ def test_msda_is_patch(library):
     assert calls(library.core) == 0
     with PatcherBuilder().add_module_patch("some_library", Patch(patcher.msda)).build() as applied:
         assert calls(library.core) == 1
-        applied.apply()  # once is enough
-    assert calls(library.core) == 1  # as at the vendor's: it stays
+        applied.apply()  # the second call does nothing
+    assert calls(library.core) == 1  # the patch stays after the block, as in the vendor's package
 
 
 def test_a_patch_of_ones_own(library):
-    """The module and the options reach it, by priority; a disabled one does not run."""
+    """Patches get the module and their options, in the order of their priority. A disabled patch does not run."""
     seen = []
 
     def first(module, options):
@@ -82,7 +82,7 @@ NEEDLESS = [(path, name) for path in PATHS for name in importlib.import_module(p
 
 @pytest.mark.parametrize(("path", "name"), NEEDLESS)
 def test_patches_that_have_nothing_to_do_say_so(path, name, library):
-    """Under both of the vendor's paths; the library stays as it is."""
+    """They warn under both of the vendor's import paths, and leave the library unchanged."""
     patch = getattr(patcher, name)
     assert getattr(importlib.import_module(path), name) is patch
     before = dict(vars(library))
@@ -112,7 +112,7 @@ def test_old_libraries_are_mended(monkeypatch):
     monkeypatch.setitem(sys.modules, "mmcv", mmcv)
     monkeypatch.delitem(sys.modules, "mmdet", raising=False)
     patcher.patch_mmcv_version("1.6.0")
-    assert seen == [("mmdet", "1.6.0")]  # and mmdet is not installed
+    assert seen == [("mmdet", "1.6.0")]  # mmdet is not installed, so mmdet3d is not imported
     assert vars(mmcv)["__version__"] == "1.7.2"
 
 
@@ -125,7 +125,7 @@ def test_what_is_not_there_is_refused():
 
 
 def test_names_of_cuda_stay_without_the_stand_in():
-    """tests/helpers/npu_programs.py transfers them beside it."""
+    """tests/helpers/npu_programs.py tests the transfer with the stand-in."""
     before = torch.cuda.is_available
     with PatcherBuilder().build():
         assert torch.cuda.is_available is before

@@ -45,13 +45,13 @@ LIFTED = ["BEVDet-R50, 80 channels", "BEVFusion 8 x 22, without depth"]
 
 @pytest.mark.parametrize("name", [*BARE, *LOGITS, PILLARS, *LIFTED])
 def test_rivals_compute_the_same(name):
-    """Each computes what we do, on some queries of a workload: plain torch, and the bare operator on ready samples."""
+    """On some queries of a workload, plain torch and the bare operator on computed samples have the operator's output."""
     workload = named(name)
     args = take_queries(workload.operator, workload.inputs(), 0, 40)
     output = getattr(torch.ops.mx_driving, workload.operator)(*args)
     assert output.abs().max() > 1e-3
-    for function, given, _ in (Rival(make_plain(workload.operator), args, ()), *make_ours(workload, args).values()):
-        torch.testing.assert_close(function(*given), output, rtol=1e-4, atol=1e-5)
+    for function, inputs, _ in (Rival(make_plain(workload.operator), args, ()), *make_ours(workload, args).values()):
+        torch.testing.assert_close(function(*inputs), output, rtol=1e-4, atol=1e-5)
     assert len(make_ours(workload, args)) == (2 if workload.description.bare else 1)
 
 
@@ -60,16 +60,16 @@ def test_rivals_compute_the_same(name):
     [*((name, "float32") for name in (*LOGITS[1:], *LIFTED)), (LOGITS[0], "bfloat16"), (LIFTED[0], "bfloat16")],
 )
 def test_errors(name, dtype):
-    """Of the output and of every gradient."""
+    """The output and every gradient have allowed errors."""
     workload = named(name)
-    found = check_one(workload, dtype, "cpu", quick=True, timed=False)
-    assert found.failures == []
-    assert list(found.errors) == ["output", *workload.differentiable_names]
+    result = check_one(workload, dtype, "cpu", quick=True, timed=False)
+    assert result.failures == []
+    assert list(result.errors) == ["output", *workload.differentiable_names]
 
 
 @pytest.mark.parametrize("name", [*LOGITS[1:], *LIFTED])
 def test_the_reference_may_do_some_queries_at_a_time(name, monkeypatch):
-    """What queries share, such as a projection, has a gradient that is added up over them; the rest is joined."""
+    """Gradients of inputs that queries share, such as a projection, are summed; other results are concatenated."""
     workload = named(name)
     args = take_queries(workload.operator, workload.inputs(), 0, 30)
     op = getattr(torch.ops.mx_driving, workload.operator)
@@ -83,7 +83,7 @@ def test_the_reference_may_do_some_queries_at_a_time(name, monkeypatch):
 
 
 def rows_of_the_command(out: pathlib.Path):
-    """The rows of `mx-driving bench`: ours against plain torch."""
+    """Return the rows of `mx-driving bench`: our operator and plain torch."""
     result = CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.05", "--csv", str(out)])
     assert result.exit_code == 0, result.output
     return list(csv.DictReader(out.open()))
@@ -115,19 +115,19 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch):
 @needs_the_floor
 @pytest.mark.parametrize("name", BARE[:3])
 def test_the_gather_floor_reads_and_adds_the_rows(name):
-    """Against plain indexing, forward and backward."""
+    """Plain indexing has the same sums, forward and backward."""
     workload = named(name)
     args = take_queries(workload.operator, workload.inputs(), 0, 30)
     value = args[0].unsqueeze(2) if workload.operator == AGGREGATION else args[0]
     rows = corner_rows(workload.operator, args)
-    if workload.operator == AGGREGATION:  # the operator's gradient of value is not zero exactly where rows are read
+    if workload.operator == AGGREGATION:  # the operator's gradient of value is nonzero exactly in the rows that are read
         grad, backward = torch.ones(1, 30, args[0].shape[2]), torch.ops.mx_driving.deformable_aggregation_backward.default
         read = backward(grad, *args, [True, False, False])[0].abs().sum(-1)[0].nonzero().flatten()
         assert torch.equal(read, rows[(rows >= 0) & (rows < value.shape[1])].unique())
     bs, heads, queries, _ = rows.shape
-    padded = torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 1)).double()  # num_keys: a row of zeros; -1: that row too
-    found = torch.stack([padded[b, rows[b, h].long(), h].sum(-2) for b in range(bs) for h in range(heads)])
-    expected = found.view(bs, heads, queries, -1).transpose(1, 2)
+    padded = torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 1)).double()  # rows num_keys and -1 are zeros
+    sums = torch.stack([padded[b, rows[b, h].long(), h].sum(-2) for b in range(bs) for h in range(heads)])
+    expected = sums.view(bs, heads, queries, -1).transpose(1, 2)
     output = torch.empty(expected.shape)
     add_rows(value, rows, output)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-4)
@@ -148,14 +148,15 @@ def test_the_gather_floor_of_pooling_reads_the_rows_of_each_cell():
     random = torch.Generator().manual_seed(0)
     feat, n = torch.randn(9, 20, generator=random), 400
     ranks_feat, ranks_bev = (torch.randint(most, (n,), generator=random, dtype=torch.int32) for most in (9, 12))
-    found = pooling_floor((feat, torch.ones(5), ranks_feat, ranks_feat % 5, ranks_bev, 1, 2, 2, 4))()
+    sums = pooling_floor((feat, torch.ones(5), ranks_feat, ranks_feat % 5, ranks_bev, 1, 2, 2, 4))()
     expected = torch.zeros(16, 20, dtype=torch.float64).index_add_(0, ranks_bev, feat[ranks_feat].double())
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_memory_beside_inputs_and_outputs():
-    """Within 16 MB: a copy of one head, or of one head for each thread; in 16 bits, of float32. The median of three, because
-    Linux counts the pages of a thread in batches: 256 KB are 1.4 % of this value, and there are two threads."""
+    """The kernels need less than 16 MB: a copy of a head, or of a head for each thread; in 16 bits the copy is float32. Take
+    the median of three, because Linux counts a thread's pages in batches: 256 KB, 1.4 % of this value, for each of two
+    threads."""
     encoder = named("Deformable-DETR encoder")
     *runs, narrow = extra_memory(encoder, ["float32"] * 3 + ["bfloat16"])
     forward, backward, _ = (statistics.median(shares) for shares in zip(*(r.values() for r in runs), strict=True))
@@ -170,15 +171,15 @@ def test_memory_beside_inputs_and_outputs():
 def test_training_with_logits_keeps_no_locations_or_weights():
     """Forward and backward together need less than value's size beside inputs, outputs and gradients. Locations and weights
     would be 1.5 times value's size here."""
-    (found,) = extra_memory(named("Deformable-DETR encoder, with logits"), ["float32"])
-    assert found["forward + backward"] < 1
-    assert found["forward + backward"] == pytest.approx(max(found["forward"], found["backward"]), abs=0.05)
+    (memory,) = extra_memory(named("Deformable-DETR encoder, with logits"), ["float32"])
+    assert memory["forward + backward"] < 1
+    assert memory["forward + backward"] == pytest.approx(max(memory["forward"], memory["backward"]), abs=0.05)
 
 
 def test_an_aggregation_with_logits_writes_nothing_of_the_size_of_locations():
     """A composition of softmax and the bare operator needs 0.11 and 0.42 of value's size here."""
-    (found,) = extra_memory(named("Sparse4D v3, with logits"), ["float32"])
-    assert max(found.values()) < 0.012
+    (memory,) = extra_memory(named("Sparse4D v3, with logits"), ["float32"])
+    assert max(memory.values()) < 0.012
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
@@ -190,7 +191,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_a_module_that_computes_something_else_is_not_timed():
-    """A rival whose output is off by a thousandth."""
+    """The output of this module in plain torch is off by a thousandth."""
 
     def make(generator):
         subject = module_workloads._geometric(generator, (5, 6), (3, 4))

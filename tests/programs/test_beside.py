@@ -1,6 +1,6 @@
 """The vendor's distribution beside ours: a folder of packages with both, installed and uninstalled in either order.
 
-As pip does it: an installation writes its files over what is there, and removes the files on its record when it goes.
+As with pip, an installation overwrites files, and an uninstallation removes the files in its record.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def uninstall(folder: pathlib.Path, name: str) -> None:
 
 
 def made(folder: pathlib.Path, order: str) -> pathlib.Path:
-    """Do what a line such as "ours, theirs, -theirs" says."""
+    """Install and uninstall in the order of a line such as "ours, theirs, -theirs"."""
     names = {"ours": "mx-driving-portable", "theirs": "mx-driving"}
     for step in order.split(", "):
         (uninstall if step.startswith("-") else install)(folder, names[step.removeprefix("-")])
     return folder
 
 
-# Only the folder's own mx_driving can be found, not the one that runs these tests. That may lie beside torch.
+# Find mx_driving in the folder only. The mx_driving that runs these tests may lie beside torch.
 ALONE = """
 import importlib.machinery, json, sys
 folder = sys.argv.pop(1)
@@ -125,7 +125,7 @@ def test_what_each_order_leaves(order, tmp_path):
 
 
 def test_an_editable_installation_loses_nothing(tmp_path):
-    """Its record has a hook and the library; the vendor's files are in the folder, and ours are elsewhere."""
+    """The record of ours has a hook and the library. The vendor's files are in the folder; ours are elsewhere."""
     install(tmp_path, "mx-driving")
     install(tmp_path, "mx-driving-portable", {"_editable_hook.py": b"", "mx_driving/libmx_driving.so": b""})
     assert look(tmp_path) == [BESIDE, []]
@@ -136,7 +136,7 @@ def test_an_editable_installation_loses_nothing(tmp_path):
 def test_somebodys_own_change_is_not_the_vendors(tmp_path):
     made(tmp_path, "theirs, ours")
     with (tmp_path / "mx_driving/reference.py").open("a") as file:
-        file.write("# looked at\n")
+        file.write("# changed\n")
     assert look(tmp_path) == [BESIDE, []]
 
 
@@ -183,6 +183,6 @@ print(json.dumps(said))
 
 @pytest.mark.parametrize("order", ["ours, theirs", "ours, theirs, -theirs"])
 def test_rooms_of_ours_refuse_a_package_that_is_not(order, tmp_path):
-    """Where the vendor's __init__ runs, as it does beside torch_npu, or none is left."""
+    """The vendor's __init__ runs, or none is left."""
     done = run(made(tmp_path, order), TRY, *ROOMS)
     assert json.loads(done.stdout) == dict.fromkeys(ROOMS, STATES[order][0]), done.stderr

@@ -1,4 +1,4 @@
-"""`mx-driving` teaches, checks, and exits 0 only when all is well. It says what is wrong in a sentence, before the work."""
+"""`mx-driving` has help, exits with 0 only if all is well, and refuses a wrong command line in a sentence before the work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-import typer.rich_utils  # before a test sets FORCE_COLOR, which is read when this is imported
+import typer.rich_utils  # reads FORCE_COLOR at import, so import it before a test sets FORCE_COLOR
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("wide_terminal")
 
 
 def fifty_points(generator):
-    """Of the vendor's example of an aggregation, which has 2000."""
+    """Return the inputs of the vendor's example of an aggregation with 50 of its 2000 points."""
     *tables, locations, weight = EXAMPLES[2].make(generator)
     return *tables, locations[:, :, :50], weight[:, :, :50]
 
 
 @pytest.fixture
 def small_examples(monkeypatch):
-    """Only the two small ones of the vendor's examples, made smaller."""
+    """Check only the vendor's two small examples, with fewer points."""
     monkeypatch.setattr(check_module, "CHECKED", (EXAMPLES[0], EXAMPLES[2]._replace(make=fifty_points)))
 
 
@@ -48,7 +48,7 @@ COMMANDS = {
     "check": {"--device", "--dtype", "--quick", "--only", "--threads", "--json"},
     "bench": {"--only", "--workload", "--dtype", "--threads", "--seconds", "--csv", "--list"},
     "info": {"--json"},
-    "record": set(),  # record.py's own
+    "record": set(),  # record.py has the options
     "replay": {"calls", "--call", "--threads", "--csv", "--json"},
     "forms": {"target", "--rows", "--seen", "--json"},
     "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads", "--json"},
@@ -69,7 +69,7 @@ def test_help_names_every_option_and_cuts_no_word_in_80_columns(monkeypatch, com
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.output)
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert "<" not in re.sub(r"<[^<>\n]*>", "", shown)  # a kind of value, which typer would break anywhere
+    assert "<" not in re.sub(r"<[^<>\n]*>", "", shown)  # typer would wrap a `<type>` at any character
     program = typer.main.get_command(app)
     found = program.commands[command] if command else program
     options = {name for p in found.params for name in (*p.opts, *p.secondary_opts)}
@@ -85,7 +85,7 @@ def test_help_names_every_option_and_cuts_no_word_in_80_columns(monkeypatch, com
 
 @pytest.mark.parametrize("command", ["check", "bench"])
 def test_threads_are_torchs_but_when_asked_for(mx, monkeypatch, command):
-    """A command sets the threads before its title names them."""
+    """A command sets the number of threads before it prints its title, which has the number."""
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
 
@@ -129,7 +129,7 @@ def test_check_prints_json(small_examples):
 
 
 class Off(TorchDispatchMode):
-    """One operator is off by a hundred-thousandth."""
+    """Multiply the results of an operator by 1.00001."""
 
     def __init__(self, name):
         super().__init__()
@@ -159,7 +159,7 @@ def test_check_fails_when_the_cpu_has_only_the_reference(small_examples, monkeyp
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """A test fails if a command starts its work."""
+    """Let the test fail if a command starts its work."""
 
     def work(*args, **kwargs):
         raise AssertionError("the work was begun")
@@ -169,7 +169,7 @@ def no_work(monkeypatch):
 
 
 def is_a_sentence(code: int, out: str, err: str, words: str) -> bool:
-    """On standard error alone, in the error grammar, with exit status 2."""
+    """Return whether a command ended with status 2 and one sentence on standard error: name must rule; got fact."""
     return code == 2 and out == "" and err.count("\n") == 1 and words in err and re.match("mx-driving: .* must .*; got", err)
 
 
@@ -182,7 +182,7 @@ def test_version(mx):
 NUMBER, WHOLE = "must be a number of 0 or more; got", "must be a whole number from 0 to 4096; got"
 DTYPES = "must be one of float32, float64, float16, bfloat16; got"
 LONG = "a" * 300
-# typer's and argparse's own sentences follow. Each names what it refuses.
+# The sentence goes on with the words of typer or argparse, which name the wrong argument.
 AS_HELP_SAYS = {
     "--nosuch": "--nosuch",
     "nosuch": "nosuch",
@@ -232,7 +232,7 @@ WRONG = {
     "record --megabytes -1 p.py": "megabytes must be more than 0; got -1",
     "record -m nosuch": "program must be a module that Python finds; got nosuch",
     "record -m nosuch.module": "program must be a module that Python finds; got nosuch.module",
-    "record -m json": "program must be a module that Python finds; got json",  # a package without a program
+    "record -m json": "program must be a module that Python finds; got json",  # a package without __main__
 }
 
 
@@ -286,7 +286,7 @@ def test_a_closed_output(mx, no_work, monkeypatch):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_python_says_no_more_when_it_exits():
-    """At exit Python would write the rest of the buffer, and fail once more."""
+    """At exit Python would write the rest of the buffer, and fail again."""
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "mx_driving", "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert is_a_sentence(done.returncode, "", done.stderr, "standard output must take what is printed")
@@ -333,7 +333,7 @@ TABLES = [(["check", "--quick", "--dtype", "bfloat16"], CHECKED_WORDS), (["bench
 @pytest.mark.parametrize(("columns", "terminal"), [(80, True), (40, False)])
 @pytest.mark.parametrize(("args", "words"), TABLES, ids=[args[0] for args, _ in TABLES])
 def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, columns, terminal):
-    """On a terminal. Elsewhere tables are as wide as in 80 columns where there are fewer."""
+    """A terminal has 80 columns. Without a terminal of 80 columns, tables are as wide as in 80 columns."""
     monkeypatch.setenv("COLUMNS", str(columns))
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")

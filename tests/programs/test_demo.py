@@ -80,11 +80,11 @@ def test_the_street_is_lifted_and_recovered(tmp_path):
     assert (tmp_path / "looks.html").stat().st_size < 5_000_000
     _, facts = written(tmp_path / "looks.html")
     assert [camera["name"] for camera in facts["cameras"]] == [camera.name for camera in surround()]
-    assert len(samples(facts)) > 64 * 64 * 0.7  # a cell that is seen looks at one camera or more
+    assert len(samples(facts)) > 64 * 64 * 0.7  # a visible cell reads at least one camera
 
 
 def test_the_example_rig_runs(capsys, tmp_path):
-    """With larger cells, which take less time."""
+    """Use larger cells, which take less time."""
     pytest.importorskip("sklearn")
     rig = json.loads((FOLDER / "surround_view" / "rig.json").read_text())
     rig["bev"]["cells"] = 60
@@ -102,7 +102,7 @@ def ground():
 
 
 def test_the_view_sits_on_the_map(ground):
-    """Moved by a quarter of a cell in any direction, the true map fits worse: no half pixel is lost on the way."""
+    """The true map fits worse if it is moved by a quarter of a cell: no step of the way shifts by half a pixel."""
     cameras = tuple(scene.photograph(view, ground) for view in surround(450, 800))
     plan = lift.build(cameras, Extent(cells=100), scene.hidden)
     bev = plan(lift.pyramid(cameras))

@@ -1,4 +1,4 @@
-"""examples/detect.py on a checkpoint of the person's own and on random weights: same boxes before and after, and a picture."""
+"""examples/detect.py on a checkpoint of one's own and on random weights: the same boxes before and after, and a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def detect():
-    """The example as a module."""
+    """Return the example as a module."""
     return example("detect")
 
 
@@ -36,7 +36,7 @@ def photo(tmp_path):
 
 @pytest.fixture
 def run(detect, monkeypatch, capsys):
-    """What the example prints. It patches for the rest of its process; here the patches are undone."""
+    """Return what the example prints. Undo its patches, which the example leaves for the rest of its process."""
     patches, patch = [], mx_driving.patch
     monkeypatch.setattr(mx_driving, "patch", lambda *args: patches.append(patch(*args)) or patches[-1])
 
@@ -61,9 +61,9 @@ def test_checkpoint_and_photo_of_ones_own(run, tmp_path):
     said = run("--checkpoint", tmp_path / "detector", "--photo", tmp_path / "photo.png", "--out", out)
     assert "replaced transformers.models.deformable_detr.modeling_deformable_detr.MultiScaleDeformableAttention" in said
     assert "DeformableDetrForObjectDetection, 160 x 224" in said
-    found = re.search(r"largest difference of logits and boxes: (\S+); 3 layers", said)
-    assert found
-    assert float(found[1]) < 1e-4
+    match = re.search(r"largest difference of logits and boxes: (\S+); 3 layers", said)
+    assert match
+    assert float(match[1]) < 1e-4
     assert Image.open(out).size[0] > 900
 
 

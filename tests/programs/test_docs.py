@@ -53,7 +53,7 @@ SNIPPETS = [
 
 
 def test_every_python_block_runs():
-    """No block names its language in another way: the tests would not run it."""
+    """Every block names its language `python`; a test would not run blocks of another name."""
     for page, text in TEXTS.items():
         assert len(re.findall(r"^ *[`~]{3,} *(?:\{\S+ *)?py", text, flags=re.MULTILINE)) == len(fences(text, "python")), page
     assert len(fences(TEXTS["README.md"], "python")) >= 2
@@ -63,13 +63,13 @@ def test_every_python_block_runs():
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if page != "README.md"])
 def test_code_fits_its_column(page):
-    """A hundred characters are what a page shows of a line without scrolling."""
+    """A page shows a hundred characters of a line without scrolling."""
     for _, info, body in FENCE.findall(TEXTS[page]):
         assert info == "math" or max(map(len, body.splitlines()), default=0) <= 100
 
 
 def a_detector_and_a_photograph() -> None:
-    """What the pages would download: a small Deformable DETR with random weights, saved under the name they ask for."""
+    """Save a small Deformable DETR with random weights under the name that the pages would download."""
     import detectors
 
     detectors.saved(pathlib.Path("SenseTime/deformable-detr"), pathlib.Path("street.jpg"))
@@ -80,7 +80,7 @@ PREPARED = dict.fromkeys(("docs/models.md", "docs/training.md"), a_detector_and_
 
 @pytest.fixture
 def place_to_run(tmp_path, monkeypatch):
-    """A folder of its own, and the environment that torchrun gives a single process."""
+    """Change to an empty folder, and set the variables that torchrun sets for a single process."""
     monkeypatch.chdir(tmp_path)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -106,7 +106,7 @@ def test_snippets_run(page, snippet):
         pytest.skip(sentence)
     if "from_pretrained" in snippet:
         PREPARED[page]()
-    if "compat.install" in snippet:  # must come before imports that other tests may have made
+    if "compat.install" in snippet:  # compat.install must come before imports that other tests may have made
         python("-W", "ignore", "-c", snippet)
         return
     exec(compile(snippet, page, "exec"), {"__name__": "__main__"})  # older torch.compile imports it
@@ -114,7 +114,7 @@ def test_snippets_run(page, snippet):
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub and MyST give the headings."""
+    """Return the anchors that GitHub and MyST give the headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -149,7 +149,7 @@ def test_the_readme_is_short():
 
 
 def outline(text: str) -> list[object]:
-    """What two languages share: levels of headings, links, code, and the numbers and names of tables' cells."""
+    """Return the parts of a page that its translation shares: levels of headings, links, code, and figures of tables."""
     links = sorted(link for link in LINK.findall(text) if not link.startswith("README"))
     levels = re.findall(r"^(#+) ", FENCE.sub("", text), flags=re.MULTILINE)
     indented = re.findall(r"^    .*$", FENCE.sub("", text), flags=re.MULTILINE)
@@ -171,7 +171,7 @@ def tables(monkeypatch):
 
 @pytest.mark.parametrize("text", [TEXTS["README.md"], CHINESE.read_text(encoding="utf-8")], ids=["README", "zh-CN"])
 def test_the_readmes_figures_are_those_of_the_files(tables, text):
-    """Rows of whole models and an operator on a CPU and a GPU, and the date of each file."""
+    """The tables of whole models on a CPU and a GPU have the files' figures, and the text has each file's date."""
     for draw in (tables.times.first, tables.times.first_on_gpu):
         _, _, *rows = [line for line in draw().replace("\u00a0", " ").splitlines() if line.startswith("|")]
         assert len(rows) == 5
@@ -217,7 +217,7 @@ def test_tables_and_charts_of_pages_are_those_of_the_files(tables):
 
 
 def test_charts_show_the_files_times(tables):
-    """Each chart has its times in its text alternative, and is drawn from the times that the file has now."""
+    """Each chart's text alternative has the times that the file has now."""
     charts = importlib.import_module("charts")
     for name, make in charts.CHARTS.items():
         drawn = (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8")
@@ -229,7 +229,7 @@ def test_charts_show_the_files_times(tables):
 
 @pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path):
-    """As `make docs` does, but without pages of source code, which take a sixth of the time; -E reads every page anew."""
+    """Build as `make docs`, without pages of source code, which take a sixth of the time. -E reads every page anew."""
     pytest.importorskip("sphinx")
     pytest.importorskip("furo")
     command = ["-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-d", tmp_path / "doctrees"]
@@ -249,7 +249,7 @@ TREE += [file for file in ROOT.iterdir() if file.is_file()]
 
 @pytest.fixture(scope="module")
 def words_of_the_code():
-    """Words of all programs, but the private names of tests."""
+    """Return the words of all programs, without private names of tests."""
     code = [file for file in TREE if file.suffix in (".py", ".cpp", ".h", ".c", ".yml", ".toml", ".txt", "") and file.is_file()]
     return {
         word
@@ -261,7 +261,7 @@ def words_of_the_code():
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "native/README.md", "docs/maintaining.md", "docs/kernels.md"])
 def test_names_on_pages_of_maintainers_are_in_the_tree(page, words_of_the_code):
-    """Files by the end of their path, make targets, and names in code that have an underscore or a capital."""
+    """Search for files by the end of their path, for make targets, and for code with an underscore or a capital."""
     text = (ROOT / page).read_text(encoding="utf-8")
     paths = [f"/{file.relative_to(ROOT).as_posix()}" for file in TREE]
     files = set(re.findall(r"(?<![\w<>])[\w./-]*\w\.(?:py|cpp|h|c|md|csv|toml|yml|txt)\b", text))

@@ -1,4 +1,4 @@
-"""Importing registers and does nothing else; backends() says what runs."""
+"""Importing only registers the operators. backends() names the kernels and the reasons."""
 
 import importlib
 import json
@@ -40,14 +40,14 @@ def test_import_only_registers():
     C++. It opens no other file and starts no process. `bench.py --traits` measures its time."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", WATCH], capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    found = json.loads(done.stdout)  # nothing was printed beside it
-    others = {name.partition(".")[0] for name in found["new"]} - {"mx_driving", "mx_driving_portable"}
+    facts = json.loads(done.stdout)  # fails if anything else was printed
+    others = {name.partition(".")[0] for name in facts["new"]} - {"mx_driving", "mx_driving_portable"}
     assert others <= sys.stdlib_module_names
-    assert not [name for name in found["new"] if name.startswith(PROGRAMS)]
-    events = [(event, name) for event, name in found["events"] if event != "open"]
+    assert not [name for name in facts["new"] if name.startswith(PROGRAMS)]
+    events = [(event, name) for event, name in facts["events"] if event != "open"]
     assert events == [("ctypes.dlopen", str(LIBRARY))] * (_backends.native.why_by_ctypes() is None)
-    folders = (*found["folders"], str(pathlib.Path(mx_driving_portable.__file__).parent), sysconfig.get_path("stdlib"))
-    opened = [name for event, name in found["events"] if event == "open"]
+    folders = (*facts["folders"], str(pathlib.Path(mx_driving_portable.__file__).parent), sysconfig.get_path("stdlib"))
+    opened = [name for event, name in facts["events"] if event == "open"]
     assert opened  # the watch works
     assert all(name.startswith(folders) for name in opened), opened
 
@@ -56,13 +56,13 @@ PROGRAMS = tuple(f"mx_driving.{room}" for room in ("_files", "_show", "_measure"
 
 
 def test_backends_names_kernel_and_instruction_set(implementation):
-    found = mx_driving.backends()
-    assert set(found) == {"cpu", "cuda", "other"}
-    for device in found.values():
+    sentences = mx_driving.backends()
+    assert set(sentences) == {"cpu", "cuda", "other"}
+    for device in sentences.values():
         assert tuple(device) == (*cases.EVERY, "bev_pool_v3")
     isa = _backends.native.isa()
-    assert all(f"native C++, {isa}," in sentence for sentence in found["cpu"].values())
-    assert all(sentence.startswith("reference: ") for sentence in found["other"].values())
+    assert all(f"native C++, {isa}," in sentence for sentence in sentences["cpu"].values())
+    assert all(sentence.startswith("reference: ") for sentence in sentences["other"].values())
 
 
 def test_without_the_library_the_reference_serves_and_says_why():
@@ -88,7 +88,7 @@ def test_without_the_library_the_reference_serves_and_says_why():
 
 @pytest.fixture
 def gpu_of(monkeypatch):
-    """Make torch report GPUs; return the sentence of backends() about them."""
+    """Return a function that lets torch report GPUs, and returns the sentence of backends() about them."""
 
     def say(capabilities=((9, 0),), hip=None, arch="", **have):
         monkeypatch.setattr(torch.version, "hip", hip)
@@ -174,14 +174,14 @@ for path in map(pathlib.Path, sys.argv[1:]):
 
 
 def served_beside(*libraries):
-    """What backends() says beside each library, in a process that calls an operator too."""
+    """Return the sentences of backends() for libraries, from a process that also calls an operator."""
     return python("-c", SAYS, *libraries, env={**os.environ, "MX_DRIVING_CTYPES": "1"}).stdout.splitlines()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file")
 def test_libraries_that_are_damaged_none_or_sound(tmp_path):
-    """Wherever a library is cut: bytes that the loader would map are missing, or the loader itself refuses the file. A copy is
-    sound, also stripped, as packagers leave it."""
+    """A library that is cut anywhere lacks bytes that the loader would map, or the loader refuses it. A copy works, also a
+    stripped copy, as packagers make it."""
     whole, this = LIBRARY.read_bytes(), f"reference: {LIBRARY.name}"
     cuts = (64, 100, 5000, len(whole) // 4, len(whole) // 2, len(whole) * 3 // 4)
     rows = [(whole[:size], f"{this} is damaged: it ends before what its header promises") for size in cuts]
@@ -245,7 +245,7 @@ def test_no_name_of_ours_is_one_of_the_vendors_other_operators():
 
 
 def test_an_import_for_the_command_config_goes_on():
-    """`python -m mx_driving.config` imports the package first; it imports no torch, and does not end the program."""
+    """`python -m mx_driving.config` imports the package first. That imports no torch, and does not end the program."""
     code = "import sys; sys.argv[0], sys.orig_argv = '-m', ['-mmx_driving.config']; "
     code += "import mx_driving; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -304,7 +304,7 @@ with mx_driving.data_checks():
 @pytest.mark.skipif(_backends.native.why_by_ctypes() is not None, reason=str(_backends.native.why_by_ctypes()))
 @pytest.mark.skipif(sys.platform != "linux", reason="launches from C++ are for Linux")
 def test_the_switch_of_launches_from_cpp():
-    """C++ has the kernels of CUDA, and Python the same operators beside them, until the data is looked at."""
+    """C++ registers the kernels of CUDA, and Python has the same operators, until data_checks() is on."""
     done = python("-c", LAUNCHED, env={**os.environ, "MX_DRIVING_GPU_LAUNCH": "1"})
     (reason, sentence), *kernels, before, after = map(json.loads, done.stdout.splitlines())
     assert reason is None

@@ -1,4 +1,4 @@
-"""`mx-driving info` is a block to paste into a bug report; the command line says in a sentence that torch is missing."""
+"""`mx-driving info` prints a block for a bug report. Without torch, the command line prints a sentence."""
 
 import json
 import platform

@@ -36,9 +36,9 @@ def browser(tmp_path_factory):
     for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = shutil.which("chromedriver")
-    assert found, "chromedriver must be on the path"  # selenium would download one
-    driver = webdriver.Chrome(options, Service(found))
+    chromedriver = shutil.which("chromedriver")
+    assert chromedriver, "chromedriver must be on the path"  # selenium would download one
+    driver = webdriver.Chrome(options, Service(chromedriver))
     yield driver
     driver.quit()
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("wide_terminal")
 
 
 def lifted(points=150):
-    """depth, feat, ranks_depth, ranks_feat, ranks_bev of sorted cells; a pixel has every depth."""
+    """Return depth, feat, ranks_depth, ranks_feat, ranks_bev of points sorted by cell. A pixel has every depth."""
     random = torch.Generator().manual_seed(0)
     depth = torch.rand(1, 2, BINS, 2, 3, generator=random)
     feat = torch.randn(1, 2, 2, 3, C, generator=random)
@@ -32,7 +32,7 @@ def lifted(points=150):
 
 
 def summed(depth, feat, of_depth, of_feat, cell):
-    """The equation in float64, [b, d, h, w, c]."""
+    """Compute the equation in float64, [b, d, h, w, c]."""
     rows = depth.double().flatten()[of_depth, None] * feat.double().view(-1, C)[of_feat]
     return torch.zeros(B * D * H * W, C, dtype=torch.float64).index_add(0, cell, rows).view(SHAPE)
 
@@ -49,7 +49,7 @@ def judged(folder, right=True):
 
 
 def save(folder, form, tensors, **about):
-    """A call as BEVDet's extension gives it, or as `about` says."""
+    """Write the file of a call of a function of BEVDet's extension."""
     about = {"operator": "bev_pool_v3", "form": form, **about}
     metadata = {"format": str(record.FORMAT), "call": json.dumps(about)}
     folder.mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ LIFTED = dict(zip(NAMES, lifted(), strict=True))
 
 
 def judged_output(folder, output, inputs=None):
-    """What replay says of the output of a forward."""
+    """Return what replay prints about the output of a forward."""
     inputs = inputs or lifted()
     starts, lengths = intervals(inputs[4])
     of_intervals = {"interval_starts": starts, "interval_lengths": lengths}
@@ -83,7 +83,7 @@ def test_an_output_that_was_not_zero_is_not_recorded(monkeypatch, tmp_path, caps
 
 
 def test_names_of_ours_with_gradients(tmp_path):
-    """Each is called as its library calls it. `bev_pool_v3` is recorded as what autograd brings, too."""
+    """Functions are called as libraries call them. The gradients of `bev_pool_v3` are recorded, too."""
     depth, feat, *ranks = lifted()
     leaves = [t.clone().requires_grad_() for t in (depth, feat)]
     starts, lengths = intervals(ranks[2])
@@ -114,7 +114,7 @@ def test_names_of_ours_with_gradients(tmp_path):
 
 
 def test_limits_of_the_environment_do_not_hold_for_recorded_calls(tmp_path):
-    """A call with 5 channels, which the limits refuse, was computed on a device: it is judged."""
+    """A recorded call with 5 channels is judged, although the limits refuse it."""
     rows, places = torch.randn(2, 5), torch.tensor([[0, 1, 1, 0], [4, 3, 1, 1]])
     with record.recording(tmp_path / "calls", every=1):
         mx_driving.bev_pool(rows, places, B, D, H, W)
@@ -156,7 +156,7 @@ def test_stand_ins_of_extensions(extension, tmp_path):
 
 
 def of_points(keep):
-    """A forward that sums only some points of each run of one cell."""
+    """Return a forward that sums only some points of each run of a cell."""
 
     def spoilt(depth, feat, *ranks):
         runs = [range(s, s + n) for s, n in zip(*(t.tolist() for t in intervals(ranks[2])), strict=True)]
@@ -172,7 +172,7 @@ def exchanged(depth, feat, of_depth, of_feat, cell):
 
 
 def overwritten(depth, feat, *ranks):
-    """As CUDA does it: each run writes its cell."""
+    """Let each run of a cell write the cell, as a CUDA kernel does."""
     out, cell = torch.zeros(SHAPE), ranks[2]
     for start, length in zip(*(t.tolist() for t in intervals(cell)), strict=True):
         sums = summed(depth, feat, *(r[start : start + length] for r in ranks))
@@ -200,7 +200,7 @@ def test_mistakes_are_named(tmp_path, words):
 
 
 def test_points_that_are_not_sorted(tmp_path):
-    """Each camera's points are sorted: a kernel that writes each run's sum loses those of the cameras before."""
+    """The points of each camera are sorted. A kernel that writes the sum of each run loses the sums of earlier cameras."""
     depth, feat, *ranks = lifted()
     order = torch.cat([torch.arange(150)[ranks[1] // 6 == camera] for camera in (0, 1)])
     inputs = depth, feat, *(r[order] for r in ranks)
@@ -220,7 +220,7 @@ def test_a_gradient_that_is_wrong(tmp_path):
 
 
 def test_a_function_of_a_name_of_its_own(monkeypatch, tmp_path):
-    """Its parameters are those of bev_pool_v3."""
+    """It has the parameters of bev_pool_v3."""
     own = types.ModuleType("own_ops")
     own.lift = lambda *args: mx_driving.bev_pool_v3(*args)
     monkeypatch.setitem(sys.modules, "own_ops", own)

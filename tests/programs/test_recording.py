@@ -1,4 +1,4 @@
-"""`mx_driving_portable/record.py` saves calls of what serves them, and changes nothing: bits, graph, errors."""
+"""`mx_driving_portable/record.py` saves calls, and changes neither bits nor the autograd graph nor errors."""
 
 import ast
 import csv
@@ -16,7 +16,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from device_machine import FILE, device_machine, recorded, run
+from device_machine import FILE, device_machine, read_calls, run
 from programs import python
 from recorded_calls import call, replay
 
@@ -35,7 +35,7 @@ def inputs(differentiable=(0, 3, 4)):
 
 @pytest.fixture
 def attention():
-    """A module whose function is recorded."""
+    """Return a module whose function is recorded."""
     module = types.ModuleType("stand_in")
     module.attend = lambda *args: mx_driving.multi_scale_deformable_attn(*args)
     sys.modules["stand_in"] = module
@@ -45,18 +45,18 @@ def attention():
 
 @pytest.fixture
 def recording(tmp_path):
-    """Record every call into `calls`."""
+    """Return a context manager that records every call into the folder `calls`."""
     return functools.partial(record.recording, tmp_path / "calls", every=1, functions=NAMED)
 
 
 @pytest.fixture
 def calls(tmp_path):
-    """Return what is recorded in `calls`."""
-    return lambda: recorded(tmp_path / "calls")
+    """Return a function that reads the files in `calls`."""
+    return lambda: read_calls(tmp_path / "calls")
 
 
 def test_a_program_is_recorded_computes_the_same_and_is_right(tmp_path):
-    """The vendor's package, mmcv's extension, and a Python function that the user names."""
+    """The program calls the vendor's package, mmcv's extension, and a Python function that the user names."""
     folder = device_machine(tmp_path)
     alone = run(folder, "program.py", "a", "--b").stdout
     done = run(
@@ -68,7 +68,7 @@ def test_a_program_is_recorded_computes_the_same_and_is_right(tmp_path):
     assert done.stderr == f"record: 12 of 28 calls recorded, {done.stderr.split(', ')[1]}"
     names = {"mx_driving.multi_scale_deformable_attn", "own.kernels.sample"}
     names |= {f"mmcv._ext.ms_deform_attn_{direction}" for direction in ("forward", "backward")}
-    files = recorded(folder / "calls")
+    files = read_calls(folder / "calls")
     for name in names:
         assert {about["index"] for about, _ in files.values() if about["function"] == name} == {0, 3, 6}
     for about, tensors in files.values():
@@ -85,7 +85,7 @@ def test_a_program_is_recorded_computes_the_same_and_is_right(tmp_path):
     assert {row["verdict"] for row in rows} == {"right"}
 
 
-# Prints what a program sees of its start, and at its end from a thread and from a function of atexit.
+# Prints how the program was started, and at its end __main__ as a thread and an atexit function see it.
 SEEN = """
 import atexit, os, pickle, sys, threading, time
 class Own: pass
@@ -147,11 +147,11 @@ def test_a_program_that_changes_its_folder_is_recorded(attention, tmp_path, monk
     with record.recording("calls", every=1, functions=NAMED):
         monkeypatch.chdir("run")
         attention.attend(*inputs()).sum().backward()
-    assert len(recorded(tmp_path / "calls")) == 2
+    assert len(read_calls(tmp_path / "calls")) == 2
 
 
 def test_help_and_a_wrong_command_line(mx, monkeypatch, capsys):
-    """The command's help is that of the file alone."""
+    """The command has the same help as the file."""
     helped = mx("record", "--help")[1]
     for words, status in ((["none.py"], "2"), (["--help"], "0")):
         monkeypatch.setattr(sys, "argv", ["record.py", *words])
@@ -164,7 +164,7 @@ def test_help_and_a_wrong_command_line(mx, monkeypatch, capsys):
 
 
 def test_the_file_is_alone():
-    """It imports nothing of ours, and parses with the Python of older machines."""
+    """It imports only torch and the standard library, and parses with Python 3.8."""
     tree = ast.parse(FILE.read_text(), feature_version=(3, 8))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -200,7 +200,7 @@ def test_bits_graph_and_tensors_are_the_programs_own(attention, recording, calls
 
 
 def test_gradients_are_those_of_the_call_alone(attention, recording, calls):
-    """Not those that an input has from elsewhere; also where the call is several nodes, and its inputs are leaves or not."""
+    """Gradients from other uses of an input are left out. The call may be several nodes, and inputs may be leaves or not."""
     leaves = inputs()
     attention.attend = lambda v, *rest: mx_driving.multi_scale_deformable_attn(v.float().double() + 0 * v, *rest)
     with recording():
@@ -217,7 +217,7 @@ def test_gradients_are_those_of_the_call_alone(attention, recording, calls):
 
 
 def test_copies_are_of_the_time_of_the_call(attention, recording, calls):
-    """Also of strided and of inference tensors."""
+    """The program overwrites its tensors after the call. They are strided or inference tensors."""
     with torch.inference_mode():
         tensors = inputs(())
     tensors[0] = tensors[0].transpose(0, 1).contiguous().transpose(0, 1)
@@ -340,14 +340,14 @@ def test_a_nan_that_only_the_gradients_have(attention, recording, calls):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_budget_ends_it(attention, recording, calls, capsys, late):
-    """Gradients that arrive after all calls have their room."""
+    """The budget reserves bytes for gradients, which may arrive after all calls."""
     with recording(megabytes=0.05) as recorder:
         outputs = [attention.attend(*inputs()) for _ in range(10)] if late else (attention.attend(*inputs()) for _ in range(10))
         for out in outputs:
             out.sum().backward()
     assert 0 < len(calls()) < 20
     assert sum("gradients" in name for name in calls()) * 2 == len(calls())
-    assert 0.02e6 < recorder.num_bytes < 0.06e6  # grad_output is not counted before
+    assert 0.02e6 < recorder.num_bytes < 0.06e6  # the budget does not count grad_output
     assert capsys.readouterr().err.count("used up") == 1
     assert recorder.why == "the budget of 0.05 MB is used up; the program goes on"
     assert recorder.functions["stand_in.attend"].num_calls == 10
@@ -372,7 +372,7 @@ def test_empty_calls_are_recorded_and_judged(attention, recording, calls, tmp_pa
 
 
 VALUE, SHAPES, STARTS, LOCATIONS, WEIGHTS = inputs(())
-# What a program may give where the recorder fails: it has no such tensors, or cannot write their dtype.
+# Arguments that the recorder cannot record: they are no such tensors, or torch.save refuses their dtype.
 ODD = {
     "no tensors": ("value",),
     "ragged lists": (VALUE, [[4, 6], [2]], STARTS, LOCATIONS, WEIGHTS),
@@ -431,7 +431,7 @@ def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("operator", [*cases.OPERATORS, "bev_pool_v3"])
 def test_calls_under_autocast_are_right(operator, dtype, recording, tmp_path):
-    """Their inputs have 16 bits and their output 32, in which our own columns are computed, too."""
+    """Their inputs have 16 bits and their output has 32. Our own results are computed with 32 bits, too."""
     if operator == "bev_pool_v3":
         ranks = torch.arange(24)
         arguments = [torch.rand(24, 1), torch.randn(12, 8), ranks, ranks // 2, ranks // 3, (1, 2, 2, 2, 8)]
@@ -451,7 +451,7 @@ def test_calls_under_autocast_are_right(operator, dtype, recording, tmp_path):
 
 
 def test_of_one_tensor_in_two_places_only_its_own_gradient_is_left_out(attention, recording, calls, tmp_path):
-    """Autograd brings it the sum of two gradients, which is no result of the operator."""
+    """A tensor at two arguments gets the sum of two gradients, which is no result of the operator."""
     rows, cells = torch.rand(12, 1, requires_grad=True), torch.zeros(12, dtype=torch.long)
     value, shapes, starts, locations, weights = inputs()
     mixed = value.sin()
@@ -465,7 +465,7 @@ def test_of_one_tensor_in_two_places_only_its_own_gradient_is_left_out(attention
 
 
 def test_sizes_and_options_are_written_as_plain_numbers(recording, tmp_path):
-    """NumPy's numbers and tensors without axes are no JSON."""
+    """JSON takes no NumPy numbers and no tensors."""
     rows, ranks, places = torch.rand(4, 2), torch.arange(4), torch.zeros(4, 4, dtype=torch.long)
     geometry = torch.zeros(1, 4, 3, dtype=torch.int32)
     with recording(every=np.int64(1), nan=np.bool_(False), megabytes=np.float32(9)):
@@ -527,7 +527,8 @@ def test_wrong_options_are_refused_before_anything_is_wrapped(tmp_path, options,
 
 
 def test_of_two_processes_that_start_at_once_one_has_the_folder(attention, recording, tmp_path):
-    first, second = (record.Recorder(tmp_path / "calls", every=1, functions=NAMED) for _ in range(2))  # both find it empty
+    # Both find the folder empty.
+    first, second = (record.Recorder(tmp_path / "calls", every=1, functions=NAMED) for _ in range(2))
     first.start()
     before = list(sys.meta_path)
     with pytest.raises(ValueError, match=r"^out must be a new or an empty folder; got '.*calls', one with files$"):
@@ -535,7 +536,7 @@ def test_of_two_processes_that_start_at_once_one_has_the_folder(attention, recor
     assert sys.meta_path == before
     attention.attend(*inputs(()))
     first.stop()
-    assert list(recorded(tmp_path / "calls")) == ["call-000000"]
+    assert list(read_calls(tmp_path / "calls")) == ["call-000000"]
 
 
 def test_each_process_of_a_distributed_program_has_its_folder(attention, recording, tmp_path, monkeypatch):
@@ -543,7 +544,7 @@ def test_each_process_of_a_distributed_program_has_its_folder(attention, recordi
     monkeypatch.setenv("RANK", "1")
     with recording():
         attention.attend(*inputs())
-    assert len(recorded(tmp_path / "calls/rank-1")) == 1
+    assert len(read_calls(tmp_path / "calls/rank-1")) == 1
 
 
 def work(folder):
@@ -558,7 +559,7 @@ def test_each_process_that_a_program_starts_has_its_folder(tmp_path):
         process.start()
     for process in processes:
         process.join()
-    assert [len(recorded(tmp_path / f"calls/loader-0-{index}")) for index in range(2)] == [1, 1]
+    assert [len(read_calls(tmp_path / f"calls/loader-0-{index}")) for index in range(2)] == [1, 1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -574,7 +575,7 @@ def test_a_forked_child_records_nothing(attention, recording, calls):
 
 
 class EditableLoader:
-    """As scikit-build-core's: what it lacks, another loader answers, so that a copy of it would ask itself for ever."""
+    """A loader as scikit-build-core's: it forwards missing attributes, so that a copy of it would recurse without end."""
 
     def __init__(self, loader):
         self.inner = loader
@@ -597,7 +598,7 @@ class EditableFinder:
 
 @pytest.mark.parametrize("editable", [False, True])
 def test_a_loader_is_left_as_it_was(recording, calls, tmp_path, monkeypatch, editable):
-    """Another recording, or none, finds the module's loader as it was."""
+    """After a recording the module has its own loader, for the next recording or import."""
     path = tmp_path / "GeometricKernelAttention.py"
     path.write_text("def geometric_kernel_attn_cuda_forward(*args):\n    return args[0]\n")
     if editable:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("wide_terminal")
 
 
 def judged(folder, *call, right=True, **facts):
-    """Return what replay says of a call: its operator, inputs, grad_output and results."""
+    """Return what replay prints about a call, given as operator, inputs, grad_output and results."""
     save(folder / "calls", *call, **facts)
     result = replay(folder / "calls")
     assert (result.exit_code == 0) == right, result.output
@@ -30,7 +30,7 @@ def test_right_results_are_right_in_every_dtype(operator, dtype, tmp_path):
 
 @pytest.mark.parametrize("what", ["output", "nothing"])
 def test_float32_is_right_where_terms_cancel(what, tmp_path):
-    """By grid_sample. The truth is zero but for rounding."""
+    """grid_sample computes the results in float32. The truth is zero, except for rounding."""
     inputs, grad = call(M)
     value, *_, weights = inputs = tuple(t.clone() for t in inputs)
     if what == "output":
@@ -45,7 +45,7 @@ def test_float32_is_right_where_terms_cancel(what, tmp_path):
 
 
 def changed(index, change, back=lambda t: t):
-    """A kernel that reads another input. `back` takes the locations' gradient to where they were read from."""
+    """Return a kernel that changes an input. `back` converts the gradient of changed locations."""
 
     def planted(operator, inputs, grad):
         inputs = [change(t) if i == index else t for i, t in enumerate(inputs)]
@@ -56,7 +56,7 @@ def changed(index, change, back=lambda t: t):
 
 
 def spoilt(result, change):
-    """A result that a function of it and of the inputs replaces."""
+    """Return a kernel whose result is changed by a function of the result and of the inputs."""
 
     def planted(operator, inputs, grad):
         results = computed(operator, inputs, grad)
@@ -66,8 +66,8 @@ def spoilt(result, change):
 
 
 def relocated(move):
-    """A kernel that reads other locations, by a function of them and of their maps' sizes, in float64. Locations that become
-    constant have no gradient."""
+    """Return a kernel that moves locations by a function of the locations and of their maps' sizes, in float64. Clamped
+    locations have no gradient."""
 
     def planted(operator, inputs, grad):
         value, shapes, starts, locations, weights = (t.double() if t.is_floating_point() else t for t in inputs)
@@ -91,7 +91,7 @@ def never_run(operator, inputs, grad):
 
 
 def partly(fault, dim, *parts):
-    """Make the fault on some parts of an axis of the weights alone. Results are sums over parts, but for weights' gradients."""
+    """Return a kernel with the fault in some parts of an axis of the weights. Results are sums, except gradients of weights."""
 
     def planted(operator, inputs, grad):
         *rest, weights = inputs
@@ -112,7 +112,7 @@ def clamped(x, y):
 
 
 def put(index, change):
-    """Replace some entries."""
+    """Return a function that changes some entries."""
 
     def spoil(t, inputs):
         t[index] = change(t[index])
@@ -188,7 +188,7 @@ def test_planted_faults_are_named(fault, tmp_path):
 
 
 def test_a_fault_on_the_device_machine_is_recorded_and_named(tmp_path):
-    """From the program on one machine to the sentence on the other."""
+    """The program runs on one machine, and replay names the fault on the other."""
     folder = device_machine(tmp_path)
     kernels = folder / "mmcv/kernels.py"
     kernels.write_text(kernels.read_text().replace("locations[:, :, :, l]", "locations.flip(-1)[:, :, :, l]"))
@@ -203,7 +203,7 @@ def test_a_fault_on_the_device_machine_is_recorded_and_named(tmp_path):
 
 
 def test_nan_weights_off_the_map(tmp_path):
-    """The rule gives numbers; multiplying everything, as the vendor's did before 7.2, does not."""
+    """The rule gives numbers. The vendor's operator before 7.2 multiplied every sample, which gives NaN."""
     (value, shapes, starts, locations, weights), grad = call(M)
     locations[0, 3, 1, 0, 0], weights[0, 3, 1, 0, 0] = -5.0, torch.nan
     inputs = (value, shapes, starts, locations, weights)

@@ -1,4 +1,4 @@
-"""`mx-driving replay` reads all that can be read, and says in a sentence what cannot."""
+"""`mx-driving replay` reads every readable file, and prints a sentence about every other file."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from recorded_calls import NAMES, A, G, M, call, computed, replay, save
 from mx_driving._replay import judge
 
 INPUTS, GRAD = call(M)
-RIGHT = M, INPUTS, GRAD, computed(M, INPUTS, GRAD)  # what `save` takes
+RIGHT = M, INPUTS, GRAD, computed(M, INPUTS, GRAD)  # arguments of `save`
 TENSORS = {**dict(zip(NAMES, INPUTS, strict=True)), **RIGHT[3], "grad_output": GRAD}
 
 pytestmark = pytest.mark.usefixtures("wide_terminal")
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("wide_terminal")
 
 @pytest.fixture
 def folder(tmp_path):
-    """A recording of a right call, call-000000."""
+    """Return a recording of a right call, call-000000."""
     save(tmp_path / "calls", *RIGHT)
     return tmp_path / "calls"
 
 
 def not_read(folder):
-    """Return the sentences about what was not read, where call-000000 is right."""
+    """Return the sentences about unreadable files. call-000000 must be right."""
     result = replay(folder)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 1
@@ -43,7 +43,7 @@ def shortened(name):
 FILE = "call-000001.pt must be a whole file that record.py wrote; got"
 LEGAL = f"call-000001 must be a legal call of {M}; got"
 OPERATOR = f"the operator of call-000001.pt must be one of {M}, {A}, {G}, bev_pool_v3; got"
-BAD = {  # what a file says of its call, its tensors, its format, and the sentence
+BAD = {  # facts about the call, tensors, format, and the sentence
     "format": ({}, TENSORS, "7", "call-000001.pt must have format 1, the one that this version reads; got 7"),
     "no operator": ({"operator": None}, TENSORS, "1", f"{OPERATOR} None"),
     "operator": ({"operator": "M"}, TENSORS, "1", f"{OPERATOR} M"),
@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_one_sentence_and_all_else_is_judged(what, folder
 
 
 HEAD = {"format": "1", "call": json.dumps({"operator": M})}
-EDITED = {  # what a file holds, and the sentence
+EDITED = {  # sentence -> contents of the file
     "call-000001.pt must be a dict; got list": [1],
     "metadata of call-000001.pt must be a dict of str; got NoneType": {"tensors": TENSORS},
     "metadata of call-000001.pt must be a dict of str; got int": {"metadata": {**HEAD, "format": 1}, "tensors": TENSORS},
@@ -90,7 +90,7 @@ def test_an_edited_file_is_one_sentence(sentence, folder):
 
 @pytest.mark.parametrize("size", [0, 1000])
 def test_a_cut_file_is_one_sentence(folder, size):
-    """Of cut gradients the call is judged. A recorder that was killed leaves such a file."""
+    """A killed recorder leaves a cut file. If the file of the gradients is cut, the output is judged."""
     save(folder, *RIGHT, "call-000001")
     for name in ("call-000000-gradients", "call-000001"):
         file = folder / f"{name}.pt"
@@ -110,16 +110,16 @@ def test_gradients_without_their_call(folder):
 
 
 def test_a_call_that_our_code_fails_on_is_one_sentence(folder, monkeypatch):
-    """Whatever it is, such as no memory: the others are judged."""
+    """After any error, such as a lack of memory, the other calls are judged."""
     save(folder, *RIGHT, "call-000001")
     count = judge._count_not_finite
-    fails = iter([False] * 6 + [True])  # of each call the inputs and four results are counted
+    fails = iter([False] * 6 + [True])  # a call counts its inputs and four results
     monkeypatch.setattr(judge, "_count_not_finite", lambda tensors: 1 / 0 if next(fails) else count(tensors))
     assert not_read(folder) == ["call-000001 must be a call that can be judged; got division by zero"]
 
 
 def test_no_recording(mx, folder, tmp_path, monkeypatch):
-    """An empty name is not the working folder."""
+    """An empty name does not mean the working folder."""
     rule = "mx-driving: calls must be a folder that record.py wrote, or one file of it; got"
     nothing, empty = tmp_path / "nothing", tmp_path / "empty"
     empty.mkdir()
@@ -156,7 +156,7 @@ def test_json_has_all_that_the_table_has(mx, folder, right):
 
 
 def test_the_table_fits_80_columns(folder, monkeypatch):
-    """A caller's path may have bytes that are no text."""
+    """The path of a caller may have bytes that are no text."""
     monkeypatch.setenv("COLUMNS", "80")
     function = "a_package.of_a_module.MultiScaleDeformableAttention.ms_deform_attn_forward"
     save(folder, *RIGHT, "call-000001", function=function, caller="/\ud800/train.py:7")

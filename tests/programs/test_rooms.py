@@ -1,4 +1,4 @@
-"""The package's rooms lie on floors, and imports go downwards. CONTRIBUTING.md says what each room is for."""
+"""The package's rooms lie on floors, and imports go downwards. CONTRIBUTING.md describes the rooms."""
 
 import ast
 import graphlib
@@ -43,7 +43,7 @@ OURS = [module for module in MODULES if module.partition(".")[0] == "mx_driving"
 
 
 def imports(module):
-    """Return the modules of the two packages that a module imports anywhere, functions' bodies too."""
+    """Yield the modules of the two packages that a module imports, also in functions."""
     home = MODULES[module].relative_to(SOURCES.parent).parent.parts
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -57,7 +57,7 @@ def imports(module):
 
 
 def module_of(name):
-    """Return the module that a name is, or is in: `mx_driving.ops.levels` is in `mx_driving.ops`."""
+    """Return the module of a name, which may be in the module: `mx_driving.ops` for `mx_driving.ops.levels`."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name
@@ -68,9 +68,9 @@ def room_of(module):
 
 
 def upward(room):
-    """(module, what it imports) where that is in another room of its floor or higher."""
-    found = ((module, name) for module in OURS if room_of(module) == room for name in imports(module) if name in OURS)
-    return [(module, name) for module, name in found if room_of(name) != room and FLOOR[room_of(name)] >= FLOOR[room]]
+    """Return (module, imported module) for imports from another room of the same floor or of a higher floor."""
+    imported = ((module, name) for module in OURS if room_of(module) == room for name in imports(module) if name in OURS)
+    return [(module, name) for module, name in imported if room_of(name) != room and FLOOR[room_of(name)] >= FLOOR[room]]
 
 
 def test_every_room_has_a_floor():

@@ -1,4 +1,4 @@
-"""examples/train_bev.py: geometry, resume, several processes. What it learns is in docs/training.md; here a few steps."""
+"""examples/train_bev.py: geometry, resume, several processes. Tests run a few steps; docs/training.md has the results."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TINY = {"steps": 4, "batch": 2, "scenes": 4, "held_out": 2, "cells": 12}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of all tests: scenes are rendered there once."""
+    """Return the folder of all tests, so that scenes are rendered once."""
     return tmp_path_factory.mktemp("runs")
 
 
 def run(folder: pathlib.Path, name: str, transform: str = "aggregation", **more) -> list[float]:
-    """The losses of some steps. Pictures, which take half of the time, are drawn of a `whole` run alone."""
+    """Return the losses of some steps. Draw pictures, which take half of the time, only in a run named `whole...`."""
     defaults = {"resume": False, "stop": 0, "save": 2, "rate": 2e-3, "transform": transform, "out": folder / name, "page": None}
     with contextlib.ExitStack() as patches:
         for function in () if name.startswith("whole") else ("draw", "draw_looks"):
@@ -86,13 +86,14 @@ def test_two_processes_follow_the_curve_of_one(folder):
     alone = run(folder, "alone", "multi_scale")
     sizes = [text for name, value in TINY.items() for text in ("--" + name.replace("_", "-"), str(value))]
     options = ["--transform", "multi_scale", "--out", folder / "two", "--save", "2", *sizes]
-    given = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29713"}  # as torchrun gives them
+    # The variables that torchrun sets.
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29713"}
 
-    def one(rank: int) -> None:
-        python(FILE, *options, env={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    def train(rank: int) -> None:
+        python(FILE, *options, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(one, range(2)))
+        list(pool.map(train, range(2)))
     torch.testing.assert_close(torch.tensor(curve(folder / "two")), torch.tensor(alone), rtol=1e-5, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""examples/train_digits.py: what it draws and how it counts. What it learns is in docs/training.md; here a few steps."""
+"""examples/train_digits.py: its scenes and its precision. Tests run a few steps; docs/training.md has the results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_true_boxes_are_found_and_shifted_boxes_at_low_thresholds(digits, scenes
     boxes[..., 0] += boxes[..., 2] / 5  # intersection over union of 0.8 / 1.2
     table = digits.average_precision(scores, boxes, labels).nanmean(1)
     assert (table > 0).tolist() == [threshold < 0.66 for threshold in digits.THRESHOLDS.tolist()]
-    boxes[:, 6:9], scores[:, 6:9] = boxes[:, :3], scores[:, :3] / 2  # a second guess of a digit is wrong, and comes later
+    # The second prediction of a digit is a false positive of lower score.
+    boxes[:, 6:9], scores[:, 6:9] = boxes[:, :3], scores[:, :3] / 2
     assert torch.equal(digits.average_precision(scores, boxes, labels).nanmean(1), table)
     assert digits.average_precision(scores * torch.nan, boxes, labels).nanmean() == 0
 

@@ -1,4 +1,4 @@
-"""viz: what is recorded, and that dots and cells land where they should."""
+"""viz: recorded looks, and the places of dots and cells in drawings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_recording_sees_every_sampling_operator_and_no_backward():
         mx_driving.geometric_kernel_attention(heads, shapes, starts, torch.zeros(1, 3, 2, 1, 2, 2).long(), weights)
         maps = mx_driving.nn.flatten_cameras([torch.rand(1, 1, 8, 4, 4)])
         mx_driving.deformable_aggregation(*maps, torch.rand(1, 2, 3, 1, 2), torch.rand(1, 2, 3, 1, 1, 4))
-        mx_driving.bev_pool(torch.rand(1, 8), torch.zeros(1, 4).long(), 1, 1, 1, 1)  # it looks at no place of a map
+        mx_driving.bev_pool(torch.rand(1, 8), torch.zeros(1, 4).long(), 1, 1, 1, 1)  # a pool samples nothing
     mx_driving.multi_scale_deformable_attn(heads, shapes, starts, torch.rand(1, 3, 2, 1, 2, 2), weights)
     assert [look.operator for look in looks] == [
         "multi_scale_deformable_attn",
@@ -40,7 +40,7 @@ def test_recording_sees_every_sampling_operator_and_no_backward():
 
 
 def test_a_look_has_the_name_of_its_layer():
-    """Of the innermost module that has a name, from the outermost that is called; also after a layer that raises."""
+    """The name is of the innermost module, within the outermost called module. A layer that raised before leaves no name."""
     model = torch.nn.ModuleDict({"encoder": BirdsEyeLayer()})
     model.forward = lambda mask: model["encoder"](mask)
     with viz.recording() as looks:
@@ -63,7 +63,7 @@ def test_a_look_has_the_name_of_its_layer():
 
 @pytest.mark.parametrize("make", [attention, aggregation, geometric])
 def test_samples_of_a_look_are_drawn(make):
-    """Every sample on the map is a dot, whichever the operator."""
+    """Every sample on the map is a dot, for every operator."""
     look = make()
     camera, scene = (2, 0) if make is aggregation else (0, 1)
     locations, weights = look.samples(3, camera, scene)
@@ -76,7 +76,7 @@ def test_samples_of_a_look_are_drawn(make):
 
 
 def test_what_is_compiled_stays_so():
-    """It runs as written while it is recorded, and in its one graph again afterwards."""
+    """A compiled function runs eagerly while it is recorded, and in its graph afterwards."""
     torch._dynamo.reset()
     ran = []
 
@@ -95,7 +95,7 @@ def test_what_is_compiled_stays_so():
 
 
 def test_a_compiled_function_may_record():
-    """In a process of its own: torch.compile leaves out what it met under a mode from then on."""
+    """This needs a process of its own: torch.compile skips functions for good that it has met under a mode."""
     program = """
 import torch, mx_driving
 value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 8, 4, 4)])
@@ -111,7 +111,7 @@ print(compiled(value.view(1, 16, 2, 4), torch.rand(1, 3, 2, 1, 2, 2), torch.rand
 
 @pytest.mark.parametrize("operator", cases.WITH_LOGITS)
 def test_a_look_at_an_operator_with_logits_repeats_its_call(operator):
-    """It has the locations and weights that the operator works out, for the bare operator."""
+    """A look has the locations and weights that the operator computes, for the bare operator."""
     case = next(c for c in logits_cases.CASES if c.operator == operator)
     args = cases.cast(case.make(), torch.float32)
     with viz.recording() as looks:
@@ -124,7 +124,8 @@ def test_a_look_at_an_operator_with_logits_repeats_its_call(operator):
 
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_points_land_on_their_pixels(channels_first):
-    """The centre of pixel (column 2, row 1) of a 4 x 3 picture; the area follows the weight; what is outside is not drawn."""
+    """A dot lies at the centre of pixel (column 2, row 1) of a 4 x 3 picture. Areas are proportional to weights. Samples
+    outside are not drawn."""
     image = torch.rand(3, 4, 3)
     locations = torch.tensor([[[(2 + 0.5) / 4, (1 + 0.5) / 3], [1.2, 0.5]], [[0.125, 0.5], [0.5, 0.5]]])  # [level, point, 2]
     weights = torch.tensor([[0.4, 0.3], [0.2, 0.1]])
@@ -158,7 +159,7 @@ def drawn(png: bytes) -> torch.Tensor:
 
 
 def test_a_notebook_shows_axes_and_figures():
-    """IPython asks a cell's last expression for the bytes of a PNG, which also show what was drawn later."""
+    """IPython calls `_repr_png_` of a cell's last expression. The picture has later changes, too."""
     ax = viz.bev(torch.rand(4, 6))
     before = drawn(ax._repr_png_())
     ax.set_title("later")
@@ -170,7 +171,7 @@ def test_a_notebook_shows_axes_and_figures():
 
 
 def test_axes_of_the_caller_stay_the_callers():
-    """pyplot shows its own figures; a second picture of them would be one too many."""
+    """pyplot shows the caller's figures, so they must not be shown a second time."""
     ax = matplotlib.figure.Figure().add_subplot()
     assert viz.bev(torch.rand(4, 6), ax=ax) is ax
     assert not hasattr(ax, "_repr_png_")

@@ -1,4 +1,4 @@
-"""viz.page without a browser: one file that loads nothing, harmless texts, every sample."""
+"""viz.page without a browser: a page is one file that fetches nothing, escapes texts and has every sample."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ HOSTILE = "</script><script>alert(1)</script><!-- & \u2028 \ud800 {{data}} 漢"
 
 
 def counted(look, camera):
-    """Return [query, head, level, point] (x, y), weight, and whether a sample counts, of a camera."""
+    """Return locations, weights and the mask of samples that count, [query, head, level, point], of a camera."""
     if look.operator == "deformable_aggregation":
         at, weights = look.locations[0, :, :, camera], look.weights[0, :, :, camera]
         weights = weights.permute(0, 3, 2, 1)  # group, scale, point
@@ -46,7 +46,7 @@ def test_the_page(make, tmp_path):
         digest = base64.b64encode(hashlib.sha256(parsed.texts[kind].encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'; img-src data:;")
-    assert parsed.texts["title"] == parsed.texts["h1"] == HOSTILE.replace("\ud800", "\ufffd")  # half a character is none
+    assert parsed.texts["title"] == parsed.texts["h1"] == HOSTILE.replace("\ud800", "\ufffd")  # no lone surrogate
     assert [facts["title"], facts["looks"][0]["name"], *facts["queries"]["labels"]] == [HOSTILE] * 6
     assert "alert" not in parsed.texts["script"]
     assert not {"<", ">", "&", "\u2028"} & set(parsed.texts["data"])
