@@ -88,7 +88,7 @@ for kind, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):  # BEVFor
 
 @pytest.fixture
 def repository(unbuilt, monkeypatch):
-    """Return a repository. The table of known code has its functions that convert inputs, as those of Sparse4D and mmcv."""
+    """Return a repository. The table of known code has its functions that convert inputs, like Sparse4D's and mmcv's."""
     unbuilt("someones_ops", PACKAGE)
     module = importlib.import_module("someones_ops")
     for name, (form, casts) in CASTS.items():

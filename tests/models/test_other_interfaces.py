@@ -74,7 +74,7 @@ class {name}(torch.autograd.Function):
 
 
 def test_patch_serves_both_by_name_and_parameters():
-    """Without the extensions, `apply` has the operators' results, also under torch.compile, which reads only forward."""
+    """Without the extensions, `apply` has the operators' results, also if torch.compile reads forward and backward."""
     value, shapes, starts, *rest = ATTENTION
     places, _, _, *sizes = points()
     feat, ranks = torch.randn(len(places), C, dtype=torch.float64), torch.arange(len(places))

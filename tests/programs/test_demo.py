@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")
@@ -112,3 +113,11 @@ def test_the_view_sits_on_the_map(ground):
         return lift.psnr(bev, scene.true_map(ground, moved, 4), plan.seen)
 
     assert fit(0, 0) > max(fit(dx, dy) for dx, dy in ((0.125, 0), (-0.125, 0), (0, 0.125), (0, -0.125))) + 0.5
+
+
+def test_a_camera_in_a_box_sees_none_of_its_sides(ground):
+    """Without a side to draw, the picture is that of the street without the box."""
+    camera = surround(18, 32)[0]
+    box = scene.Box(*camera.position[:2].tolist(), 0, (1.0, 1.0, 9.0), (255, 0, 0))
+    pictures = [scene.photograph(camera, ground, boxes).image for boxes in ([box], [])]
+    assert torch.equal(*pictures)

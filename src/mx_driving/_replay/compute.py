@@ -13,7 +13,7 @@ from .. import reference
 from .._operator.description import OPERATORS
 from .calls import RecordedCall
 
-NUMBERS = 2**22  # most numbers of the samples of a part, because the reference holds several copies of a level's samples
+NUMBERS = 2**22  # most numbers in the samples of a part: the reference holds several copies of a level's samples
 Core = Callable[..., Tensor]
 Results = dict[str, Tensor]
 
@@ -61,7 +61,7 @@ def compute(call: RecordedCall, dtype: torch.dtype, core: Core | None = None, qu
         results = {"output": output.detach()}
         if call.grad_output is not None:
             tensors, grad = [leaves[i] for i in differentiable], call.grad_output[:, part].to(output.dtype)
-            product = (output * grad).sum()  # for its argument grad_outputs torch would import sympy, 1.3 s
+            product = (output * grad).sum()  # autograd.grad with grad_outputs would import sympy: 1.3 s
             gradients = torch.autograd.grad(product, tensors, allow_unused=True, materialize_grads=True)
             results.update(zip(call.gradients, gradients, strict=True))
         for name in [name for name in results if not call.is_by_query(name)]:  # sums over queries, such as grad_value

@@ -52,7 +52,7 @@ class ErrorBound:
     def error(
         self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
     ) -> Tensor:
-        """Return the difference of each entry from `expected`, the truth or a suspect's result, in units of the allowed error.
+        """Return the difference of each entry from `expected`, the truth or a suspected result, in units of the allowed error.
         The difference is infinite if one entry is finite and the other entry is not.
 
         Args:

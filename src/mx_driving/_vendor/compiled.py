@@ -1,4 +1,4 @@
-"""The functions of the vendor's compiled extension for the operators here, under their present and older names.
+"""The functions of the vendor's compiled extension for our operators, under their present and older names.
 
 As in the vendor's extension, autograd and autocast do not apply; gradients are separate functions.
 """

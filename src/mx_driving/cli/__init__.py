@@ -1,1 +1,1 @@
-"""The commands; `app.py` collects them. The package itself does not import them."""
+"""The commands; `app.py` collects them. `import mx_driving` imports none of them."""

@@ -1,4 +1,4 @@
-"""The command line: `mx-driving check`, `mx-driving bench`, ... The package itself does not import this."""
+"""The command line: `mx-driving check`, `mx-driving bench`, ... `import mx_driving` does not import this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mx-driving info`: what a bug report needs, in one block to paste."""
+"""`mx-driving info`: facts for a bug report, as a block to paste."""
 
 from __future__ import annotations
 

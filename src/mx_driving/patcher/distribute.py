@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of distributed training."""
+"""The vendor's import path for patches of distributed training."""
 
 from ._patcher import ddp, ddp_forward
 

@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of mmcv's scatter."""
+"""The vendor's import path for patches of mmcv's scatter."""
 
 from ._patcher import stream
 

@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of mmcv."""
+"""The vendor's import path for patches of mmcv."""
 
 from ._patcher import dc, mdc, msda, patch_mmcv_version
 

@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of mmdet."""
+"""The vendor's import path for patches of mmdet."""
 
 from ._patcher import pseudo_sampler, resnet_add_relu, resnet_fp16, resnet_maxpool
 

@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of mmdet3d's nuScenes."""
+"""The vendor's import path for patches of mmdet3d's nuScenes."""
 
 from ._patcher import nuscenes_dataset, nuscenes_metric
 

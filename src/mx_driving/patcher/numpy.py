@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of numpy."""
+"""The vendor's import path for patches of numpy."""
 
 from ._patcher import numpy_type
 

@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of nuScenes' tracking metric."""
+"""The vendor's import path for patches of nuScenes' tracking metric."""
 
 from ._patcher import nuscenes_mot_metric
 

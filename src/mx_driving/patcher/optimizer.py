@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of optimizers' hooks."""
+"""The vendor's import path for patches of optimizers' hooks."""
 
 from ._patcher import optimizer_hooks, optimizer_wrapper
 

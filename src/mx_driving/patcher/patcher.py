@@ -1,4 +1,4 @@
-"""The vendor's import path of Patch, Patcher and PatcherBuilder."""
+"""The vendor's import path for Patch, Patcher and PatcherBuilder."""
 
 from ._patcher import Patch, Patcher, PatcherBuilder
 

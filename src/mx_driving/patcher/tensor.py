@@ -1,4 +1,4 @@
-"""The vendor's import path of patches of torch."""
+"""The vendor's import path for patches of torch."""
 
 from ._patcher import batch_matmul, index
 

@@ -118,7 +118,7 @@ def _check_arguments(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Word an error of the operating system as an error of `path`."""
+    """Convert an error of the operating system to an error about `path`."""
     try:
         yield
     except OSError as error:

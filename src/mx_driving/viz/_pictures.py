@@ -101,7 +101,7 @@ def _from_tensor(name: str, picture: Tensor) -> Any:
 
 
 def check_pixels(name: str, height: int, width: int) -> None:
-    """Check that there are pixels before Pillow sees them: an older one stops at an empty image."""
+    """Check that a picture has pixels. Older versions of Pillow fail on an empty picture."""
     if not (height and width):
         rules.fail(ValueError, name, "have pixels", f"{height} x {width}")
 

@@ -46,7 +46,7 @@ class Event:
 
 
 class autocast(torch.autocast):
-    """torch.autocast on the CPU, with the device's default dtype float16."""
+    """Autocast on the CPU with the device's default dtype, float16."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)

@@ -51,7 +51,7 @@ def _is_index(device: Any) -> bool:
 
 
 def map_devices(function: Function, copy: Function | None = None) -> Function:
-    """Return `function` with device arguments that stand for the CPU replaced by the CPU.
+    """Wrap `function`: replace device arguments that stand for the CPU by "cpu".
 
     Args:
         copy: copies the result if an argument stands for the CPU, because a move to a device makes a copy.
@@ -70,7 +70,7 @@ def map_devices(function: Function, copy: Function | None = None) -> Function:
 
 
 def _rewrite_arguments(function: Function, rewrite: Callable[[dict[str, Any]], None]) -> Function:
-    """Return `function` with its arguments changed by `rewrite`, which takes a dictionary name -> argument."""
+    """Wrap `function`: change its arguments by `rewrite`, which takes a dictionary name -> argument."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -101,40 +101,40 @@ def _choose_float16(arguments: dict[str, Any]) -> None:
 
 
 def _fork_cpu(arguments: dict[str, Any]) -> None:
-    """Make torch.random.fork_rng keep only the CPU's state: the device's state is the CPU's."""
+    """Let torch.random.fork_rng keep only the CPU's state, because the device's state is the CPU's."""
     if stands_for_cpu(arguments.get("device_type")):
         arguments.update(devices=(), device_type="cpu")
 
 
 def _set_no_default(arguments: dict[str, Any]) -> None:
-    """Set no default device if it is the CPU: torch.compile does not trace our wrappers under torch's device mode."""
+    """Replace a default device that means the CPU by None. torch.compile cannot trace wrappers under torch's device mode."""
     device = arguments["device"]
     arguments["device"] = None if _is_index(device) or str(to_cpu(device)) == "cpu" else device
 
 
 def tensor_npu(self: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
-    """Tensor.npu: return a copy, as a move to a device does. The copy is differentiable."""
+    """Return a differentiable copy, as a move to a device does. This is Tensor.npu."""
     return self.clone()
 
 
 def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
-    """Module.npu: copy the memory of parameters and buffers. The parameters stay the same objects."""
+    """Copy the memory of parameters and buffers. The parameters stay the same objects. This is Module.npu."""
     return self._apply(torch.clone)
 
 
 def _data_parallel(self: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
-    """DataParallel.__init__ without devices: forward then calls the module."""
+    """Initialize a DataParallel without devices, so that its forward calls the module."""
     torch.nn.Module.__init__(self)
     self.module, self.device_ids = module, []
 
 
 def _call_module(module: Any, inputs: Any, *args: Any, module_kwargs: Any = None, **named: Any) -> Any:
-    """torch.nn.parallel.data_parallel on one device."""
+    """Call the module on one device. This replaces torch.nn.parallel.data_parallel."""
     return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
 
 
 def _make_device(*args: Any, **named: Any) -> Any:
-    """torch.device. An index without a type means the device, as in torch with an accelerator."""
+    """Make a torch.device. An index without a type means the device, as in torch with an accelerator."""
     first = next(iter((*args, *named.values())), None)
     return _Device("cpu") if stands_for_cpu(first) or _is_index(first) else _Device(*args, **named)
 
@@ -174,7 +174,7 @@ _package = (5, lambda storage: None, lambda storage, location: storage if stands
 
 
 def _replace(changes: Changes, owner: Any, name: str, stand_in: Any) -> None:
-    """Set an attribute. Register it with torch.jit.script, which looks functions up by identity (torch.distributed.optim)."""
+    """Replace a function of torch. Register the replacement with torch.jit.script, which finds functions by identity."""
     operator = _torch_private.find_scripted(getattr(owner, name))
     changes.set(owner, name, stand_in)
     if operator is not None:
