@@ -9,10 +9,9 @@ import ctypes
 from typing import NamedTuple
 
 import cases
-import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from refusals import CALLS
 from torch import Tensor
 
 from mx_driving import _backends
@@ -20,17 +19,6 @@ from mx_driving._operator.description import OPERATORS
 
 OK, BAD_SHAPE, BAD_DTYPE, BAD_LEVEL, OUT_OF_MEMORY = range(5)
 INT32 = 3
-SIZES = [(3, 5), (2, 3)]
-CAMERAS = [[(3, 4), (2, 2)]] * 3
-CALLS = {
-    "samples": (MULTI_SCALE, lambda: cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
-    "nearest": (GEOMETRIC, lambda: cases.geometric(3, 5, 7, 4, SIZES, 6)),
-    "cameras": (AGGREGATION, lambda: cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
-    "references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 7)),
-    "boxes": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 7, box=True)),
-    "window": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3))),
-    "projected": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
-}
 
 
 class Argument(NamedTuple):

@@ -6,8 +6,10 @@ test_errors.py has the sentences.
 import cases
 import logits_cases
 import pytest
+import refusals
 import torch
-from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS
+from refusals import CAMERAS, MAPS
 from small_cases import GOOD
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -18,23 +20,13 @@ from mx_driving._operator.description import OPERATORS
 
 FLOATING = torch.float32, torch.float64, torch.float16, torch.bfloat16
 INDEX = torch.int32, torch.int64
-SIZES = [(3, 5), (2, 3)]
-CAMERAS = [[(3, 4), (2, 2)]] * 3
-# No two axes are alike. Made at run time: a check must not ask whether it is given the very string that it has.
-POINT = "".join(["po", "int"])
-CALLS = {
-    "samples": (MULTI_SCALE, lambda: cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
-    "nearest": (GEOMETRIC, lambda: cases.geometric(3, 5, 7, 4, SIZES, 6)),
-    "cameras": (AGGREGATION, lambda: cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
-    "a reference for each level": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
-    "one reference": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 1)),
-    "a reference for each point": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 6, POINT)),
-    "three references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 3, POINT)),
-    "boxes": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, box=True)),
-    "logits on two axes": (MULTI_SCALE_LOGITS, lambda: with_two_axes(logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6))),
-    "window": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3))),
-    "window, logits on two axes": (GEOMETRIC_LOGITS, lambda: with_two_axes(logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3)))),
-    "projected": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
+POINT = "".join(["po", "int"])  # made at run time: a check must not ask whether a word is the very string that it has
+CALLS = refusals.CALLS | {
+    "one reference": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, MAPS, 6, 1)),
+    "a reference for each point": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, MAPS, 6, 6, POINT)),
+    "three references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, MAPS, 6, 3, POINT)),
+    "logits on two axes": (MULTI_SCALE_LOGITS, lambda: with_two_axes(logits_cases.multi_scale(3, 5, 7, 4, MAPS, 6))),
+    "window, logits on two axes": (GEOMETRIC_LOGITS, lambda: with_two_axes(logits_cases.geometric(3, 5, 7, 4, MAPS, (2, 3)))),
     "projected, without options": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS, False, False)),
 }
 

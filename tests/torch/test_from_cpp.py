@@ -107,19 +107,14 @@ def sentences(calls):
         yield f"{starts}[0"
 
 
-def test_without_the_package_numbers_are_the_same_and_faults_are_sentences(tmp_path):
-    calls, found, said = called(tmp_path, config.torch_library())
+@pytest.mark.parametrize("by_ctypes", [False, True])
+def test_numbers_are_the_same_and_faults_are_sentences(tmp_path, by_ctypes):
+    """In C++ without the package, and by ctypes, whose errors are those of Python's checks."""
+    library, environment = ("", {"MX_DRIVING_CTYPES": "1"}) if by_ctypes else (config.torch_library(), {})
+    calls, found, said = called(tmp_path, library, **environment)
     assert all(torch.equal(a, b) for a, b in zip(found, expected_of(calls), strict=True))
     for (kind, line), begin in zip(said, sentences(calls), strict=True):
-        assert kind == "RuntimeError"  # of C++; Python's own are checked in tests/operators
-        assert line.startswith(begin)
-
-
-def test_by_ctypes_numbers_and_faults_are_the_same(tmp_path):
-    calls, found, said = called(tmp_path, "", MX_DRIVING_CTYPES="1")
-    assert all(torch.equal(a, b) for a, b in zip(found, expected_of(calls), strict=True))
-    for (kind, line), begin in zip(said, sentences(calls), strict=True):
-        assert kind in ("ValueError", "TypeError")
+        assert kind in (("ValueError", "TypeError") if by_ctypes else ("RuntimeError",))
         assert line.startswith(begin)
 
 
