@@ -1,7 +1,4 @@
-"""The checks alone: legal dtypes pass; a size or dtype off the rules is refused.
-
-test_errors.py has the sentences.
-"""
+"""The checks alone: legal sizes and dtypes pass, all others are refused. test_errors.py has the sentences."""
 
 import cases
 import logits_cases
@@ -38,7 +35,7 @@ def with_two_axes(args):
 
 
 def places(args):
-    """Of the tensors."""
+    """Return the indices of the tensors."""
     return [place for place, a in enumerate(args) if isinstance(a, Tensor)]
 
 
@@ -48,7 +45,7 @@ def replaced(args, place, by):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_each_input_has_its_dtypes(name):
-    """Floating ones may differ from each other."""
+    """Floating inputs may have different dtypes."""
     operator, make = CALLS[name]
     args = make()
     for place in places(args):
@@ -65,8 +62,8 @@ def test_each_input_has_its_dtypes(name):
 
 
 def is_free(operator, place, axis, size, args):
-    """The rows of value, which are held to the levels later; its channels, unless groups divide them; some numbers of
-    reference points."""
+    """Return whether an axis may have another size: value's rows, which are later compared with levels; value's channels, unless
+    groups divide them; reference points, of which several numbers are legal."""
     if place == 0:
         return axis == 1 or (axis == 3 and operator not in (AGGREGATION, AGGREGATION_LOGITS))
     if operator == MULTI_SCALE_LOGITS and place == 3 and axis == 2:
@@ -92,14 +89,14 @@ def test_each_size_is_held_to_the_others(name, by):
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_a_backward_like_an_earlier_one_is_one_look(operator, monkeypatch):
+def test_a_repeated_backward_is_checked_once(operator, monkeypatch):
     args = GOOD[operator]()
     call = [cases.grad_for(operator, args), *args, [True] * len(cases.DIFFERENTIABLE[operator])]
     checks.backward(operator, *call)
-    monkeypatch.setattr(checks, "output_shape", lambda *args: pytest.fail("looked twice"))
+    monkeypatch.setattr(checks, "output_shape", lambda *args: pytest.fail("checked twice"))
     checks.backward(operator, *call)
     call[0] = call[0].half()  # another dtype is another call
-    with pytest.raises(pytest.fail.Exception, match="looked twice"):
+    with pytest.raises(pytest.fail.Exception, match="checked twice"):
         checks.backward(operator, *call)
 
 
@@ -114,7 +111,7 @@ KINDS = {
 @pytest.mark.parametrize("place", [1, 2])
 @pytest.mark.parametrize("operator", [*cases.OPERATORS, MULTI_SCALE_LOGITS, GEOMETRIC_LOGITS, AGGREGATION_LOGITS])
 def test_a_table_may_be_another_kind_of_tensor_than_the_other_table(operator, place, kind):
-    """Only tables in memory are read before the kernel reads them."""
+    """Checks read only tables that have memory."""
     args = list(GOOD[operator]())
     args[2] = torch.zeros_like(args[2])  # all levels read the same rows
     args[place] = KINDS[kind](args[place])
