@@ -62,8 +62,8 @@ def test_each_input_has_its_dtypes(name):
 
 
 def is_free(operator, place, axis, size, args):
-    """Return whether an axis may have another size: value's rows, which are later compared with levels; value's channels, unless
-    groups divide them; reference points, of which several numbers are legal."""
+    """Return whether another size of an axis is legal. Rows of value are compared with levels later; groups may divide its
+    channels; several numbers of reference points are legal."""
     if place == 0:
         return axis == 1 or (axis == 3 and operator not in (AGGREGATION, AGGREGATION_LOGITS))
     if operator == MULTI_SCALE_LOGITS and place == 3 and axis == 2:

@@ -62,7 +62,7 @@ def backward_of(operator):
 
 
 def said_on(place, op, args):
-    """Return the sentence of `op` on a CPU, in the kernels of GPUs, in the reference (`other`), or for tensors without memory."""
+    """Return the sentence of `op` on a CPU, in the kernels of GPUs, in the reference (`other`), or without memory."""
     if place in ("cuda", "other"):  # whatever the device, the check comes first
         op = functools.partial(REGISTERED[op._opname].run, place)
     with FakeTensorMode() if place == "fake" else contextlib.nullcontext() as mode:
