@@ -68,6 +68,23 @@ def test_by_position_and_by_keyword(module, name):
     assert all(f"{OLDER} is deprecated" in str(w.message) for w in caught)
 
 
+POOLS = ["bev_pool", "bev_pool_v2", "bev_pool_v3", "npu_voxel_pooling_train"]
+PATHS_OF_POOLS = {
+    "mx_driving.point": POOLS,
+    "mx_driving.ops": POOLS,
+    **{f"mx_driving.ops.{name}": [name] for name in POOLS[:3]},
+    "mx_driving.ops.voxel_pooling_train": POOLS[3:],
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("module", "names"), PATHS_OF_POOLS.items())
+def test_pools_by_every_path(module, names):
+    """tests/operators/test_bev_pool_v3_names.py calls them."""
+    for name in names:
+        assert getattr(importlib.import_module(module), name) is getattr(mx_driving, name)
+
+
 PAIRS = [(3, 4), (2, 2)]  # the maps of GOOD
 value, shapes, starts, locations, weights = ATTENDED = GOOD[MULTI_SCALE]()
 KEYWORDS = {"value": value, "sampling_locations": locations, "attention_weights": weights}

@@ -1,7 +1,6 @@
-"""The names of bev_pool: the vendor's paths and extension, and stand-ins for those of BEVDet, BEVFusion and BEVDepth."""
+"""The names of bev_pool: the vendor's extension, and stand-ins for the extensions of BEVDet, BEVFusion and BEVDepth."""
 
 import functools
-import importlib
 from unittest.mock import Mock
 
 import numpy as np
@@ -45,17 +44,6 @@ def places_of(cells):
     """Return (h, w, d, b) of each cell."""
     b, d, h, w = torch.unravel_index(cells.long(), (B, D, H, W))
     return torch.stack([h, w, d, b], 1).int()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_vendor_paths():
-    for module in ("mx_driving.point", "mx_driving.ops"):
-        for name in ("bev_pool", "bev_pool_v2", "bev_pool_v3", "npu_voxel_pooling_train"):
-            assert getattr(importlib.import_module(module), name) is getattr(mx_driving, name)
-    for name in ("bev_pool", "bev_pool_v2", "bev_pool_v3"):
-        assert getattr(importlib.import_module(f"mx_driving.ops.{name}"), name) is getattr(mx_driving, name)
-    module = importlib.import_module("mx_driving.ops.voxel_pooling_train")
-    assert module.npu_voxel_pooling_train is mx_driving.npu_voxel_pooling_train
 
 
 def test_extension_functions():
