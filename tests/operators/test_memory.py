@@ -113,8 +113,8 @@ def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected)
         getattr(torch.ops.mx_driving, operator)(*args)
 
 
-# Each number is a call with new sizes, by torch.ops and by the public function of one of four operators. One number of ten adds
-# autograd, and kernels by ctypes, whose checks in Python are cached. One of a hundred adds a call that is refused.
+# Each number has new sizes. It makes four calls of one of four operators, by torch.ops and by the public function. A tenth of
+# numbers adds autograd, and kernels by ctypes, whose checks in Python are cached. A hundredth adds a call that is refused.
 SOAK = """
 import gc, json, math, os, sys
 import torch
@@ -162,8 +162,8 @@ def fill_caches_of_checks(number):
 def call(number):
     name, _, public, mask = OPERATORS[number % 4]
     args, op = inputs_of(number), REGISTERED[name].op
-    output = op(*args)
-    public(*args)
+    for function in (public, op, public, op):
+        output = function(*args)
     if number % 40 < 4:
         op(args[0].detach().requires_grad_(), *args[1:]).backward(output)
         REGISTERED[name].run("cpu", *args)
@@ -190,7 +190,7 @@ def measure():
 results = []
 for number in range(4_200):
     fill_caches_of_checks(number)
-for first, last in ((0, 10_000), (10_000, 43_000)):
+for first, last in ((0, 5_000), (5_000, 23_000)):
     for number in range(first, last):
         call(number)
     results.append(measure())
@@ -201,9 +201,10 @@ print(json.dumps(results))
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_100_000_calls_of_changing_sizes_hold_their_memory():
-    """A quarter of the calls fills all caches. The other calls add no entry to a cache, and less than 14 bytes each."""
+    """The first calls fill all caches. 79,000 other calls add no entry to a cache, and less than 27 bytes each. Without a leak
+    they add up to 1 MB: Python allocates arenas of 1 MB."""
     done = subprocess.run([sys.executable, "-c", SOAK], capture_output=True, text=True, check=True)
     (before, caches_before), (after, caches_after) = json.loads(done.stdout)
     assert caches_before["mx_driving._operator.checks._fit"] == 4096
     assert caches_before == caches_after
-    assert after - before < 2**20
+    assert after - before < 2**21
