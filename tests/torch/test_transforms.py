@@ -99,8 +99,8 @@ def test_vmap_is_one_call(operator, kernel_calls):
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
-def test_forward_mode_has_the_derivatives_of_reverse_mode(operator):
-    """An input without a gradient, such as image_size, adds no tangent."""
+def test_inputs_without_gradients_add_no_tangents(operator):
+    """image_size has no gradient, for example."""
     args, function = SMALL[operator](), getattr(mx_driving, operator)
     for i, a in enumerate(args):
         if cases.is_floating(a) and i not in cases.DIFFERENTIABLE[operator]:
