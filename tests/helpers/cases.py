@@ -1,4 +1,8 @@
-"""Inputs by name, and implementations by name. Every property is tested on their product, or says why not."""
+"""Inputs by name, and implementations by name. A test tries all implementations on all inputs, or says why not.
+
+`made(case)` makes the inputs of a case of `CASES`. The fixture `implementation` enters an implementation, `forward_of` and
+`gradients_of` run it, `truth_of` computes in float64, and `assert_near` compares. values.py has these steps in one function.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ ON_GPU = torch.cuda.is_available()  # else the PTX of the Triton kernels is exec
 EVERY_KERNEL = ON_GPU or "triton" in os.environ.get("MX_DRIVING_TEST_BACKENDS", "").split(",")
 DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
 DIFFERENTIABLE |= {MULTI_SCALE_LOGITS: (0, 3, 4, 5), AGGREGATION_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 5)}
-WEIGHTS = dict.fromkeys(OPERATORS, 4) | dict.fromkeys(WITH_LOGITS, 5)  # the place of weights or logits
+WEIGHTS = dict.fromkeys(OPERATORS, 4) | dict.fromkeys(WITH_LOGITS, 5)  # the index of weights or logits
 
 
 class Case(NamedTuple):
@@ -46,13 +50,13 @@ def levels_of(*sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def off_lattice(pixels: Tensor) -> Tensor:
-    """Moves pixel coordinates at least 0.1 away from pixel centres, where the gradient of a location jumps."""
+    """Move pixel coordinates at least 0.1 away from pixel centres, where the gradient of a location jumps."""
     whole = pixels.floor()
     return whole + 0.1 + 0.8 * (pixels - whole)
 
 
 def _locations(generator: torch.Generator, shapes: Tensor, lead: tuple[int, ...], points: int, margin: float) -> Tensor:
-    """[*lead, levels, points, 2] normalised, `margin` beyond the map on each side, off the lattice."""
+    """Return locations [*lead, levels, points, 2], in fractions of a map and up to `margin` beyond it, off the lattice."""
     uniform = torch.rand(*lead, len(shapes), points, 2, dtype=torch.float64, generator=generator)
     size = shapes.flip(-1).double()[:, None]
     pixels = off_lattice((uniform * (1 + 2 * margin) - margin) * size - 0.5)
@@ -81,7 +85,7 @@ def geometric(
 def aggregation(
     bs: int, anchors: int, points: int, channels: int, groups: int, sizes: list[list[tuple[int, int]]], seed: int = 0
 ) -> tuple[Tensor, ...]:
-    """sizes[cam][scale]; a point is well inside some images, outside others, and off the lattice of every scale."""
+    """Maps have sizes[cam][scale]. A point is inside some images, outside others, and off the lattice of every scale."""
     generator = torch.Generator().manual_seed(seed)
     cams, scales = len(sizes), len(sizes[0])
     shapes = torch.tensor(sizes)
@@ -99,7 +103,7 @@ def aggregation(
 
 
 def _edge_locations(args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
-    """Locations whose x and y run through all pairs of xs."""
+    """Replace locations: x and y run through all pairs of xs."""
     numbers = torch.tensor(xs, dtype=torch.float64)
     count = args[3].numel() // 2
     index = torch.arange(count)
@@ -162,7 +166,7 @@ OPEN_EDGES = [-0.125, 0.0, 0.125, 0.25, 0.625, 0.875, 1.0, 1.25]
 NEAREST_EDGES = [-1e30, -1.0, -0.5, 0.0, 0.5, 2.5, 3.0, 3.5, 4.0, 1e30]
 
 
-# enough work for several threads
+# Enough work for several threads.
 LARGE = [
     Case(MULTI_SCALE, "3 points", lambda: multi_scale(1, 700, 40, 3, PYRAMID, 3)),
     Case(MULTI_SCALE, "4 points", lambda: multi_scale(1, 300, 64, 2, PYRAMID, 4)),
@@ -175,7 +179,7 @@ LARGE = [
 
 @functools.lru_cache(maxsize=1)
 def made(case: Case) -> tuple[Tensor, ...]:
-    """A case's inputs, kept for the next implementation: to be read alone."""
+    """Return a case's inputs. The next implementation gets the same tensors, so a test must not change them."""
     return case.make()
 
 
@@ -184,7 +188,7 @@ def case_id(case: Case) -> str:
 
 
 def implementations() -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Name -> a context inside which `module_of(name)` is that implementation."""
+    """Return (name -> context). Inside the context, calls run on this implementation."""
     found: dict[str, Any] = {"reference": contextlib.nullcontext}
     if _backends.native.why_not() is None:
         for isa in _backends.native.available_isas():
@@ -210,12 +214,12 @@ def wanted_implementations(small: bool = False) -> list[str]:
 
 
 def on_the_cpu() -> list[str]:
-    """Names of the implementations whose bits do not depend on threads. A GPU adds the gradient of value by atomics."""
+    """Return the names of implementations whose bits are the same for each call. A GPU adds gradients of value by atomics."""
     return [name for name in wanted_implementations() if name != "triton"]
 
 
 def on_gpu(t: Any) -> Any:
-    """A copy with the same strides, offset and surroundings; of a tensor with a gradient, one that autograd sees."""
+    """Return a copy on the GPU with the same strides, offset and surroundings. Autograd records a differentiable copy."""
     if not isinstance(t, Tensor):
         return t
     if t.requires_grad:
@@ -225,7 +229,7 @@ def on_gpu(t: Any) -> Any:
 
 
 def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
-    """The operator with its tensors on the GPU; without one, the kernel's PTX executed on the CPU."""
+    """Return the operator with its tensors on the GPU. Without a GPU, the kernel's PTX is executed on the CPU."""
     name = operator + "_backward" if backward else operator
 
     def executed(*args: Any) -> Any:
@@ -280,14 +284,14 @@ def truth_of(operator: str, args: tuple[Tensor, ...], grad: Tensor) -> truth.Tru
 
 
 class _Numbers:
-    """Inputs that equal others of the same numbers."""
+    """Inputs that compare equal if their numbers are equal."""
 
     def __init__(self, inputs: list[Any]) -> None:
         self.inputs = inputs
         self.numbers = [(a.shape, a.dtype, a.tobytes()) if isinstance(a, np.ndarray) else a for a in inputs]
 
     def __hash__(self) -> int:
-        return 0  # `_truth` keeps one of them
+        return 0  # `_truth` caches one entry
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Numbers) and self.numbers == other.numbers
@@ -295,12 +299,12 @@ class _Numbers:
 
 @functools.lru_cache(maxsize=1)
 def _truth(operator: str, numbers: _Numbers) -> truth.Truth:
-    """Kept for the next implementation, which gets the same inputs."""
+    """Compute truth, or return that of the last call, because the next implementation gets the same inputs."""
     return getattr(truth, operator)(*numbers.inputs)
 
 
 def assert_near(true: truth.Truth, operator: str, args: tuple[Tensor, ...], found: Sequence[Tensor], skip: Sequence[int] = ()):
-    """An output and its gradients are as near the truth as their dtypes allow; `skip`: places of results not looked at."""
+    """Check that an output and its gradients are as near the truth as their dtypes allow. Do not check indices in `skip`."""
     wide = any(a.dtype == torch.float64 for a in args if isinstance(a, Tensor))
     compute = torch.float64 if wide else torch.float32
     extent = int(args[1].max()) if args[1].numel() else 1

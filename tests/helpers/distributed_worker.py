@@ -1,4 +1,4 @@
-"""Each process of test_distributed.py runs this; the first one writes down the results of all."""
+"""The program of each process of test_distributed.py. The first process writes the results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mx_driving import _needs
 from mx_driving._operator.description import OPERATORS
 
 FLOATING = {name: [i for i, t in enumerate(row.tensors) if t.elements != "index"] for name, row in OPERATORS.items()}
-# The sharded dimension of the floating inputs and of the output. None: every process has the whole (of the output: a summand)
+# The sharded dimension of floating inputs and of the output. None: a whole input, or a partial sum.
 SHARDED = {
     name: {axis: tuple(row.axes[axis][i] for i in (*FLOATING[name], -1)) for axis in row.sharded}
     for name, row in OPERATORS.items()
 }
-# The rules do not know whether a call is traced: compiled calls try them for one operator of each kind of input.
+# Rules are the same for traced calls, so that compiled calls try one operator of each kind of input.
 KINDS = (MULTI_SCALE, AGGREGATION_LOGITS)
 WORLD = 2
 LEVELS = [(3, 4), (2, 2), (2, 3), (1, 2)]
 
 
 def louder(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Value times 4: softmax over many samples makes small gradients, and errors are measured against the largest."""
+    """Multiply value by 4. Softmax over many samples makes gradients small, and errors are relative to the largest gradient."""
     return 4 * args[0], *args[1:]
 
 
@@ -64,7 +64,7 @@ def largest(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 
 def measure(operator: str, args: tuple[torch.Tensor, ...], mesh: Any, layouts: list[tuple[int | None, ...]], wanted=None):
-    """Forward and backward in shards (a layout per dimension of the mesh) against one process."""
+    """Compare forward and backward in shards with one process. A layout is for one dimension of the mesh."""
     function = getattr(mx_driving, operator)
     wanted = cases.DIFFERENTIABLE[operator] if wanted is None else wanted
     alone = [t.clone().requires_grad_(i in wanted) if isinstance(t, torch.Tensor) else t for i, t in enumerate(args)]
@@ -107,7 +107,7 @@ class Layer(torch.nn.Module):
 
 
 class TwoLayers(torch.nn.Module):
-    """Two layers of a library. The first one's output is the second one's query."""
+    """Two layers of a library. The output of the first layer is the query of the second layer."""
 
     def __init__(self):
         super().__init__()

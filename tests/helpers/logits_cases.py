@@ -1,4 +1,4 @@
-"""Inputs of the operators with logits, by name. cases.py has the bare ones', and everything that tests do with inputs."""
+"""Inputs of the operators with logits, by name. cases.py has the inputs of bare operators, and the functions that use them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def geometric(
 
 
 def ring_of_cameras(cams: int) -> Tensor:
-    """[cam, 4, 4]: from metres to 0..1, cameras that look outwards one after the other. Every dtype holds them exactly."""
+    """Return projections [cam, 4, 4] from metres to 0..1, of a ring of cameras. Every dtype holds them exactly."""
     angle = torch.arange(cams) * (2 * torch.pi / cams) + 0.1
     turn = torch.stack([angle.cos(), 0 * angle, -angle.sin(), 0 * angle, 0 * angle + 1, 0 * angle])
     turn = torch.cat([turn, torch.stack([angle.sin(), 0 * angle, angle.cos()])]).T.reshape(cams, 3, 3)
@@ -63,7 +63,7 @@ def aggregation(
     bs: int, anchors: int, points: int, channels: int, groups: int, sizes: list[list[tuple[int, int]]],
     image_size: bool = True, pair_scale: bool = True, seed: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Points around cameras. Every dtype holds points and cameras exactly, and what cameras see is off the lattice."""
+    """Points around cameras. Every dtype holds points and cameras exactly. Points in pictures are off the lattice."""
     generator = torch.Generator().manual_seed(seed)
     cams, scales = len(sizes), len(sizes[0])
     shapes = torch.tensor(sizes)
@@ -86,7 +86,7 @@ def aggregation(
 
 
 def _near_a_jump(key_points: Tensor, projection: Tensor, shapes: Tensor) -> Tensor:
-    """Which points some camera sees at less than 1 / 500 pixel from the lattice or the border, or nearer than 0.5."""
+    """Return True for points that a camera sees less than 1 / 500 pixel from the lattice or the border, or nearer than 0.5."""
     turned = torch.einsum("bcij,bapj->bapci", projection[:, :, :3, :3], key_points) + projection[:, None, None, :, :3, 3]
     depth = turned[..., 2]
     places = (turned[..., :2] / depth[..., None])[..., None, :]  # [bs, anchor, pts, cam, 1, 2]
@@ -96,7 +96,7 @@ def _near_a_jump(key_points: Tensor, projection: Tensor, shapes: Tensor) -> Tens
 
 
 def of_samples(reference: Tensor, levels: int, points: int, axis: str) -> Tensor:
-    """[bs, queries, R, 2] -> [bs, queries, 1, levels, points, 2]: the reference of every sample."""
+    """Return the reference point of every sample: [bs, queries, R, 2] -> [bs, queries, 1, levels, points, 2]."""
     count = reference.shape[2]
     chosen = [(l % count if axis == "level" else p % count) for l in range(levels) for p in range(points)]
     return reference[:, :, chosen].unflatten(2, (levels, points))[:, :, None]

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import cases
+import logits_cases
 import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from small_cases import GOOD
@@ -37,6 +39,19 @@ class Refusal(NamedTuple):
         """Return whether several inputs disagree with value. C++ names the first of these inputs, a backward grad_output."""
         return self.index == 0 and "dtype" not in self.sentence
 
+
+MAPS = [(3, 5), (2, 3)]
+CAMERAS = [[(3, 4), (2, 2)]] * 3
+# Legal calls, of which no two axes are alike, so that each wrong size is found.
+CALLS = {
+    "samples": (MULTI_SCALE, lambda: cases.multi_scale(3, 5, 7, 4, MAPS, 6)),
+    "nearest": (GEOMETRIC, lambda: cases.geometric(3, 5, 7, 4, MAPS, 6)),
+    "cameras": (AGGREGATION, lambda: cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
+    "references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, MAPS, 7)),
+    "boxes": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, MAPS, 7, box=True)),
+    "window": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(3, 5, 7, 4, MAPS, (2, 3))),
+    "projected": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
+}
 
 FLOATING = "have dtype float32, float64, float16 or bfloat16"
 QUERIES = "bs=2, num_queries=3, num_heads=2"

@@ -1,4 +1,4 @@
-"""Small inputs of each operator, by what they are for."""
+"""Small inputs of each operator: a dictionary for each use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, 
 import mx_driving
 from mx_driving._operator.description import OPERATORS
 
-# legal inputs, of which a test makes one illegal
+# Legal inputs. Tests of refusals change one of them.
 GOOD = {
     MULTI_SCALE: lambda: cases.cast(cases.multi_scale(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32),
     AGGREGATION: lambda: cases.cast(cases.aggregation(2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]]), torch.float32),
@@ -22,7 +22,7 @@ GOOD = {
     GEOMETRIC_LOGITS: lambda: cases.cast(logits_cases.geometric(2, 3, 4, 2, [(3, 4), (2, 2)], (1, 2)), torch.float32),
 }
 
-# batch and queries are free, for graphs that must not fix them
+# Inputs by (batch, queries), for graphs that must serve all sizes.
 GROWING = {
     MULTI_SCALE: lambda bs, queries: cases.multi_scale(bs, queries, 4, 2, [(3, 4), (2, 2)], 2),
     AGGREGATION: lambda bs, queries: cases.aggregation(bs, queries, 3, 4, 2, [[(3, 4)], [(2, 2)]]),
@@ -32,12 +32,12 @@ GROWING = {
     GEOMETRIC_LOGITS: lambda bs, queries: logits_cases.geometric(bs, queries, 4, 2, [(3, 4), (2, 2)], (1, 4)),
 }
 
-# the executed PTX takes a moment for these
+# Inputs of which the executed PTX takes less than a second.
 TINY = GOOD | {
     MULTI_SCALE: lambda: cases.multi_scale(2, 4, 8, 2, [(3, 4), (2, 2)], 2, margin=0.5),
     AGGREGATION: lambda: cases.aggregation(2, 2, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
     GEOMETRIC: lambda: cases.geometric(2, 4, 8, 2, [(3, 4), (2, 2)], 2),
-    # composed of the calls above, so that no other kernel is compiled
+    # These calls are composed of the calls above, so that no other kernel is compiled.
     MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 4, 8, 2, [(3, 4), (2, 2)], 2),
     AGGREGATION_LOGITS: lambda: logits_cases.aggregation(2, 2, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
     GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 4, 8, 2, [(3, 4), (2, 2)], (1, 2)),
@@ -50,7 +50,7 @@ TWO_PIXELS = {
     GEOMETRIC: lambda: cases.geometric(1, 9, 8, 2, [(1, 2)], 5),
 }
 
-# in float64, which finite differences need
+# In float64, which finite differences need.
 SMALL = {
     MULTI_SCALE: lambda: cases.multi_scale(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
     AGGREGATION: lambda: cases.aggregation(2, 2, 2, 4, 2, [[(3, 4), (1, 1)], [(2, 2), (1, 3)]]),
@@ -62,7 +62,7 @@ SMALL = {
 
 
 class One(torch.nn.Module):
-    """An operator alone, to be exported. What is no tensor among its arguments is fixed."""
+    """A module of one operator, for exporters. Its arguments other than tensors are fixed."""
 
     def __init__(self, operator: str, args: tuple[Any, ...]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def chosen(args, in_dims, k):
 
 
 def comparisons_of_int64(program):
-    """Nodes that compare int64 tensors, in a program whose operators are decomposed."""
+    """Return the nodes of a decomposed program that compare int64 tensors."""
     table = torch.export.default_decompositions()
     for operator in OPERATORS:
         op = getattr(torch.ops.mx_driving, operator).default

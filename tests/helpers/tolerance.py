@@ -1,4 +1,4 @@
-"""`mx_driving._agreement.rounding_limit`, how far from float64 truth a result may be, for truth in numpy."""
+"""The allowed distance of a result from float64 truth in numpy: `mx_driving._agreement.rounding_limit`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """float64 truth in numpy, written from the operators' equations and from nothing else in this repository.
 
-Each function returns the output, the gradients, and for each of them the scale that rounding errors are measured by: the
-same sum with every term's absolute value.
+Each function returns the output and the gradients, and a scale for each: the same sum of the absolute values of its terms.
+Rounding errors are measured in scales.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Truth(NamedTuple):
 
 
 def _bilinear(height, width, x, y):
-    """For samples x, y [...]: which are valid, and per corner (on the map, row, share, d share / dx, d share / dy)."""
+    """Return whether samples x, y [...] are valid, and (on the map, row, share, d share / dx, d share / dy) of each corner."""
     with np.errstate(invalid="ignore"):
         valid = (x > -1) & (y > -1) & (x < width) & (y < height)
     x, y = np.where(valid, x, 0.0), np.where(valid, y, 0.0)
@@ -36,8 +36,8 @@ def _bilinear(height, width, x, y):
 
 
 def _sample(value, start, corners, grad, groups=1):
-    """Samples [..., c]; the dot products by group [3, ..., groups] of grad [..., c] with samples, and with their slopes along x
-    and y; and both with absolute values."""
+    """Return samples [..., c] and dot products by group [3, ..., groups]: of grad [..., c] with samples, and with their slopes
+    along x and y. Return the scales of both, too."""
     total = total_scale = dots = dots_scale = 0.0
     for on_map, row, *shares in corners:
         rows = np.where(on_map[..., None], value[start + row], 0.0)
@@ -51,14 +51,14 @@ def _sample(value, start, corners, grad, groups=1):
 
 
 def _add_rows(gradient, scale, row, terms):
-    """Adds terms [..., c] to rows of a gradient, and their absolute values to its scale."""
+    """Add terms [..., c] to rows of a gradient, and their absolute values to its scale."""
     rows, terms = torch.from_numpy(row.reshape(-1)), torch.from_numpy(terms.reshape(-1, terms.shape[-1]))
     torch.from_numpy(gradient).index_add_(0, rows, terms)
     torch.from_numpy(scale).index_add_(0, rows, terms.abs())
 
 
 def _flat(results, scales) -> Truth:
-    """The output with heads and channels in one axis, the gradient of value with keys before heads."""
+    """Put heads and channels of the output on one axis, and keys of the gradient of value before heads."""
     bs, queries, heads, channels = results[0].shape
     flat = bs, queries, heads * channels
     return Truth(*([out.reshape(flat), np.ascontiguousarray(gv.swapaxes(1, 2)), *rest] for out, gv, *rest in (results, scales)))
@@ -151,7 +151,7 @@ def _softmax(logits):
 
 
 def _of_logits(weights, of_weights, scale):
-    """The gradient of logits [..., samples], and its scale."""
+    """Return the gradient of logits [..., samples], and its scale."""
     mean = (weights * of_weights).sum(-1, keepdims=True)
     return weights * (of_weights - mean), weights * (scale + (weights * scale).sum(-1, keepdims=True))
 

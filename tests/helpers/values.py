@@ -1,4 +1,4 @@
-"""A result beside its truth, and the dtypes and layouts that a result must not depend on."""
+"""Comparison of results with truth, and marks that try a test on all implementations."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ MIXED = [
 
 NATIVE = [name for name in cases.wanted_implementations() if name.startswith("native")]
 natively = pytest.mark.parametrize("implementation", NATIVE, indirect=True)
-# Inputs are small, or those of `first`.
+# For tests whose inputs are small, or come from `first`.
 everywhere = pytest.mark.parametrize("implementation", cases.wanted_implementations(small=True), indirect=True)
 
 
 def everywhere_each(operators: Sequence[str]) -> Any:
-    """Marks a test of (implementation, operator). Triton has the bare operators: the others are composed of these."""
+    """Mark a test of (implementation, operator). Triton runs bare operators alone, of which the others are composed."""
     pairs = [(i, o) for o in operators for i in cases.wanted_implementations(small=o in cases.OPERATORS)]
     return pytest.mark.parametrize(("implementation", "operator"), pairs, indirect=["implementation"])
 
 
 def first(operator: str, implementation: str = "native", dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    """The inputs of an operator's first case, or small ones for the executed PTX."""
+    """Return the inputs of an operator's first case, or small inputs for the executed PTX."""
     if implementation == "triton" and not cases.ON_GPU:
         return cases.cast(TINY[operator](), dtype)
     return cases.cast(next(c for c in (*cases.CASES, *logits_cases.CASES) if c.operator == operator).make(), dtype)
 
 
 def assert_same_sums(implementation: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same bits. A GPU's atomics add in any order, and other gradients make another kernel, whose roundings differ."""
+    """Check that two sums have the same bits. Triton may differ: atomics add in any order, and each mask is another kernel."""
     near = 0.0 if implementation != "triton" else 1e-4 if cases.ON_GPU else 2e-6
     torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
@@ -49,7 +49,7 @@ def assert_same_sums(implementation: str, found: torch.Tensor, expected: torch.T
 def run(
     implementation: str, operator: str, args: Sequence[Any], grad: torch.Tensor, mask: list[bool] | None = None
 ) -> list[torch.Tensor]:
-    """The output and the gradients."""
+    """Return the output and the gradients."""
     args = tuple(args)
     return [cases.forward_of(implementation, operator)(*args), *cases.gradients_of(implementation, operator, grad, args, mask)]
 
@@ -57,9 +57,9 @@ def run(
 def covering(
     name: str, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of: Callable[[Any], str] = str, start: Any = ""
 ) -> Any:
-    """Marks a test of (implementation, item, dtype): each item with each dtype on the best native implementation and on a GPU,
-    and with one dtype in turn on every other one. test_plan.py and `make compare` compare instruction sets with each other. The
-    names of implementations begin with `start`."""
+    """Mark a test of (implementation, item, dtype). The best native implementation and a GPU try each item with each dtype. The
+    other implementations try an item with one dtype, in turn. test_plan.py and `make compare` compare instruction sets with
+    each other. The names of implementations begin with `start`."""
     implementations = [name for name in cases.wanted_implementations() if name.startswith(start)]
     best = next((i for i in reversed(implementations) if i.startswith("native")), implementations[0])
     rows = []
@@ -71,7 +71,7 @@ def covering(
 
 
 def compare(implementation, operator, args, grad, skip=(), some_seen=True):
-    """Forward and backward against truth computed from exactly these inputs; with `some_seen` a sample must be on a map."""
+    """Compare forward and backward with the truth of these inputs. With `some_seen`, the true output must not be zero."""
     output = cases.forward_of(implementation, operator)(*args)
     gradients = cases.gradients_of(implementation, operator, grad, args)
     true = cases.truth_of(operator, args, grad)
@@ -80,6 +80,6 @@ def compare(implementation, operator, args, grad, skip=(), some_seen=True):
 
 
 def skip_unless_every_kernel(implementation: str) -> None:
-    """Skip kernels that only `make test-ptx` compiles where there is no GPU: each takes a third of a second."""
+    """Skip a Triton kernel without a GPU: `make test-ptx` compiles it, because each kernel takes a third of a second."""
     if implementation == "triton" and not cases.EVERY_KERNEL:
         pytest.skip("make test-ptx compiles this kernel")

@@ -1,4 +1,4 @@
-"""Every name a caller can use, by position and by keyword, and what each of them warns."""
+"""Every name of an operator: calls by position and by keyword, warnings, autograd functions, compiled extensions."""
 
 import functools
 import importlib
@@ -27,7 +27,7 @@ from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation
 
 ATTENTION = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
 OLD = ("value", "shape", "offset", "locations", "weights")
-# a part of a name -> the names of its arguments; the first that fits
+# Part of a name -> the names of arguments. The first part that fits counts.
 KEYS = {
     "npu_multi_scale": OLD,
     "aggregation": ("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight"),
@@ -53,7 +53,7 @@ NAMES = {
 @pytest.mark.filterwarnings("ignore:mx_driving.*is deprecated:DeprecationWarning:importlib")
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
 def test_by_position_and_by_keyword(module, name):
-    """The older function warns of each call, at its caller's line; the others are silent."""
+    """The older function warns of each call, with the caller's line. Other names do not warn."""
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     words = name.lower().replace("multiscale", "multi_scale")
     part, keys = next((part, keys) for part, keys in KEYS.items() if part in words)
@@ -68,12 +68,29 @@ def test_by_position_and_by_keyword(module, name):
     assert all(f"{OLDER} is deprecated" in str(w.message) for w in caught)
 
 
+POOLS = ["bev_pool", "bev_pool_v2", "bev_pool_v3", "npu_voxel_pooling_train"]
+PATHS_OF_POOLS = {
+    "mx_driving.point": POOLS,
+    "mx_driving.ops": POOLS,
+    **{f"mx_driving.ops.{name}": [name] for name in POOLS[:3]},
+    "mx_driving.ops.voxel_pooling_train": POOLS[3:],
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("module", "names"), PATHS_OF_POOLS.items())
+def test_pools_by_every_path(module, names):
+    """tests/operators/test_bev_pool_v3_names.py calls them."""
+    for name in names:
+        assert getattr(importlib.import_module(module), name) is getattr(mx_driving, name)
+
+
 PAIRS = [(3, 4), (2, 2)]  # the maps of GOOD
 value, shapes, starts, locations, weights = ATTENDED = GOOD[MULTI_SCALE]()
 KEYWORDS = {"value": value, "sampling_locations": locations, "attention_weights": weights}
 HUGGING_FACE = {"value_spatial_shapes_list": PAIRS, "level_start_index": starts}
 STARTS = starts.tolist()
-# arguments of MultiScaleDeformableAttnFunction.apply: by position, by name
+# Arguments of MultiScaleDeformableAttnFunction.apply: by position, by name.
 CALLS = {
     "mmcv": ((*ATTENDED, 64), {}),
     "mmcv by name": (ATTENDED, {"im2col_step": 64}),
@@ -96,7 +113,7 @@ def test_the_calls_of_mmcv_and_transformers(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_step_of_an_extension_is_taken():
-    """By MapTR's function, by the older function, and by stand-ins under mmcv's names."""
+    """MapTR's function, the older function and stand-ins under mmcv's names take im2col_step."""
     older, expected = mx_driving.npu_multi_scale_deformable_attn_function, mx_driving.multi_scale_deformable_attn(*ATTENDED)
     assert torch.equal(older(*ATTENDED, 64), expected)
     assert torch.equal(older(value, PAIRS, STARTS, locations, weights=weights, im2col_step=64), expected)
@@ -147,7 +164,7 @@ PLACES = ("multi_scale_deformable_attn", "npu_deformable_aggregation", "geometri
 
 @pytest.mark.parametrize("place", PLACES)
 def test_vendor_places_hold_the_vendors_names(place):
-    """The path is a module for imports and reload. The function of that name has the module's attributes."""
+    """The path is a module for imports and reloads. The function of the same name has the attributes of the module."""
     module = importlib.import_module(f"mx_driving.ops.{place}")
     assert isinstance(module, types.ModuleType)
     assert module.__name__ == f"mx_driving.ops.{place}"
@@ -157,7 +174,7 @@ def test_vendor_places_hold_the_vendors_names(place):
 
 @pytest.mark.parametrize("place", [*PLACES, "deformable_aggregation"])
 def test_places_are_called_as_functions(place):
-    """Torchvision's and mmcv's ops are called so. Help, pickle and torch.compile see the function."""
+    """The module is called as the function, as in torchvision and mmcv. Help, pickle and torch.compile see the function."""
     function = getattr(mx_driving.ops, place)
     assert inspect.signature(function) == inspect.signature(getattr(mx_driving, place))
     assert inspect.getdoc(function) == inspect.getdoc(getattr(mx_driving, place))
@@ -176,7 +193,7 @@ FUNCTIONS = {
 
 
 class Derived(MultiScaleDeformableAttnFunction):
-    """mmcv's parameters over the vendor's class, the way the vendor's own patcher joins them."""
+    """A class with mmcv's parameters that inherits from the vendor's class, as the vendor's patcher makes it."""
 
     @staticmethod
     def forward(ctx, value, shapes, starts, locations, weights, im2col_step):
@@ -233,7 +250,7 @@ def test_autograd_functions_under_autocast(function):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_extension_functions(operator):
-    """The functions of mx_driving._C under all names: no graph, no autocast, separate functions for gradients."""
+    """Functions of mx_driving._C record no graph, ignore autocast, and have separate functions for gradients."""
     inputs = cases.cast(inputs_of(operator), torch.float16)
     forwards = [n for n in _C.__all__ if operator in n and not n.endswith(("_backward", "_grad", "_forward"))]
     backwards = [n for n in _C.__all__ if operator in n and n.endswith(("_backward", "_grad"))]

@@ -20,7 +20,7 @@ SIZES = [(9, 7), (5, 4), (3, 2)]
 
 
 def randomise(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Every parameter away from its initial zeros, in float64."""
+    """Draw all parameters but fix_scale, which are zero at first, and convert the module to float64."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -40,7 +40,7 @@ def rand(*shape: int, seed: int = 2) -> torch.Tensor:
 
 
 def assert_same(module, inputs, writing):
-    """Outputs and the gradients of all parameters and floating inputs: float64, so nothing but rounding may differ."""
+    """Compare outputs, and gradients of all parameters and floating inputs, in float64, where only rounding may differ."""
     leaves = [i.requires_grad_() for i in inputs if i is not None and i.is_floating_point()]
     parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
     wanted = [*leaves, *parameters.values()]
@@ -51,7 +51,7 @@ def assert_same(module, inputs, writing):
     theirs = torch.autograd.grad(true, wanted, g, allow_unused=True)
     names = [*(f"input {i}" for i in range(len(leaves))), *parameters]
     for name, a, b in zip(names, ours, theirs, strict=True):
-        if a is None or b is None:  # one writing says "none" where the other one says "zero"
+        if a is None or b is None:  # one has no gradient where the other has zeros
             assert all(g is None or not g.any() for g in (a, b)), name
         else:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
@@ -96,7 +96,7 @@ def test_temporal_without_gradients_and_near_the_end_of_float16():
 
 
 def pillars(bs: int, cams: int, queries: int, heights: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference points and mask. Each scene and camera sees other queries; one camera none, and one query no camera."""
+    """Return reference points and a mask. Cameras see different queries; one camera sees none; no camera sees query 3."""
     reference = rand(bs, cams, queries, heights, 2, seed=5) * 2 - 0.5
     mask = ((reference > 0) & (reference < 1)).all(-1) & (rand(bs, cams, queries, 1, seed=6) < 0.6)
     mask[-1, 1], mask[:, :, 3] = False, False
@@ -104,7 +104,7 @@ def pillars(bs: int, cams: int, queries: int, heights: int) -> tuple[torch.Tenso
 
 
 def spatial(bs: int = 2, queries: int = 11) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """A module for three cameras, and its inputs without positions."""
+    """Return a module for three cameras, and its inputs without positions."""
     module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
     value, shapes, starts = pyramid(24, bs=bs * 3)
     reference, mask = pillars(bs, 3, queries, 2)
@@ -123,10 +123,10 @@ def test_spatial(positions):
     assert_same(module, inputs, lambda state, *a: published.spatial(state, (3, 3, 4), *a))
 
 
-# of 3, 7, 2, 3, 0 and 1 queries; a query has 108 offsets and logits
+# Cameras see 3, 7, 2, 3, 0 and 1 queries. A query has 108 offsets and logits.
 @pytest.mark.parametrize(("most", "groups"), [(1, [3, 7, 2, 3, 0, 1]), (14 * 108, [10, 5, 1]), (10**6, [16])])
 def test_spatial_in_groups_of_cameras(most, groups, monkeypatch):
-    """How many cameras go through the layers together changes no number; a hook is called once for each group."""
+    """Groups of cameras pass the layers together, and do not change results. A hook runs once for each group."""
     (module, args), asked = spatial(), []
     module.deformable_attention.register_forward_hook(lambda _module, inputs, _outputs: asked.append(inputs[0].shape[1]))
     monkeypatch.setattr(spatial_cross_attention, "_TOGETHER", most)
@@ -141,7 +141,7 @@ def exported(module, inputs):
     return torch.export.export(module, inputs, dynamic_shapes=free).module()
 
 
-# of another batch, with other queries, seen by other cameras
+# Example and call differ in batch, in queries, and in the cameras that see them.
 @pytest.mark.parametrize(
     "graph_of",
     [
@@ -162,7 +162,7 @@ def test_spatial_in_a_graph(graph_of):
 
 
 def test_spatial_where_nobody_can_count_what_a_camera_sees():
-    """A graph of make_fx called with another mask, masks that vmap maps over, fake tensors."""
+    """The numbers in masks are unknown in graphs of make_fx, under vmap, and in fake tensors."""
     module, inputs = spatial()
     *others, mask = inputs
     masks = torch.stack([mask, mask.roll(1, 1), mask.roll(3, 2)])
@@ -205,7 +205,7 @@ def test_pictures_compiled_in_one_graph_for_other_numbers_of_queries():
 
 
 def test_spatial_without_a_visible_query():
-    """What no camera sees is the projection of zero; gradients are zero, not missing, so that processes agree on them."""
+    """The output is the projection of zero. Gradients are zero and not None, so that all processes have them."""
     module = randomise(nn.SpatialCrossAttention(8, 2, 3, 2)).eval()
     value, shapes, starts = pyramid(8, bs=2)
     reference, mask = pillars(1, 2, 5, 2)
@@ -226,7 +226,7 @@ def test_geometric(kernel_size, dilation, padded):
 
 
 def test_geometric_window_order():
-    """Column by column, (x, y), as MapTR's meshgrid of (x, y) orders it."""
+    """Points (x, y) are ordered column by column, as by MapTR's meshgrid."""
     module = nn.GeometricKernelAttention(8, 1, kernel_size=(3, 2), dilation=2)
     assert module.grid_offsets.tolist() == [[-2, -2], [-2, 0], [-2, 2], [0, -2], [0, 0], [0, 2]]
 
@@ -302,7 +302,7 @@ def test_aggregation_drops_pairs_in_training_only():
 
 
 def test_recorded_looks_are_the_modules_own():
-    """What the operators with logits work out is what the modules say of it: sampling, pixels, and weights, pairs left out."""
+    """Recorded looks have the locations and weights that the modules' own methods compute, with the same dropped pairs."""
     value, shapes, starts = pyramid(24)
     query, reference = rand(2, 11, 24), rand(2, 11, 3, 2, seed=5)
     multi_scale = randomise(nn.MultiScaleDeformableAttention(24, 3, 3, 2))
@@ -333,7 +333,7 @@ OFFSETS, WEIGHTS, VALUE, OUTPUT = "sampling_offsets", "attention_weights", "valu
 INNER = {"deformable_attention.sampling_offsets": (512, 256), "deformable_attention.attention_weights": (256, 256)}
 NORMS = dict.fromkeys(("camera_encoder.2", "camera_encoder.5"), (256,))
 LEARNED = {"kps_generator.learnable_fc": (18, 256), "weights_fc": (8 * 4 * 13, 256)}
-# As they stand in files of BEVFormer, Deformable-DETR and mmcv, Sparse4D and MapTR: of each layer, the shape of its weight.
+# Layers in checkpoints of BEVFormer, Deformable-DETR, mmcv, Sparse4D and MapTR, with the shapes of their weights.
 CHECKPOINTS = [
     (nn.TemporalSelfAttention(), {OFFSETS: (128, 512), WEIGHTS: (64, 512), VALUE: (256, 256), OUTPUT: (256, 256)}),
     (nn.SpatialCrossAttention(), {**INNER, "deformable_attention.value_proj": (256, 256), OUTPUT: (256, 256)}),
@@ -381,7 +381,7 @@ def test_initialisation(heads, levels, points):
 
 @pytest.mark.parametrize("kind", [nn.GeometricKernelAttention, nn.DeformableFeatureAggregation, nn.SpatialCrossAttention])
 def test_built_on_the_meta_device_and_initialised_elsewhere(kind):
-    """As FSDP does with a large model: memory first, then reset_parameters of every module that has it."""
+    """FSDP first allocates memory, and then calls reset_parameters of all modules that have it."""
     with torch.device("meta"):
         module = kind(24)
     module.to_empty(device="cpu")
@@ -407,7 +407,7 @@ def bevformer():
 
 
 def test_autocast():
-    """Linear layers in bfloat16, sampling in float32, and what BEVFormer's modules add to it, too."""
+    """Linear layers run in bfloat16. Sampling, and the sums of BEVFormer's modules, run in float32."""
     value, shapes, starts = nn.flatten_levels([torch.rand(1, 16, 6, 5), torch.rand(1, 16, 3, 3)])
     inputs = (torch.rand(1, 7, 16), torch.rand(1, 7, 2, 2), value, shapes, starts)
     for module, args in ((nn.MultiScaleDeformableAttention(16, 2, 2, 2), inputs), *bevformer()):
@@ -431,8 +431,8 @@ class Conversions(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_autocast_converts_what_plain_layers_read_once():
-    """Layers with hooks get their inputs as they are. The spatial module has the same bits either way."""
+def test_autocast_converts_an_input_of_plain_layers_once():
+    """Layers with hooks get unconverted inputs. The spatial module has the same bits with and without hooks."""
     dtypes = []
     for module, args in bevformer():
         inner = getattr(module.eval(), "deformable_attention", module)
@@ -463,7 +463,7 @@ def every_module():
 
 
 class Scaled(torch.Tensor):
-    """A weight as quantisers have it: torch's functions see another class, and each computes with twice its numbers."""
+    """A weight like those of quantisers: a subclass, with which torch's functions compute twice its numbers."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -503,7 +503,7 @@ CHANGES = {
 
 
 class Through(torch.nn.Module):
-    """Calls a layer, whatever it is, and nothing else: no module may read the weights of this one."""
+    """Call a layer. Modules cannot read the weights of this class, so that they must call it."""
 
     def __init__(self, layer):
         super().__init__()
@@ -515,7 +515,7 @@ class Through(torch.nn.Module):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_modules_call_layers_that_are_not_plain(change):
-    """The module computes the same as where the changed layer is inside of another one."""
+    """The result is the same if the changed layer is wrapped in another module."""
     for module, args in every_module():
         randomise(module).float().eval()
         for name, layer in list(module.named_modules()):
@@ -553,7 +553,7 @@ def test_backward_hooks_of_each_layer_run():
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_traced_and_on_the_meta_device():
-    """torch.jit.trace itself compares what it traced, with and without gradients."""
+    """torch.jit.trace itself compares the traced module with the original, with and without gradients."""
     for module, args in every_module():
         expected = module.eval()(*args)
         torch.testing.assert_close(torch.jit.trace(module, args)(*args), expected)
@@ -561,7 +561,7 @@ def test_traced_and_on_the_meta_device():
 
 
 def test_bevformer_without_gradients():
-    """The query is then added in place, but not to what a hook has seen, and not to the query itself."""
+    """Without gradients, the query is added in place; but not to a tensor that a hook has seen, and not to the query itself."""
     for module, args in bevformer():
         randomise(module).float().eval()
         query, expected = args[0].clone(), module(*args).detach()

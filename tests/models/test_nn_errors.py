@@ -1,4 +1,4 @@
-"""A wrong input of mx_driving.nn is refused before any work, compiled or not: a sentence of each kind, and every size."""
+"""Wrong inputs of mx_driving.nn are refused in sentences: one of each rule, and each size of each input. Modules compile."""
 
 import functools
 import re
@@ -63,7 +63,7 @@ GOOD[PILLARS] = {
 }
 GOOD[EVEN] = {"query": QUERY, "reference_points": torch.rand(2, 5, 2, 2), "value": VALUE, **TABLES}
 
-# A wrong shape, and the axes that its sentence names: one of each kind. The property below has the others' sizes.
+# A wrong shape, and the axes in its sentence: one row for each rule. Another test below tries all sizes.
 SHAPES_OF = [
     (MULTI_SCALE, "reference_points", (2, 5, 1, 2), "(bs=2, num_queries=5, num_levels=2, 2 or 4)"),
     (AGGREGATION, "anchor", (2, 5, 7), "(bs=2, anchor=5, 8 or more)"),
@@ -71,7 +71,7 @@ SHAPES_OF = [
     (PILLARS, "query", (2, 5, 16), "(1, sum(counts)=5, embed_dims=16)"),
 ]
 DTYPE = "must have the dtype of the module's parameters, float32"
-# what is given, and another rule than that of a shape
+# module, argument, wrong value, sentence
 OTHERS = [
     (MULTI_SCALE, "query", None, "query must be a torch.Tensor; got NoneType"),
     (AGGREGATION, "image_wh", (8, 6), "image_wh must be a torch.Tensor, as torch.tensor(image_wh) makes it; got tuple"),
@@ -91,7 +91,7 @@ OTHERS = [
 ROWS = [(*row[:2], torch.zeros(row[2]), f"{row[1]} must have shape {row[3]}; got {row[2]}") for row in SHAPES_OF] + OTHERS
 
 SIDES = "must have a height and a width of at least 1"
-# function, its maps, the sentence
+# function, maps, sentence
 FLATTEN = [
     (nn.flatten_levels, MAPS[0], "maps must be a list of tensors, one for each level; got Tensor"),
     (nn.flatten_cameras, (), "maps must hold at least one level; got none"),
@@ -114,7 +114,7 @@ FLATTEN = [
 ]
 
 AGGREGATE, WHOLE, FRACTION = nn.DeformableFeatureAggregation, "be a whole number", "be a fraction below 1"
-# module, an argument, what it is, the rule
+# module, argument, wrong value, rule
 COUNTS = {
     nn.MultiScaleDeformableAttention: ("num_levels", "num_points"),
     nn.TemporalSelfAttention: ("num_levels", "num_points"),
@@ -152,7 +152,7 @@ MADE_OF_PARTS = [
 
 
 def said(call):
-    """The sentence of a refusal, whose class follows from it."""
+    """Return the sentence of a refusal. The class of the error follows from the sentence."""
     with pytest.raises((TypeError, ValueError)) as refused:
         call()
     sentence = str(refused.value)
@@ -160,7 +160,7 @@ def said(call):
     return sentence
 
 
-# what is called, and its sentence
+# call, sentence
 REFUSALS = [
     *((functools.partial(function, maps), sentence) for function, maps, sentence in FLATTEN),
     *((functools.partial(module, **{**GOOD[module], name: other}), sentence) for module, name, other, sentence in ROWS),
@@ -170,24 +170,24 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSALS, ids=[sentence for _, sentence in REFUSALS])
-def test_what_is_wrong_is_refused(call, sentence):
+def test_refusals(call, sentence):
     assert said(call) == sentence
 
 
-# Axes that may be longer: numbers of queries, keys and cameras that only what is longer has, key points, numbers of an anchor.
+# Axes that may be longer, because no other input has the same axis.
 FREE = {AGGREGATION: {("feature_maps", 1), ("anchor", 2)}, SPATIAL: {("value", 2)}}
 FREE |= {module: {("value", 1)} for module in (PILLARS, EVEN)}
 
 
 def fits(axis, size):
-    """What a sentence says of an axis holds for the right size."""
+    """Return whether the axis in a sentence allows the right size."""
     numbers = re.findall(r"\d+", axis)
     return not numbers or str(size) in numbers or (axis.endswith(" or more") and size >= int(numbers[0]))
 
 
 @pytest.mark.parametrize("module", [m for m in GOOD if m is not BY_CAMERA], ids=lambda module: type(module).__name__)
 def test_each_input_is_held_to_its_kind_and_sizes(module):
-    """Its name begins the sentence, or that of the input which it does not fit."""
+    """The sentence begins with the name of the input, or of an input that disagrees with it."""
     free = set()
     for name, given in ((name, t) for name, t in GOOD[module].items() if isinstance(t, torch.Tensor)):
         call = functools.partial(module, **{**GOOD[module], name: "a word"})
@@ -209,7 +209,7 @@ def test_each_input_is_held_to_its_kind_and_sizes(module):
 
 
 def test_legal_inputs_are_taken():
-    """Views of a dictionary, projections without their last row, boxes, no mask."""
+    """Maps in a view of a dictionary or in an iterator; boxes; no mask; projections without their last row."""
     value, *_ = nn.flatten_levels(dict(enumerate(MAPS)).values())
     assert torch.equal(value, VALUE)
     assert torch.equal(nn.flatten_cameras(iter(CAMERAS))[0], FEATURES)
@@ -223,7 +223,7 @@ def test_legal_inputs_are_taken():
 
 @pytest.mark.parametrize("module", [MULTI_SCALE, GEOMETRIC, AGGREGATION, TEMPORAL], ids=lambda m: type(m).__name__)
 def test_modules_compile_and_export(module):
-    """One graph for every batch and number of queries, and an exported program that takes them all."""
+    """One graph, and one exported program, serve every batch and number of queries."""
     torch._dynamo.reset()
     module.eval()
     good = GOOD[module]
@@ -259,7 +259,7 @@ def test_spatial_compiles_around_its_cameras():
 
 
 @pytest.mark.parametrize(("module", "name"), [(TEMPORAL, "query_pos"), (SPATIAL, "query_pos"), (AGGREGATION, "anchor_embed")])
-def test_what_is_added_to_a_query_keeps_its_dtype(module, name):
+def test_positions_may_have_16_bits(module, name):
     good = GOOD[module]
     torch.testing.assert_close(module.eval()(**{**good, name: good[name].half()}), module(**good), rtol=1e-2, atol=1e-2)
     with pytest.raises(TypeError, match=f"^{name} must have the dtype of the module's parameters, float32; got float64$"):
@@ -301,7 +301,7 @@ EMPTY = {
 
 @pytest.mark.parametrize(("module", "axes"), [(m, axes) for m, each in EMPTY.items() for axes in each])
 def test_every_parameter_has_a_gradient_of_a_batch_that_is_empty(module, axes):
-    """No scene, no camera, no query: DistributedDataParallel waits for the gradient of every parameter."""
+    """Without scenes, cameras or queries, parameters have gradients, because DistributedDataParallel waits for all of them."""
     module.train()
     inputs = {n: t.narrow(axes[n], 0, 0) if n in axes else t for n, t in GOOD[module].items()}
     gradients = torch.autograd.grad(

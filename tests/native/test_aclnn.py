@@ -1,4 +1,4 @@
-"""mx_driving.aclnn computes the operator's own bits, in any layout, on streams and threads, and remembers errors."""
+"""mx_driving.aclnn has the bits of the operator, in any layout, on streams and threads. Streams keep their first error."""
 
 import concurrent.futures
 import ctypes
@@ -29,7 +29,7 @@ def test_the_forwards_output_may_lie_apart(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_operators_bits(dtype):
-    """operators/test_values.py has many inputs. These functions call the same kernels."""
+    """These functions call the kernels that operators/test_values.py tries on many inputs."""
     inputs = first(cases.MULTI_SCALE, dtype=dtype)
     grad = cases.grad_for(cases.MULTI_SCALE, inputs).to(dtype)
     output, *want = values.run("native", cases.MULTI_SCALE, inputs, grad)
@@ -60,7 +60,7 @@ def test_empty_input_leaves_the_outputs_alone(sizes):
 
 
 def laid_out(draw, t, output):
-    """The numbers of t in a view of another layout: axes in another order, steps, an offset, neighbours; or expanded."""
+    """Return a tensor, and a view of it with the numbers of t: permuted, with steps, an offset and neighbours; or expanded."""
     if not output and t.dim() > 2 and t.shape[0] > 1 and draw(st.booleans()):
         t[:] = t[:1].clone()
         row = t[:1].clone()
@@ -99,12 +99,12 @@ def test_any_strides(both):
     same_bits(got, run(plain))
     same_bits([base for base, _ in laid[:6]], bases[:6])
     for (base, view), before in zip(laid[6:], bases[6:], strict=True):
-        view.fill_(0)  # what is left are the neighbours
+        view.fill_(0)  # the other elements are neighbours
         neighbours = base != 0
         assert torch.equal(base[neighbours], before[neighbours])
 
 
-def test_levels_that_do_not_fit_are_told_at_synchronise():
+def test_levels_that_do_not_fit_are_reported_by_synchronize():
     for index, numbers, sentence in (
         (2, [0, 13], "levelStartIndex[1] must leave room for 2 x 2 rows among 16; got 13 (needs 17 rows)"),
         (2, [-1, 12], "levelStartIndex[0] must not be negative; got -1"),
@@ -125,7 +125,7 @@ def test_levels_that_do_not_fit_are_told_at_synchronise():
             assert (output == MARK).all()
 
 
-def test_the_workspace_is_as_large_as_is_said():
+def test_a_workspace_that_is_too_small_is_refused():
     """tests/native/test_streams.cpp has the statuses of phase two."""
     status, size, executor = phase_one(*nine())
     assert status == OK
@@ -134,7 +134,7 @@ def test_the_workspace_is_as_large_as_is_said():
 
 
 def test_a_stream_remembers_its_first_error():
-    """Work is done when phase two returns. Calls behind a failed one run, and another stream knows nothing of it."""
+    """Work is done when phase two returns. Calls after a failed call run. Another stream has no error."""
     stream, other = aclnn.Stream(), aclnn.Stream()
     good = nine()
     for tensors in (replaced(2, torch.tensor([0, 13])), replaced(2, torch.tensor([-1, 12])), good):
@@ -147,7 +147,7 @@ def test_a_stream_remembers_its_first_error():
     assert stream.synchronize() == OK
 
 
-def test_what_python_drops_is_destroyed():
+def test_a_deleted_executor_or_stream_is_destroyed():
     _, _, executor = phase_one(*nine())
     handle = executor._handle
     del executor
@@ -162,7 +162,7 @@ def test_what_python_drops_is_destroyed():
 
 
 def test_determinism_may_be_asked_for():
-    """The bits never depend on it."""
+    """The bits do not depend on the setting."""
     library, want = aclnn._library(), run(nine())
     for set_parameter in (library.aclrtCtxSetSysParamOpt, library.aclrtSetSysParamOpt):
         set_parameter.argtypes = [ctypes.c_int, ctypes.c_int64]

@@ -1,6 +1,6 @@
-"""mx_driving.aclnn refuses: every status of phase one with its sentence, for null, dtypes, shapes, limits and views.
+"""Refusals of mx_driving.aclnn: each status of phase one with its sentence, for null, dtypes, shapes, limits and views.
 
-test_streams.cpp has formats and numbers that name no dtype."""
+test_streams.cpp has formats, and numbers that are no dtype."""
 
 import ctypes
 import itertools
@@ -19,7 +19,7 @@ RAW = LIBRARY.aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize
 
 
 def raw_phase_one(tensors, size, executor, handle_of=None):
-    """Call C's function; `handle_of` has handles of other views of some tensors."""
+    """Call the C function. `handle_of` replaces handles of some tensors by index."""
     handles = [aclnn._describe(name, t) for name, t in zip(NAMES, tensors, strict=True)]
     status = RAW(*((handle_of or {}).get(i, handle) for i, handle in enumerate(handles)), size, executor)
     for handle in handles:
@@ -55,7 +55,7 @@ def test_dtypes_out_of_range(index):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_mixtures_of_dtypes(backward):
-    """Of all mixtures of the three floating dtypes, those of one dtype are legal."""
+    """All mixtures of three floating dtypes are tried. A call with one dtype is legal, all others are refused."""
     tensors = nine(queries=2, sizes=((2, 2),), points=1)
     call, floating = (phase_one, (0, 3, 4, 5, 6, 7, 8)) if backward else (forward_phase_one, (0, 3, 4, 5))
     tensors = tensors if backward else [*tensors[:5], torch.zeros(1, 2, 16)]
@@ -81,7 +81,7 @@ def test_shapes_that_do_not_agree(index):
 
 
 def test_the_forwards_output_has_three_axes():
-    """CANN's sources refuse four since July 2026; gradOutput may still have them, as older documents say."""
+    """CANN's sources refuse four axes since July 2026. gradOutput may still have four, as older documents say."""
     inputs = nine()[:5]
     assert forward_phase_one(*inputs, torch.zeros(1, 5, 16))[0] == OK
     assert forward_phase_one(*inputs, torch.zeros(1, 5, 2, 8))[0] == INVALID
@@ -135,7 +135,7 @@ def forward(**sizes):
 
 @pytest.mark.parametrize("product", ["A2", "A3", "950"])
 def test_limits_of_a_product(product, monkeypatch):
-    """The forward needs 32 queries on every product, also where it would do nothing. The gradient takes three axes."""
+    """The forward needs 32 queries on every product, and refuses none, too. gradOutput needs three axes."""
     four_axes = list(nine(queries=32, heads=2))
     four_axes[5] = four_axes[5].unflatten(-1, (2, -1))
     assert forward(queries=31) == forward(queries=0) == phase_one(*four_axes)[0] == OK
@@ -150,7 +150,7 @@ def test_limits_of_a_product(product, monkeypatch):
 
 
 def test_limits_of_310p(monkeypatch):
-    """The forward's, on request; the product has no gradient."""
+    """The forward has these limits if the product is named. The product has no gradient."""
     assert [forward(**sizes) for sizes, _ in LIMITS_OF_310P] == [OK] * 5 + [INVALID]
     monkeypatch.setenv("MX_DRIVING_CANN_PRODUCT", "310P")
     for heads, points, dtype in itertools.product((2, 4, 8), (4, 8), DTYPES[:2]):
@@ -169,7 +169,7 @@ def test_limits_of_310p(monkeypatch):
 
 @pytest.mark.parametrize("index", [6, 7, 8])
 def test_the_memory_of_an_output_is_its_own(index):
-    """CANN's names in the sentences of the library's check, whose cases test_memory_of_calls.py has."""
+    """The sentences have CANN's names. test_memory_of_calls.py has all cases of this check."""
     assert phase_one(*replaced(index, lambda t: t[:, :1].expand(t.shape)))[0] == INVALID
     assert f"{NAMES[index]} must have strides that keep its elements apart" in (aclnn.recent_error() or "")
     tensors, source = nine(), (0, 3, 4)[index - 6]
@@ -179,7 +179,7 @@ def test_the_memory_of_an_output_is_its_own(index):
 
 
 def create(t, shape, dtype, strides, offset, format, room):
-    """A tensor of C, of any description."""
+    """Create a tensor of C with any description."""
     numbers = [(ctypes.c_int64 * len(list_))(*list_) for list_ in (shape, strides)]
     return LIBRARY.aclCreateTensor(
         numbers[0], len(shape), dtype, numbers[1], offset, format, (ctypes.c_int64 * 1)(room), 1, t.data_ptr()
@@ -200,7 +200,7 @@ def create(t, shape, dtype, strides, offset, format, room):
     ],
 )
 def test_a_view_that_leaves_its_storage(strides, offset, room, status):
-    """torch cannot make one, a C program can."""
+    """Only a C program can describe such a view; torch refuses it."""
     tensors, size, executor = nine(), ctypes.c_uint64(), ctypes.c_void_p()
     grad_value = create(tensors[6], (1, 16, 2, 8), 0, strides, offset, 2, room)
     assert raw_phase_one(tensors, ctypes.byref(size), ctypes.byref(executor), {6: grad_value}) == status
@@ -217,7 +217,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, 8), st.sampled_from(FIELDS), st.inte
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(CHANGES)
 def test_anything_may_stand_in_a_description(changes):
-    """A status each time, and nothing written unless it is success. Accepted calls run, with any index tables."""
+    """Each call returns a status, and writes results only on success. Accepted calls run, for any index tables."""
     tensors = nine()
     described = [
         {
@@ -247,7 +247,7 @@ def test_anything_may_stand_in_a_description(changes):
         assert status in (NULLPTR, INVALID)
         assert (size.value, executor.value) == (0x1234, None)
         assert " must " in (aclnn.recent_error() or "")
-    elif any(field in ("room", "dtype") for _, field, _, _ in changes):  # memory may be less than is said
+    elif any(field in ("room", "dtype") for _, field, _, _ in changes):  # the description may be larger than the memory
         assert LIBRARY.aclDestroyAclOpExecutor(executor) == OK
     else:
         workspace = ctypes.create_string_buffer(size.value)

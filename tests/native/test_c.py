@@ -1,4 +1,4 @@
-"""What C and C++ programs get: headers, the library, the CMake package, and the examples built with every warning on."""
+"""For C and C++ programs: headers, the library, the CMake package, and examples, which are built with all warnings."""
 
 import os
 import pathlib
@@ -36,7 +36,7 @@ def run(*command, cwd=None):
 
 
 def build_and_run(compiler, source, folder):
-    """Compile and link apart, in the folder: ccache takes no command that does both, and names files from there."""
+    """Compile and link in two commands, because ccache serves no command that does both. The folder makes paths relative."""
     object_file, program = folder / "program.o", folder / "program"
     run(*compiler, "-c", source, *shlex.split(config.cflags()), "-o", object_file, cwd=folder)
     run(*compiler, object_file, *shlex.split(config.libs()), "-pthread", "-o", program)
@@ -103,8 +103,8 @@ def test_the_cpp_example_gives_the_known_answer(tmp_path):
 
 @pytest.mark.long
 def test_the_native_tests(tmp_path):
-    """As one source, because their headers take most of the compiler's time; CMakeLists.txt compiles each alone. -O1: without
-    it they take seven times as long."""
+    """The tests are compiled as one source, because headers take most of the time. CMakeLists.txt compiles each file alone.
+    With -O1 they run seven times faster."""
     native, whole = ROOT / "tests" / "native", tmp_path / "whole.cpp"
     whole.write_text("".join(f'#include "{source}"\n' for source in sorted(native.glob("[!f]*.cpp"))))
     printed = build_and_run([*CPP, "-O1", "-ffp-contract=off"], whole, tmp_path)
@@ -126,7 +126,7 @@ def test_the_documented_lines(tmp_path):
     assert f'"{mx_driving.__version__}"' in version
 
 
-def test_config_prints_what_is_asked_for():
+def test_config_prints_its_answers_in_one_order():
     printed = run(sys.executable, "-m", "mx_driving.config", "--libs", "--cflags")
     assert printed == f"{config.cflags()} {config.libs()}\n"
     assert run(sys.executable, "-m", "mx_driving.config", "--cmakedir") == config.cmakedir() + "\n"
@@ -144,7 +144,7 @@ def test_config_does_not_import_torch(start, tmp_path):
 
 
 def test_config_runs_where_the_package_is_imported():
-    """Coverage and others run a module that is imported already. Python must not warn of that."""
+    """Coverage runs a module that is imported already. Python must not warn of it."""
     code = "import runpy, sys, warnings, mx_driving; warnings.simplefilter('error', RuntimeWarning); "
     code += "sys.argv[1:] = ['--cflags']; runpy.run_module('mx_driving.config', None, '__main__')"
     assert python("-c", code).stdout == config.cflags() + "\n"

@@ -1,5 +1,5 @@
-"""The library's tables of operators are those of _operator/description.py: what it says of each argument, where PyTorch calls
-it from C++ without Python's checks."""
+"""The library's tables of operators are those of _operator/description.py. A program without the package asks the library for a
+sentence about each argument."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the native kernels alone do where linear layers end: exp, softmax and ties of windows.
+"""The native kernels of operators with logits: exp, softmax, and windows around ties.
 
-test_plan.py has each way to a gradient; operators/test_with_logits.py has what holds for every implementation.
+test_plan.py has each way to a gradient; operators/test_with_logits.py tests all implementations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PYRAMID = [(23, 31), (11, 17), (6, 7)]
 
 
 def weights_of(logits: Tensor) -> Tensor:
-    """The softmax of rows of logits [rows, samples], read off as outputs: the value of sample i is 1 in channel i."""
+    """Return the softmax of rows of logits [rows, samples] as outputs: the value of sample i is 1 in channel i."""
     rows, samples = logits.shape
     assert samples & samples - 1 == 0
     like = logits.dtype
@@ -35,7 +35,7 @@ def weights_of(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_exp_is_right_to_a_few_ulps(dtype):
-    """Against numpy with more digits, from 0 down to where the result is no number but 0."""
+    """Compare with numpy's long double, from 0 down to where the result underflows to 0."""
     least = -106 if dtype == torch.float32 else -750
     x = torch.cat([torch.linspace(0, least, 40001, dtype=dtype), torch.logspace(-30, 1, 20000, dtype=dtype).neg()])
     found = weights_of(torch.stack([torch.zeros_like(x), x], -1))
@@ -81,8 +81,8 @@ def test_softmax_as_torch_computes_it(dtype, samples):
     ],
 )
 def test_windows_around_ties(dtype, shapes, window, queries, heads):
-    """References on a grid of 1 / 8 of a map: many pixels are ties, and another pixel would be another row. Some references
-    lie beyond the map or are no number."""
+    """Reference points lie on a grid of 1 / 8 of a map: many pixels are ties, and another pixel would be another row. Some
+    reference points lie beyond the map or are NaN."""
     *_, references, points, logits = logits_cases.geometric(2, queries, 16, heads, [(7, 9)] * len(shapes), window)
     shapes, starts = cases.levels_of(*shapes)
     generator = torch.Generator().manual_seed(2)

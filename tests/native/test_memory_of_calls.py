@@ -1,6 +1,6 @@
-"""The C functions look at each pointer, and at who else has the memory that is written: a status, and nothing is touched.
+"""The C functions check each pointer, and that no other argument shares memory that the call writes. A mistake is a status.
 
-Tensors are described without being owned, so any of these is one slip in a program in C.
+A description does not own its memory, so each of these mistakes is one slip in a program in C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_written(argument: str) -> bool:
 
 
 def run(call, **other) -> int:
-    """The status of the function itself; None in place of a description is a null pointer."""
+    """Call the C function, and return its status. None is passed as a null pointer."""
     packed = [a if a is None else a.packed() for a in {**call.arguments, **other}.values()]
     options = [0] if call.function.startswith(MULTI_SCALE_LOGITS) else []
     return getattr(_backends.native.loaded(), "mxd_" + call.function)(*packed, *options, 1)
@@ -51,7 +51,7 @@ def test_a_tensor_without_elements_needs_no_memory(name):
 
 
 @pytest.mark.parametrize(("name", "backward"), EVERY)
-def test_what_is_written_is_written_once(name, backward):
+def test_a_result_has_no_stride_of_zero(name, backward):
     call = call_of(name, backward)
     for argument, good in call.arguments.items():
         for axis, size in enumerate(good.shape):
@@ -61,7 +61,7 @@ def test_what_is_written_is_written_once(name, backward):
 
 
 @pytest.mark.parametrize(("name", "backward"), EVERY)
-def test_what_is_written_shares_no_memory(name, backward):
+def test_a_result_shares_no_memory(name, backward):
     call = call_of(name, backward)
     for argument, written in call.arguments.items():
         for other, good in call.arguments.items():
@@ -74,7 +74,7 @@ def test_what_is_written_shares_no_memory(name, backward):
 
 
 def test_slices_of_one_tensor_share_none():
-    """Linear layers that are one matrix product have gradients side by side, and so may everything else."""
+    """Two gradients may be slices of one tensor, as those of linear layers that are one matrix product."""
     call = call_of("references", True)
     offsets, logits = (call.arguments[f"gradient of {n}"] for n in ("sampling_offsets", "attention_logits"))
     bs, queries, heads, levels, points, _ = offsets.shape
@@ -102,7 +102,7 @@ def addresses(a) -> list[int]:
 
 
 def test_any_strides():
-    """What is accepted is written once: counted element by element."""
+    """An accepted call writes no address twice: the test counts the addresses of all elements."""
     call, table, seen = call_of("samples", True), torch.tensor([[1, 2]]), set()
     sizes = {"sampling_locations": (1, 2, 1, 1, 2, 2), "attention_weights": (1, 2, 1, 1, 2), "value": (1, 2, 1, 3)}
     sizes |= {f"gradient of {n}": shape for n, shape in sizes.items()} | {"grad_output": (1, 2, 1, 3)}
@@ -133,7 +133,7 @@ def test_addresses_have_64_bits(argument, stride):
     beyond = good._replace(strides=(stride, *good.strides[1:]))
     assert call.status(**{argument: beyond}) == BAD_MEMORY
     one = {n: a.sized(0, 1) if a.shape[0] == 3 else a for n, a in call.arguments.items()}
-    assert call.status(**{**one, argument: beyond.sized(0, 1)}) == OK  # the stride of one element is never used
+    assert call.status(**{**one, argument: beyond.sized(0, 1)}) == OK  # one element: the stride is never used
 
 
 def describe(name, arguments, text, size) -> int:
@@ -154,7 +154,7 @@ def test_null_where_a_plan_is_described():
     assert describe(name, arguments, text, 64) == BAD_MEMORY
 
 
-def test_no_name_is_no_instruction_set():
+def test_a_null_name_is_no_instruction_set():
     before = _backends.native.isa()
     assert _backends.native.loaded().mxd_use_isa(None) == -1
     assert _backends.native.isa() == before
@@ -167,7 +167,7 @@ def test_shapes_that_do_not_agree_are_named_before_memory_that_is_shared():
 
 
 def test_a_tensor_whose_memory_was_given_back():
-    """As FSDP does with parameters between their uses."""
+    """FSDP frees the memory of parameters between uses."""
     value, *rest = [t.clone() for t in call_of("samples", False).memory[:5]]
     value.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="value must have memory for its elements; got NULL"):

@@ -1,4 +1,5 @@
-"""The rooms of native/src: none takes from one above it, and what is compiled once per instruction set stays by itself."""
+"""The rooms of native/src: no file includes a file of a higher room. Files that are compiled once per instruction set include
+only such files."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from collections.abc import Iterator
 
 SOURCES = pathlib.Path(__file__).parents[2] / "native" / "src"
 KERNELS = "kernels"
-DOOR = "kernels/kernels.h"  # all that others see of the kernels
-# Lowest first. A file takes from its own room and from those below; rooms of one floor know nothing of each other.
+DOOR = "kernels/kernels.h"  # the only header of the kernels that other rooms include
+# Lowest first. A file includes files of its own room and of lower floors. Rooms of one floor do not include each other.
 FLOORS = (
     ("threads", "call"),
     ("kernels/shared",),
@@ -20,7 +21,7 @@ FLOORS = (
     ("cann", "onnxruntime", "torch"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# of C, and of the compilers; containers and algorithms of the standard library would be merged between instruction sets
+# Headers of C and of compilers. The linker would merge the standard library's templates of all instruction sets.
 HEADERS_OF_KERNELS = {"stdint.h", "stdlib.h", "string.h", "immintrin.h", "arm_neon.h"}
 
 
@@ -83,6 +84,6 @@ def test_rooms_are_as_drawn():
 
 
 def test_axes_have_names():
-    """Of the axes of tensors none is written as a number."""
+    """No file writes the axis of a tensor as a number."""
     by_number = re.compile(r"(?<![\w*])(?:shape|strides|value|samples|weights)\[\d\]")
     assert [file for file in files() if by_number.search(text_of(file))] == []

@@ -1,5 +1,5 @@
-"""The native kernels say how they do a call: a table of ways, which give the same bits for every number of threads, and one of
-bounds, where a plan changes."""
+"""A plan says how the native kernels compute a call. ROWS has all ways, which give the same bits for any number of threads.
+BOUNDS has the sizes at which a plan changes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ ROWS = {
         (SAMPLES, *bands(4, 4, 8, 24)), (0, 4, 4, 8, 24)),
     "nearest": Row(GEOMETRIC, lambda: cases.geometric(3, MANY // 2, 26, 8, [(6, 8)], 4),
         ALL_SAMPLES, (0,) * 5, one_pass_packs=True),
-    # on two levels
+    # two levels
     "nearest, 3 points": Row(GEOMETRIC, lambda: cases.geometric(2, 300, 42, 12, [(7, 9), (3, 5)], 3),
         ALL_SAMPLES, (0,) * 5, one_pass_packs=True),
     "nearest, 2 heads": Row(GEOMETRIC, lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4),
@@ -107,7 +107,7 @@ ROWS = {
 def attention(
     queries: int, heads: int, channels: int, sizes: list[tuple[int, int]], points: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, ...]:
-    """Inputs of no special numbers: a plan reads none."""
+    """Return inputs without numbers, because a plan reads shapes alone."""
     shapes, starts = cases.levels_of(*sizes)
     value = torch.empty(1, int(shapes.prod(-1).sum()), heads, channels, dtype=dtype)
     samples = (1, queries, heads, len(sizes), points)
@@ -115,7 +115,7 @@ def attention(
 
 
 def moved(args: tuple[Tensor, ...], by: list[int]) -> tuple[Tensor, ...]:
-    """The levels begin so many rows later."""
+    """Move the first rows of levels."""
     return *args[:2], args[2] + torch.tensor(by), *args[3:]
 
 
@@ -218,7 +218,7 @@ BOUNDS = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_way_to_the_gradient_of_value(every_thread, name, dtype):
-    """For each number of threads: with all gradients, alone, and not wanted."""
+    """For each number of threads: with all gradients, alone, and masked."""
     row = ROWS[name]
     args, others = cases.cast(row.make(), dtype), len(cases.DIFFERENTIABLE[row.operator]) - 1
     is_wide = dtype in (torch.float32, torch.float64)
@@ -237,7 +237,7 @@ def test_the_way_to_the_gradient_of_value(every_thread, name, dtype):
 
 
 def test_every_way_is_in_the_table(every_thread):
-    """The test of bits below runs them all."""
+    """So the test of bits below runs every way."""
     declared = re.search(r"enum class ValueGradient \{(.*?)\};", PLAN.read_text(), re.DOTALL)
     assert declared
     names = set(re.findall(r"^    (\w+),", declared.group(1), re.MULTILINE))
@@ -279,7 +279,7 @@ def test_rows_widened_once_give_the_same_bits(implementation, dtype):
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_an_expanded_value_are_not_widened(axis, dtype):
-    """They would take the memory that value has not, 2.5 MB here."""
+    """Widened rows would take 2.5 MB, while an expanded value takes almost no memory."""
     value, *others = cases.cast(logits_cases.geometric(1, 3000, 16, 16, [(30, 81)], (1, 1)), dtype)
     args = value.narrow(axis, 0, 1).contiguous().expand_as(value), *others
     assert plan_of(GEOMETRIC_LOGITS, args)["heads_together"] == ("16" if dtype == torch.float32 else "0")
@@ -298,14 +298,14 @@ def narrow_inputs_and_truth(name: str, narrow: torch.dtype) -> tuple[tuple[Tenso
 
 
 def inputs_and_truth(name: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Tensor, truth.Truth]:
-    """Numbers of 16 bits, so that float32, float64 and float16 share one truth. test_values.py has float32's own."""
+    """Return numbers that float16 holds, so that float32, float64 and float16 share one truth."""
     args, grad, true = narrow_inputs_and_truth(name, torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
     return cases.cast(args, dtype), grad.to(dtype), true
 
 
 @covering("name", [*ROWS], DTYPES, start="native")
 def test_every_way_gives_the_same_bits_near_the_truth(implementation, every_thread, name, dtype):
-    """Also the gradient of value alone, which may take another way than with the others."""
+    """The gradient of value alone may take another way than together with other gradients. It has the same bits."""
     row = ROWS[name]
     args, grad, true = inputs_and_truth(name, dtype)
     others = len(cases.DIFFERENTIABLE[row.operator]) - 1
@@ -339,7 +339,7 @@ INTO = [
 @pytest.mark.parametrize(("dtype", "into"), INTO, ids=str)
 @pytest.mark.parametrize("name", ["nearest, 3 points", "window, 3 heads"])
 def test_one_packed_pass_writes_a_gradient_of_any_dtype_and_layout(every_thread, name, dtype, into):
-    """It is rounded once."""
+    """The gradient is rounded once."""
     args, grad, _ = inputs_and_truth(name, dtype)
     operator = ROWS[name].operator
     bs, keys, heads, channels = args[0].shape
@@ -378,7 +378,7 @@ def test_a_plan_of_levels_that_do_not_fit(every_thread):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_gradient_in_float32_of_a_value_in_16_bits(dtype):
-    """One pass would take them to be laid out alike."""
+    """One pass needs value and its gradient in one dtype. This call must not take one pass."""
     args = cases.cast(cases.multi_scale(1, 30, 16, 8, [(6, 8)], 4), dtype)
     grad = cases.grad_for(MULTI_SCALE, args).to(dtype)
     gradient = torch.full(args[0].shape, 7.0)
@@ -390,7 +390,7 @@ def test_a_gradient_in_float32_of_a_value_in_16_bits(dtype):
 
 @pytest.mark.parametrize("axis", [1, 2])
 def test_heads_do_not_go_together_where_value_lies_backwards(axis):
-    """In C alone: torch has no negative strides."""
+    """Only a caller in C can pass negative strides."""
     value, *others = with_window(1, 4, 64, 8, torch.float32)
     sizes, strides = list(value.shape), list(value.stride())
     last = value.data_ptr() + 4 * (sizes[axis] - 1) * strides[axis]

@@ -1,6 +1,6 @@
-"""The C functions look at each size and dtype themselves: the status of a call with one of them wrong.
+"""The C functions check each size and dtype. These tests compare the status of calls with one wrong size or dtype.
 
-mxd_describe_plan checks what the function itself would, and touches no memory but the index tables.
+mxd_describe_plan runs the checks of the function that it describes. It reads index tables, and no other memory.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import ctypes
 from typing import NamedTuple
 
 import cases
-import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from refusals import CALLS
 from torch import Tensor
 
 from mx_driving import _backends
@@ -20,21 +19,10 @@ from mx_driving._operator.description import OPERATORS
 
 OK, BAD_SHAPE, BAD_DTYPE, BAD_LEVEL, OUT_OF_MEMORY = range(5)
 INT32 = 3
-SIZES = [(3, 5), (2, 3)]
-CAMERAS = [[(3, 4), (2, 2)]] * 3
-CALLS = {
-    "samples": (MULTI_SCALE, lambda: cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
-    "nearest": (GEOMETRIC, lambda: cases.geometric(3, 5, 7, 4, SIZES, 6)),
-    "cameras": (AGGREGATION, lambda: cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
-    "references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 7)),
-    "boxes": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 7, box=True)),
-    "window": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3))),
-    "projected": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
-}
 
 
 class Argument(NamedTuple):
-    """What a description of a tensor says."""
+    """The fields of a description of a tensor."""
 
     pointer: int
     dtype: int
@@ -49,7 +37,7 @@ class Argument(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function of C, its tensors by name, and these themselves, so that their memory stays."""
+    """A function of C, its arguments by name, and the tensors that own their memory."""
 
     function: str
     arguments: dict[str, Argument]
@@ -61,8 +49,8 @@ class Call(NamedTuple):
         return _backends.native.loaded().mxd_describe_plan(self.function.encode(), pointers, 1, text, len(text))
 
 
-def with_room(t: Tensor) -> Tensor:
-    """A copy with memory behind it, for descriptions that are larger."""
+def copy_with_room(t: Tensor) -> Tensor:
+    """Return a copy with free memory behind it, for descriptions of larger tensors."""
     room = t.new_zeros(4 * t.numel())
     return room[: t.numel()].view(t.shape).copy_(t)
 
@@ -86,7 +74,7 @@ def call_of(name: str, backward: bool) -> Call:
     else:
         gradients = {f"gradient of {row.inputs[i]}": torch.zeros(inputs[i].shape) for i in row.differentiable}
         named = {"grad_output": output, **named, **gradients}
-    named = {n: with_room(t) for n, t in named.items()}
+    named = {n: copy_with_room(t) for n, t in named.items()}
     return Call(operator + "_backward" * backward, {n: described(t) for n, t in named.items()}, list(named.values()))
 
 
@@ -100,12 +88,12 @@ def test_each_size_is_held_to_the_others(name, backward):
     value = OPERATORS[call.function.removesuffix("_backward")].inputs[0]
     for argument, good in call.arguments.items():
         for axis, size in enumerate(good.shape):
-            for other in (size - 1, size + 1, -size, -1, 0):  # 0: nothing is divided by no groups or reference points
+            for other in (size - 1, size + 1, -size, -1, 0):  # 0: no check divides by a size
                 expected = BAD_SHAPE
                 if argument == value and axis == 1 and not backward and other >= 0:
                     expected = OK if other > size else BAD_LEVEL  # rows
                 if argument == "reference_points" and axis == 2 and other == 1 and name != "window" and not backward:
-                    expected = OK  # one for all levels
+                    expected = OK  # one reference point for all levels
                 assert call.status(**{argument: good.sized(axis, other)}) == expected, (argument, axis, other)
 
 
@@ -123,14 +111,14 @@ def test_each_tensor_has_its_dtypes(name, backward):
             allowed = {good.dtype, 1, 27}  # 16 bits: the output may be float32
         for dtype in (*floating, *index, -1, 2, 12):
             expected = OK if dtype in allowed else BAD_DTYPE
-            narrow, wide = t.int(), torch.zeros(good.shape, dtype=torch.float64)  # memory of its own for any dtype
+            narrow, wide = t.int(), torch.zeros(good.shape, dtype=torch.float64)  # enough memory for any dtype
             other = good if good.dtype in index else described(wide)
             other = described(narrow) if dtype == INT32 else other._replace(dtype=dtype)
             assert call.status(**{argument: other}) == expected, (argument, dtype)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_gradient_that_is_not_wanted_may_be_of_any_size_and_dtype(name):
+def test_a_gradient_without_memory_may_have_any_size_and_dtype(name):
     call = call_of(name, True)
     for argument, good in call.arguments.items():
         if argument.startswith("gradient of "):
@@ -145,14 +133,14 @@ BEYOND = [*((size, 0) for size in SIZES_BEYOND), *(((1, 1), start) for start in 
 @pytest.mark.parametrize("name", ["samples", "window"])
 @pytest.mark.parametrize(("size", "start", "status"), [((1, 1), 20, OK), *((*level, BAD_LEVEL) for level in BEYOND)])
 def test_a_level_has_rows_and_lies_in_value(name, size, start, status):
-    """Of 21 rows."""
+    """value has 21 rows."""
     call = call_of(name, False)
     tables = map(described, levels := (torch.tensor([size, (1, 1)]), torch.tensor([start, 0])))
     assert call.status(**dict(zip(OPERATORS[call.function].inputs[1:3], tables, strict=True))) == status, levels
 
 
 def sized(call: Call, **sizes: tuple[int, ...]) -> dict[str, Argument]:
-    """Tensors of these sizes, all of whose elements lie at one place."""
+    """Return arguments of these sizes with strides of 0: all elements share one address."""
     return {name: call.arguments[name]._replace(shape=shape, strides=(0,) * len(shape)) for name, shape in sizes.items()}
 
 
@@ -177,7 +165,7 @@ def test_rows_have_numbers_of_32_bits(keys, status):
 
 @pytest.mark.parametrize(("points", "status"), [(2**30, OK), (2**30 + 1, OUT_OF_MEMORY), (2**31 + 1, OUT_OF_MEMORY)])
 def test_a_query_has_at_most_2_to_the_32_numbers(points, status):
-    """Two for each of its samples."""
+    """A query stores two numbers for each sample."""
     call = call_of("samples", False)
     given = sized(call, sampling_locations=(3, 5, 4, 2, points, 2), attention_weights=(3, 5, 4, 2, points))
     assert call.status(**given) == status
@@ -185,7 +173,7 @@ def test_a_query_has_at_most_2_to_the_32_numbers(points, status):
 
 @pytest.mark.parametrize(("points", "status"), [(2**31, OK), (2**31 + 1, OUT_OF_MEMORY), (2**62, OUT_OF_MEMORY)])
 def test_an_anchor_has_at_most_2_to_the_32_pairs(points, status):
-    """Where no tensor has them, because there is no scale."""
+    """There is no scale, so that no tensor has as many elements as there are pairs."""
     call, cams = call_of("projected", False), 2
     given = sized(
         call,

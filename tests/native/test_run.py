@@ -1,4 +1,4 @@
-"""mxd_run, the way in by name, and mxd_last_error: the sentences are those of the Python checks."""
+"""mxd_run calls a C function by its name; mxd_last_error has the sentence of a refusal, which is that of the Python checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAD_NAME, BAD_MEMORY, NOT_GIVEN = 5, 6, -1
 
 
 def run(name, packed, option=0, threads=1, count=None) -> int:
-    """mxd_run of packed tensors; None is one that is not given."""
+    """Call mxd_run with packed tensors. None stands for an argument that is left out."""
     missing = _backends.native._PACK[1](0, NOT_GIVEN, 0, 0)
     tensors = b"".join(missing if t is None else t for t in packed)
     options = (ctypes.c_int64 * 1)(option)
@@ -59,7 +59,7 @@ def test_the_results_are_those_of_the_function(name, backward):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_argument_that_is_not_given(name):
-    """As the function itself, without the argument."""
+    """mxd_run has the status of the C function that gets a null pointer."""
     call = filled(call_of(name, True))
     for argument in call.arguments:
         status = run(call.function, [None if n == argument else a.packed() for n, a in call.arguments.items()])
@@ -100,11 +100,11 @@ def test_names_and_counts():
         assert run(call.function, packed, count=count) == BAD_SHAPE
         assert last_error() == f"count must be the 6 of multi_scale_deformable_attn; got {count}"
     assert run(call.function, packed) == OK
-    assert last_error() == "count must be the 6 of multi_scale_deformable_attn; got -1"  # of the last that was refused
+    assert last_error() == "count must be the 6 of multi_scale_deformable_attn; got -1"  # the last refusal
 
 
 def python_sentence(operator, tensors) -> str:
-    """The sentence of the Python checks, without the hint that may follow the fact."""
+    """Return the sentence of the Python checks without the hint at its end."""
     with pytest.raises((TypeError, ValueError)) as caught:
         checks.check_inputs(OPERATORS[operator], *tensors)
     sentence = re.sub(r", wh(ose axes \d and \d look swapped|ich looks like \w+)$", "", str(caught.value))
@@ -113,7 +113,7 @@ def python_sentence(operator, tensors) -> str:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_sentences_are_those_of_the_python_checks(name):
-    """Where tensors disagree, Python asks most of them. C refuses the first that disagrees with those before it."""
+    """If tensors disagree, Python takes the majority size. C refuses the first tensor that disagrees with an earlier one."""
     call = call_of(name, False)
     inputs, refused = dict(list(zip(call.arguments, call.memory, strict=True))[:-1]), set()
     for argument, t in inputs.items():
@@ -150,7 +150,7 @@ def can_describe(refusal) -> bool:
 
 @pytest.mark.parametrize("refusal", [r for r in (*refusals.SHAPES, *refusals.NUMBERS) if can_describe(r)], ids=str)
 def test_sentences_of_the_table(refusal):
-    """In the words of all other layers."""
+    """The C interface has the sentences of all other layers."""
     args, weights = refusal.args(), cases.WEIGHTS[refusal.operator]
     if args[weights].dim() == 4:
         args[weights] = args[weights].unflatten(-1, (2, -1))
@@ -176,7 +176,7 @@ def test_each_thread_has_its_own_sentence():
 
 
 def test_subnormal_numbers_are_widened():
-    """A float16 value beside float64 locations."""
+    """The value is float16, the locations are float64."""
     value = (torch.arange(-1032, 1032).double() * 2**-24).half().view(1, -1, 1, 8)
     assert (value.double() * 2**24 == torch.arange(-1032, 1032).view_as(value)).all()
     rows = value.shape[1]

@@ -1,6 +1,6 @@
-"""Whose threads calls run on: torch's, in a forked child our own, and how many. Each program is a process of its own.
+"""The threads of a call: those of torch, and our own in a forked child. Each program of these tests is a process of its own.
 
-It is forked from one that has torch and no threads, or started anew where OpenMP's runtime reads the environment."""
+The process is forked from a server with torch and without threads, or started if OpenMP's runtime must read the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mx_driving import _backends, config
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-# bits(): forward and backward, of which each waits for all threads at some place
+# bits() runs a forward and a backward. Each of them waits for all its threads.
 START = """
 import hashlib, os, re, signal, torch
 import mx_driving
@@ -51,7 +51,7 @@ def of_parallel_torch():
 
 
 def printed(program: str, **environment: str) -> list[str]:
-    """The lines that a program prints. One that hangs is ended, and fails."""
+    """Return the lines that a program prints. A program that hangs is ended after two minutes, and fails."""
     code = f"{START}\nsignal.alarm(120)\n{program}"
     if not environment:
         return python("-c", code).stdout.splitlines()
@@ -81,7 +81,7 @@ print(*sorted(set(runtime.findall(open("/proc/self/maps").read()))), sep="\\n")
 
 @ON_LINUX
 def test_fewer_threads_than_asked_for():
-    """The runtime may give fewer, and those that there are wait for each other alone."""
+    """The runtime may give fewer threads. These threads wait for each other alone."""
     program = """
 before = number_of_threads()
 found = bits()
@@ -149,7 +149,7 @@ def test_own_threads_give_the_same_bits(every_thread, own_threads, case):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-# Without torch, as in a program in C: a runtime that is loaded after the first call serves the next one.
+# Without torch, as in a program in C: a runtime that is loaded after the first call serves the next call.
 LATER = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
@@ -170,7 +170,7 @@ def test_a_runtime_that_is_loaded_later_is_found():
     assert done.stdout.splitlines() == ["threads of its own", f"threads of {runtime.name}"]
 
 
-# Objects that a first call makes have destructors, which a wheel's library runs as the process ends.
+# The first call makes objects whose destructors run as the process ends. So the library must stay loaded.
 CLOSED = """
 import _ctypes, ctypes, sys
 library = ctypes.CDLL(sys.argv[1])

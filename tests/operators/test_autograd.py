@@ -1,4 +1,4 @@
-"""First and second derivatives, only what is asked for, and inputs left as they were."""
+"""First and second derivatives; only the needed gradients are computed; inputs are not changed."""
 
 import itertools
 
@@ -14,7 +14,7 @@ import mx_driving
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_gradcheck(implementation, operator):
-    """Every entry, or one direction of the reference, which test_values.py compares with truth in float64."""
+    """All entries of gradients; of the reference one direction, because test_values.py compares it with truth in float64."""
     function, is_slow = cases.forward_of(implementation, operator), implementation == "reference"
     assert gradcheck(function, inputs_of(operator), fast_mode=is_slow)
 
@@ -41,7 +41,7 @@ def test_only_the_gradients_asked_for(operator):
 
 @everywhere_each(cases.EVERY)
 def test_only_wanted_gradients_are_computed(implementation, operator):
-    """Each mask gives the gradients of the full one, and empty tensors in place of the others. Without a GPU only
+    """Each mask gives the gradients of the full mask, and empty tensors for the other inputs. Without a GPU, only
     `make test-ptx` compiles the kernels of all masks."""
     args = first(operator, implementation)
     grad = cases.grad_for(operator, args).float()

@@ -1,4 +1,4 @@
-"""bev_pool_v3: its values and gradients beside float64 truth, and everything that an operator of this package does."""
+"""bev_pool_v3: values and gradients beside float64 truth, memory, threads, transforms, and the public function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mx_driving._dispatch.registered import REGISTERED
 TRITON = ["triton"] if cases.EVERY_KERNEL and _backends.triton.why_not() is None else []
 everywhere = pytest.mark.parametrize("implementation", ["reference", *NATIVE, *TRITON], indirect=True)
 on_the_cpu = pytest.mark.parametrize("implementation", ["reference", *NATIVE], indirect=True)
-# relative to the largest sum; sums of some hundred float32 products
+# Limits relative to the largest sum. A sum has some hundred products in float32.
 NEAR = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -54,7 +54,7 @@ def points(n: int, channels: int, sizes=(2, 1, 5, 7), rows=9, depths=40, *, seed
 
 
 def truth(p: Points, grad: Tensor) -> list[np.ndarray]:
-    """Output and both gradients in float64, from the equation."""
+    """Compute output and both gradients in float64, from the equation."""
     feat, depth, g = (t.detach().double().numpy() for t in (p.feat, p.depth, grad))
     of_feat, of_depth, cell = (t.numpy() for t in (p.ranks_feat, p.ranks_depth, p.ranks_bev))
     output = np.zeros((int(np.prod(p.sizes)), feat.shape[1]))
@@ -111,7 +111,7 @@ def test_values(implementation, poisoned_allocations, shape, dtype):
 @pytest.mark.parametrize("channels", [1, 8, 37, 130])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_triton(request, deterministic, channels, dtype):
-    """By walks, and by sorted points: the fixture enables deterministic mode."""
+    """Kernels walk over points. In deterministic mode, which the fixture enables, they sort points first."""
     if (channels == 8) == (dtype == torch.float32):
         skip_unless_every_kernel("triton")
     if deterministic:
@@ -123,7 +123,7 @@ def test_triton(request, deterministic, channels, dtype):
     for mask in ((True, False), (False, True)):
         for wanted, a, b in zip(mask, run("triton", p, grad, mask)[1:], found[1:], strict=True):
             assert_close(a, b if wanted else b.new_empty(0))
-    for ranks in p[2:5]:  # what has no row counts as zero there, where nobody waits for a look at the ranks
+    for ranks in p[2:5]:  # GPUs do not check ranks: a rank without a row adds nothing
         ranks[::7], ranks[3] = 1000, -5
     inside = (p.ranks_feat < 9) & (p.ranks_depth < 40) & (p.ranks_bev < 12)
     inside &= (p.ranks_feat >= 0) & (p.ranks_depth >= 0) & (p.ranks_bev >= 0)
@@ -146,7 +146,7 @@ def test_mixed_dtypes_compute_in_the_widest(implementation):
 @pytest.mark.skipif(_backends.triton.why_not() is not None, reason=str(_backends.triton.why_not()))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_triton_sums_runs_of_equal_ranks(deterministic):
-    """Runs that span several walks and programs, a walk that ends early, and another default dtype."""
+    """Runs span several walks and programs; a walk ends early; torch has another default dtype."""
     p = points(1300, 64, (2, 1, 3, 5), rows=12, depths=900).cast(torch.float32)
     p.ranks_bev[130:700] = 3
     p.ranks_feat[140:220] = 5
@@ -216,7 +216,7 @@ def test_any_output_of_the_c_interface(implementation):
 @natively
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_points_that_are_nearly_sorted(implementation, every_thread, threads):
-    """Falling cells, and runs that rise in each thread's part."""
+    """Cells fall, or rise only within the part of a thread."""
     torch.set_num_threads(threads)
     p = points(900, 8, order="sorted")
     for cells in (p.ranks_bev.flip(0), p.ranks_bev.roll(450), p.ranks_bev.roll(300)):
@@ -342,7 +342,7 @@ def test_a_rank_without_a_row_is_refused(implementation, sentence, index):
         getattr(p, name)[place] = rank
     for backward, args in ((False, p.args), (True, (grad_for(p), *p.args, [True, True]))):
         registered = REGISTERED["bev_pool_v3" + "_backward" * backward]
-        by_ctypes = _backends.native.kernel("bev_pool_v3", backward)  # after data_checks(), and before torch 2.10
+        by_ctypes = _backends.native.kernel("bev_pool_v3", backward)  # the kernel after data_checks(), and before torch 2.10
         for run in [registered.run_reference] if implementation == "reference" else [registered.op, by_ctypes]:
             with pytest.raises((RuntimeError, ValueError)) as refused:
                 run(*args)
@@ -357,7 +357,7 @@ def test_a_rank_without_a_row_is_refused(implementation, sentence, index):
 
 
 def test_sizes_that_the_operator_refuses():
-    """Cells without channels take no memory, but counting the points of each would."""
+    """Cells without channels take no memory, but counters of their points would."""
     p = points(30, 8)
     with pytest.raises((RuntimeError, ValueError), match=r"^h must not be negative; got -5$"):
         torch.ops.mx_driving.bev_pool_v3(*p[:5], 2, 1, -5, 7)

@@ -33,7 +33,7 @@ def voxel_pooling(geom_xyz, input_features):
 
 
 def lifted(batch, points):
-    """What v3 takes; sorted by cell, as v2 takes it."""
+    """Return inputs of v3, sorted by cell, as v2 needs them."""
     depth, feat = torch.rand(batch, 6, 2, 2), torch.randn(batch, 2, 2, C)
     sizes = (depth.numel(), feat.numel() // C, batch * 15)
     of_depth, of_feat, cells = (torch.randint(0, size, (points,)) for size in sizes)
@@ -41,14 +41,14 @@ def lifted(batch, points):
 
 
 def with_intervals(batch, points):
-    """All points but those of the first cell."""
+    """Return inputs of v2 without the points of the first cell."""
     *args, cells = lifted(batch, points)
     lengths = cells.unique_consecutive(return_counts=True)[1]
     return *args, cells, (lengths.cumsum(0) - lengths)[1:], lengths[1:]
 
 
 def places(batch, points):
-    """In two scenes, or one: bev_pool has the batch as a number."""
+    """Return inputs of bev_pool for two scenes or one, because its batch is a fixed number."""
     sizes = (3, 5, 1, min(batch, 2))
     return torch.randn(points, C), torch.stack([torch.randint(0, size, (points,)) for size in sizes], 1)
 
@@ -57,7 +57,7 @@ def voxels(batch, points):
     return torch.randint(-1, 6, (batch, points, 3)), torch.randn(batch, points, C)
 
 
-# function -> its inputs, and of each input the axes that are free
+# function -> (make its inputs, the free axes of each input)
 B, N, K, P = ({"batch": 0}, {"n": 0}, {"intervals": 0}, {"batch": 0, "n": 1})
 CALLS = {
     v1: (places, (N, N)),
@@ -68,7 +68,7 @@ CALLS = {
 
 
 class Every(torch.nn.Module):
-    """All of them in one graph, which takes less time to make than one each."""
+    """All calls in one graph, which takes less time to make than four graphs."""
 
     def forward(self, *inputs):
         return tuple(call(*args) for call, args in zip(CALLS, inputs, strict=True))
@@ -85,7 +85,7 @@ def assert_equal(found, inputs):
 
 @functools.cache
 def program():
-    """Exported without Dynamo, which the compiled graph below passes."""
+    """Export without Dynamo, because the compiled graph below uses Dynamo."""
     dims = {name: torch.export.Dim(name) for name in ("batch", "n", "intervals")}
     free = tuple(tuple({axis: dims[name] for name, axis in axes.items()} for axes in of_call) for _, of_call in CALLS.values())
     return torch.export.export(Every().eval(), inputs_of(2, 30), dynamic_shapes=(free,), strict=False)
@@ -115,7 +115,7 @@ def strictly_exported(call, inputs):
 
 @pytest.mark.parametrize("graph_of", [compiled, strictly_exported])
 def test_the_vendors_function_trains_in_a_graph(graph_of):
-    """Its forward and backward, which graphs are made of instead of its apply."""
+    """Graphs trace forward and backward of the class, and not its apply."""
     inputs, gradients = lifted(2, 30), []
     for run in (Vendors(), graph_of(Vendors(), inputs)):
         leaves = [t.clone().requires_grad_() for t in inputs[:2]]
@@ -125,7 +125,7 @@ def test_the_vendors_function_trains_in_a_graph(graph_of):
 
 
 def test_exported():
-    """test_decompositions.py says why no int64 are compared."""
+    """test_decompositions.py has the reason why graphs compare no int64 numbers."""
     for inputs in (inputs_of(2, 30), inputs_of(3, 19)):
         assert_equal(program().module()(*inputs), inputs)
     assert comparisons_of_int64(program()) == []
@@ -138,7 +138,7 @@ def session_of(form):
     import quick_exports  # noqa: F401
 
     table = mx_driving.onnx.translations(form)
-    exported = program() if form == "gather" else program.__wrapped__()  # torch writes one to one file: sizes are in its data
+    exported = program() if form == "gather" else program.__wrapped__()  # torch can write a program to one file only
     model = torch.onnx.export(exported, dynamo=True, verbose=False, custom_translation_table=table)
     return session_with_our_nodes(runtime, model.model_proto)
 
@@ -158,7 +158,7 @@ def run_in_onnxruntime(inputs, form="gather"):
 
 @pytest.mark.parametrize("form", ["gather", pytest.param("onnxruntime", marks=pytest.mark.needs("An ONNX file of opset 20"))])
 def test_onnx(form):
-    """Our node has its sizes, which are attributes otherwise, as an input where the batch is free."""
+    """If the batch is free, the sizes of our node are an input, and not attributes."""
     for inputs in (inputs_of(2, 30), inputs_of(3, 19)):
         found = run_in_onnxruntime(inputs, form)
         torch.testing.assert_close(found, [*Every()(*inputs)])
@@ -168,7 +168,7 @@ def test_onnx(form):
 
 SIZES = [
     ([2, 1, 3, 5], {}, None),
-    ([2, 1, 3, 5], {"bs": 7}, None),  # the input is used where there is one
+    ([2, 1, 3, 5], {"bs": 7}, None),  # the input overrides the attribute
     (None, {"bs": 2, "d": 1, "h": 3, "w": 5}, None),
     (None, {"bs": 2, "d": 1, "h": 3}, "w must be a whole number, an attribute or an element of sizes; got none"),
     ([2, 1, -3, 5], {}, "h must be a whole number, an attribute or an element of sizes; got -3"),
@@ -205,7 +205,7 @@ OUTSIDE = [[-1, 0, 0, 0], [3, 0, 0, 0], [0, 5, 0, 0], [0, -(2**40), 0, 0], [0, 0
 
 
 def test_a_place_outside_is_in_no_cell_of_a_file():
-    """It is not in the last one, as if -1 counted from the end; its NaN is in none, either."""
+    """-1 does not count from the end, and the point's NaN enters no cell."""
     feat, inside = places(2, 9)
     everything = torch.cat([feat, torch.full((len(OUTSIDE), C), torch.nan)]), torch.cat([inside, torch.tensor(OUTSIDE)])
     found = run_in_onnxruntime((everything, *inputs_of(2, 16)[1:]))
@@ -216,14 +216,14 @@ def test_a_place_outside_is_in_no_cell_of_a_file():
 
 @pytest.mark.parametrize("change", [{5: -1}, {6: 2}], ids=["starts", "lengths"])
 def test_an_exported_interval_beyond_the_points(change):
-    """The graph asserts what the public function says in a sentence."""
+    """The graph has an assertion in place of the public function's check."""
     call, (first, second, *others) = program().module(), inputs_of(2, 30)
     second = [t + change.get(place, 0) * 10**6 for place, t in enumerate(second)]
     with pytest.raises(RuntimeError, match="interval_starts and interval_lengths must lie within the points"):
         call(first, tuple(second), *others)
 
 
-STARTS_OF_ENTRIES = torch.tensor([[0, 2, 4], [0, 1, 3], [2, 2, 0]])  # intervals may overlap
+STARTS_OF_ENTRIES = torch.tensor([[0, 2, 4], [0, 1, 3], [2, 2, 0]])  # entries of a batch; intervals may overlap
 LENGTHS_OF_ENTRIES = torch.tensor([[2, 2, 3], [1, 0, 2], [5, 1, 0]])
 POOLED = torch.rand(6, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64), torch.randint(0, 6, (7,))
 TO_CELLS = torch.randint(0, 4, (7,)), torch.tensor([0, 0, 1, 1, 2, 3, 3])
@@ -236,7 +236,7 @@ def pool_intervals(depth, starts, lengths):
 @pytest.mark.parametrize("of", ["output", "gradient"])
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
 def test_intervals_are_vmapped(dims, of):
-    """Entries have other numbers of points."""
+    """Entries differ in the number of points."""
     call = pool_intervals if of == "output" else torch.func.grad(lambda *args: pool_intervals(*args).sin().sum())
     tables = [t if dim == 0 else t[0] for t, dim in zip((STARTS_OF_ENTRIES[:2], LENGTHS_OF_ENTRIES[:2]), dims, strict=True)]
     pairs = [[t[i] if dim == 0 else t for t, dim in zip(tables, dims, strict=True)] for i in range(2)]
@@ -273,7 +273,7 @@ def test_intervals_of_linearized_calls_and_of_fake_tensors():
 @pytest.mark.parametrize("trace", [torch.jit.trace, lambda call, args: make_fx(call)(*args)], ids=["jit", "fx"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_traced_graph_called_with_other_dtypes_of_places(call, trace, base):
-    """Its graph has no check of ours but the kernel's."""
+    """In such a graph only the kernel checks dtypes."""
     args = [t if t.is_floating_point() else t.clamp(min=0, max=4) for t in CALLS[call][0](2, 30)]
     integers = [i for i, t in enumerate(args) if not t.is_floating_point()]
     graph = trace(call, tuple(t.to(base) if i in integers else t for i, t in enumerate(args)))
@@ -287,7 +287,7 @@ def test_a_traced_graph_called_with_other_dtypes_of_places(call, trace, base):
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (1, None)])
 def test_voxels_are_vmapped(dims):
-    """Entries have other numbers of points in the grid. A point outside adds nothing, not even NaN."""
+    """Entries differ in the number of points in the grid. A point outside adds nothing, not even NaN."""
     geometry, features = torch.randint(-1, 6, (2, 2, 9, 3)), torch.randn(2, 2, 9, C, dtype=torch.float64)
     features = features.masked_fill((geometry.select(-1, 2) != 0)[..., None], torch.nan) if dims == (0, 0) else features[0]
     entries = [(geometry.select(dims[0], i), features[i] if dims[1] == 0 else features) for i in range(2)]

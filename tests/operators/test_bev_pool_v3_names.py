@@ -1,7 +1,6 @@
-"""The names of bev_pool: the vendor's paths and extension, and stand-ins for those of BEVDet, BEVFusion and BEVDepth."""
+"""The names of bev_pool: the vendor's extension, and stand-ins for the extensions of BEVDet, BEVFusion and BEVDepth."""
 
 import functools
-import importlib
 from unittest.mock import Mock
 
 import numpy as np
@@ -25,7 +24,7 @@ def lifted(points=60, dtype=torch.float32):
 
 
 def intervals(ranks):
-    """The first point and the length of each run."""
+    """Return the first point and the length of each run of equal ranks."""
     lengths = ranks.unique_consecutive(return_counts=True)[1].int()
     return (lengths.cumsum(0) - lengths).int(), lengths
 
@@ -36,26 +35,15 @@ def plain(depth, feat, ranks_depth, ranks_feat, ranks_bev):
 
 
 def results(out, *leaves):
-    """Output and gradients, in the direction of a ramp."""
+    """Return output and gradients, for a grad_output that rises from -1 to 1, and this grad_output."""
     direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(SHAPE)
     return [out.detach(), *torch.autograd.grad(out, leaves, direction)], direction
 
 
 def places_of(cells):
-    """(h, w, d, b) of each cell."""
+    """Return (h, w, d, b) of each cell."""
     b, d, h, w = torch.unravel_index(cells.long(), (B, D, H, W))
     return torch.stack([h, w, d, b], 1).int()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_vendor_paths():
-    for module in ("mx_driving.point", "mx_driving.ops"):
-        for name in ("bev_pool", "bev_pool_v2", "bev_pool_v3", "npu_voxel_pooling_train"):
-            assert getattr(importlib.import_module(module), name) is getattr(mx_driving, name)
-    for name in ("bev_pool", "bev_pool_v2", "bev_pool_v3"):
-        assert getattr(importlib.import_module(f"mx_driving.ops.{name}"), name) is getattr(mx_driving, name)
-    module = importlib.import_module("mx_driving.ops.voxel_pooling_train")
-    assert module.npu_voxel_pooling_train is mx_driving.npu_voxel_pooling_train
 
 
 def test_extension_functions():
@@ -96,7 +84,7 @@ def plain_rows(feat, cells):
 
 
 def test_autograd_function_by_hand_and_derived():
-    """BEVPoolV3 with a Mock for ctx, as the vendor's test; a derived class has second derivatives."""
+    """BEVPoolV3 takes a Mock for ctx, as in the vendor's test. A derived class has second derivatives."""
 
     class Derived(BEVPoolV3):
         @staticmethod
@@ -125,7 +113,7 @@ CELLS = [0, 5, 11, 11]
 
 
 @pytest.mark.parametrize("number", [[3, 2, 1], torch.tensor([3, 2, 1])])
-def test_voxel_pooling_leaves_out_what_is_outside(number):
+def test_voxel_pooling_leaves_out_points_outside_the_grid(number):
     inside = torch.tensor(INSIDE).view(2, 4)
     feat = torch.randn(2, 4, 5).masked_fill(~inside[..., None], torch.nan).requires_grad_()
     expected = torch.zeros(12, 5).index_add(0, torch.tensor(CELLS), feat[inside]).view(2, 2, 3, 5).permute(0, 3, 1, 2)
@@ -142,7 +130,7 @@ def test_voxel_pooling_leaves_out_what_is_outside(number):
 
 @pytest.mark.parametrize("backward", ["bev_pool_v2_backward", "bev_pool_v2_backward_opt"])
 def test_bevdet(extension, backward):
-    """The caller makes the outputs; backward gets the points sorted by row of feat, and those rows' intervals."""
+    """The caller makes the outputs. backward gets points sorted by row of feat, and the intervals of these rows."""
     pool, inputs = extension("bev_pool_v2_ext"), lifted()
     expected, grad = results(plain(*inputs), *inputs[:2])
     starts, lengths = intervals(inputs[4])
@@ -157,7 +145,7 @@ def test_bevdet(extension, backward):
 
 @pytest.mark.parametrize("sizes", [(B, D, H, W), (B, *torch.tensor([D, H, W])), (B, *np.array([D, H, W]))])
 def test_bevfusion(extension, sizes):
-    """Its grid is a tensor, of which a compiled function takes elements; others keep it in NumPy."""
+    """Programs pass the sizes of the grid as ints, or as elements of a tensor or of a NumPy array."""
     pool, cells = extension("bev_pool_ext"), torch.randint(0, B * D * H * W, (30,)).sort().values
     feat, places, (starts, lengths) = torch.randn(30, C, requires_grad=True), places_of(cells), intervals(cells)
     expected, grad = results(plain_rows(feat, cells), feat)
@@ -183,7 +171,7 @@ def test_bevdepth_in_training(extension, module, function):
 
 
 def test_bevdepth_in_inference(extension):
-    """It multiplies depth [B * cams, D, H, W] by context [B * cams, C, H, W] itself."""
+    """The function multiplies depth [B * cams, D, H, W] by context [B * cams, C, H, W]."""
     geometry, number = torch.randint(-1, 4, (2, 3, 4, 2, 3, 3), dtype=torch.int32), torch.tensor([3, 2, 2])
     depth, context = torch.rand(6, 4, 2, 3), torch.randn(6, C, 2, 3)
     rows = (depth[:, None] * context[:, :, None]).permute(0, 2, 3, 4, 1).reshape(2, -1, C)
@@ -193,7 +181,7 @@ def test_bevdepth_in_inference(extension):
     close([output.permute(0, 3, 1, 2)], [mx_driving.npu_voxel_pooling_train(geometry, rows, number)])
 
 
-# Every name that sums rows at places, of places (h, w, d, b): a function of feat and places.
+# Each name that sums rows at places (h, w, d, b), as a function of feat and places.
 PLACED = {
     "bev_pool": lambda feat, places: mx_driving.bev_pool(feat, places, B, D, H, W),
     "bev_pool_v3": lambda feat, places: mx_driving.bev_pool_v3(None, feat, None, None, places, SHAPE),
@@ -238,8 +226,8 @@ def test_voxels_and_intervals_are_int32_or_int64(extension, dtype):
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_a_place_outside_is_named_as_it_was_given(name):
-    """Not by the rank that is made of it."""
+def test_a_place_outside_is_named_by_the_caller_s_argument(name):
+    """The sentence does not name the rank that is computed from the place."""
     places = torch.tensor([[0, 0, 0, 0], [3, 4, 1, 2], [0, -1, 0, 0]])
     argument = "geom_feat" if name in ("bev_pool", "_C.npu_bev_pool") else "ranks_bev"
     with pytest.raises(ValueError) as refused:
@@ -303,7 +291,7 @@ REFUSED = [
     (lambda: _C.npu_bev_pool_v3_backward(torch.rand(2, 8), *lifted()), "grad_out must have shape (B, D, H, W, C); got (2, 8)"),
     (lambda: _C.npu_bev_pool_v3_backward(torch.rand(B, D, H, W, 3), *lifted()),
      "feat must have shape (..., C=3); got (2, 3, 2, 3, 8)"),
-    # only bev_pool_v3 reads the first rows of a longer view
+    # bev_pool_v3 alone reads the first rows of a longer view.
     *((lambda name=name, shape=shape: PLACED[name](torch.rand(shape), THREE), "feat must have shape (n=3, C); got ")
       for name in ("bev_pool", "_C.npu_bev_pool") for shape in ((4, C), (2, C), (3, 1, C), (3 * C,), (3, C, 1))),
     (lambda: mx_driving.bev_pool(torch.rand(0, 0), NONE, *HUGE), FEW),
@@ -322,7 +310,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED)
-def test_what_is_wrong_is_refused_in_words(call, sentence):
+def test_refusals(call, sentence):
     with pytest.raises((RuntimeError, TypeError, ValueError)) as refused:
         call()
     said = str(refused.value)
@@ -330,7 +318,7 @@ def test_what_is_wrong_is_refused_in_words(call, sentence):
 
 
 def test_every_name_serves_meta_tensors():
-    """The number of points is data there; the shape of the output is not."""
+    """The shape of the output does not depend on data, so that meta tensors suffice."""
     depth, feat, *ranks = (t.detach().to("meta") for t in lifted())
     start = FIRST.to("meta")
     outputs = [

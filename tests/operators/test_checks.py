@@ -1,13 +1,12 @@
-"""The checks alone: legal dtypes pass; a size or dtype off the rules is refused.
-
-test_errors.py has the sentences.
-"""
+"""The checks alone: legal sizes and dtypes pass, all others are refused. test_errors.py has the sentences."""
 
 import cases
 import logits_cases
 import pytest
+import refusals
 import torch
-from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS
+from refusals import CAMERAS, MAPS
 from small_cases import GOOD
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -18,23 +17,13 @@ from mx_driving._operator.description import OPERATORS
 
 FLOATING = torch.float32, torch.float64, torch.float16, torch.bfloat16
 INDEX = torch.int32, torch.int64
-SIZES = [(3, 5), (2, 3)]
-CAMERAS = [[(3, 4), (2, 2)]] * 3
-# No two axes are alike. Made at run time: a check must not ask whether it is given the very string that it has.
-POINT = "".join(["po", "int"])
-CALLS = {
-    "samples": (MULTI_SCALE, lambda: cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
-    "nearest": (GEOMETRIC, lambda: cases.geometric(3, 5, 7, 4, SIZES, 6)),
-    "cameras": (AGGREGATION, lambda: cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
-    "a reference for each level": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
-    "one reference": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 1)),
-    "a reference for each point": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 6, POINT)),
-    "three references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 3, POINT)),
-    "boxes": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, box=True)),
-    "logits on two axes": (MULTI_SCALE_LOGITS, lambda: with_two_axes(logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6))),
-    "window": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3))),
-    "window, logits on two axes": (GEOMETRIC_LOGITS, lambda: with_two_axes(logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3)))),
-    "projected": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
+POINT = "".join(["po", "int"])  # made at run time: a check must not ask whether a word is the very string that it has
+CALLS = refusals.CALLS | {
+    "one reference": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, MAPS, 6, 1)),
+    "a reference for each point": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, MAPS, 6, 6, POINT)),
+    "three references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, MAPS, 6, 3, POINT)),
+    "logits on two axes": (MULTI_SCALE_LOGITS, lambda: with_two_axes(logits_cases.multi_scale(3, 5, 7, 4, MAPS, 6))),
+    "window, logits on two axes": (GEOMETRIC_LOGITS, lambda: with_two_axes(logits_cases.geometric(3, 5, 7, 4, MAPS, (2, 3)))),
     "projected, without options": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS, False, False)),
 }
 
@@ -46,7 +35,7 @@ def with_two_axes(args):
 
 
 def places(args):
-    """Of the tensors."""
+    """Return the indices of the tensors."""
     return [place for place, a in enumerate(args) if isinstance(a, Tensor)]
 
 
@@ -56,7 +45,7 @@ def replaced(args, place, by):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_each_input_has_its_dtypes(name):
-    """Floating ones may differ from each other."""
+    """Floating inputs may have different dtypes."""
     operator, make = CALLS[name]
     args = make()
     for place in places(args):
@@ -73,8 +62,8 @@ def test_each_input_has_its_dtypes(name):
 
 
 def is_free(operator, place, axis, size, args):
-    """The rows of value, which are held to the levels later; its channels, unless groups divide them; some numbers of
-    reference points."""
+    """Return whether another size of an axis is legal. Rows of value are compared with levels later; groups may divide its
+    channels; several numbers of reference points are legal."""
     if place == 0:
         return axis == 1 or (axis == 3 and operator not in (AGGREGATION, AGGREGATION_LOGITS))
     if operator == MULTI_SCALE_LOGITS and place == 3 and axis == 2:
@@ -100,14 +89,14 @@ def test_each_size_is_held_to_the_others(name, by):
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_a_backward_like_an_earlier_one_is_one_look(operator, monkeypatch):
+def test_a_repeated_backward_is_checked_once(operator, monkeypatch):
     args = GOOD[operator]()
     call = [cases.grad_for(operator, args), *args, [True] * len(cases.DIFFERENTIABLE[operator])]
     checks.check_backward(OPERATORS[operator], *call)
-    monkeypatch.setattr(checks, "output_shape", lambda *args: pytest.fail("looked twice"))
+    monkeypatch.setattr(checks, "output_shape", lambda *args: pytest.fail("checked twice"))
     checks.check_backward(OPERATORS[operator], *call)
     call[0] = call[0].half()  # another dtype is another call
-    with pytest.raises(pytest.fail.Exception, match="looked twice"):
+    with pytest.raises(pytest.fail.Exception, match="checked twice"):
         checks.check_backward(OPERATORS[operator], *call)
 
 
@@ -122,7 +111,7 @@ KINDS = {
 @pytest.mark.parametrize("place", [1, 2])
 @pytest.mark.parametrize("operator", [*cases.OPERATORS, MULTI_SCALE_LOGITS, GEOMETRIC_LOGITS, AGGREGATION_LOGITS])
 def test_a_table_may_be_another_kind_of_tensor_than_the_other_table(operator, place, kind):
-    """Only tables in memory are read before the kernel reads them."""
+    """Checks read only tables that have memory."""
     args = list(GOOD[operator]())
     args[2] = torch.zeros_like(args[2])  # all levels read the same rows
     args[place] = KINDS[kind](args[place])

@@ -1,4 +1,4 @@
-"""data_checks() warns once of legal inputs that look wrong, not of others, and changes nothing else."""
+"""data_checks() warns once of legal inputs that look like a mistake, does not warn of others, and changes no result."""
 
 import functools
 import os
@@ -22,7 +22,7 @@ SIZES = [(12, 20), (6, 10)]
 
 
 def smooth(args):
-    """The arguments with a value like a picture's: neighbours differ little, except where a row ends."""
+    """Replace value by smooth pictures: neighbours differ little, except where a row ends."""
     value, shapes, starts = args[0].clone(), args[1].view(-1, 2).tolist(), args[2].flatten().tolist()
     rest = value.shape[2:].numel()
     for (h, w), start in zip(shapes, starts, strict=True):
@@ -33,12 +33,12 @@ def smooth(args):
 
 
 def on_map(args):
-    """Pixels of geometric_kernel_attention, none of them beyond its map."""
+    """Clamp pixels of geometric_kernel_attention to their maps."""
     return (*args[:3], args[3].clamp(torch.tensor(0), (args[1].flip(-1) - 1)[:, None]), args[4])
 
 
 def softmaxed(args):
-    """Weights that sum to 1 over the samples of a query."""
+    """Scale weights so that they sum to 1 over the samples of a query."""
     axes = (2, 3, 4) if args[4].dim() == 6 else (3, 4)
     return (*args[:4], args[4].abs() / args[4].abs().sum(axes, keepdim=True))
 
@@ -73,13 +73,13 @@ def one_nan(t):
 
 
 def tall_samples():
-    """Pixels that fit the maps only when these are turned."""
+    """Return pixels that fit the maps only if height and width of the maps are exchanged."""
     args = (torch.zeros_like(GOOD[GEOMETRIC][0]), *GOOD[GEOMETRIC][1:])
     return GEOMETRIC, [*args[:3], args[3].flip(-1), args[4]]
 
 
 def other_groups():
-    """What Sparse4D's feature_maps_format gives for groups of cameras whose maps have different sizes."""
+    """Return the tables that Sparse4D's feature_maps_format makes for cameras whose maps have different sizes."""
     shapes = torch.tensor([[[4, 6], [2, 3]], [[4, 6], [2, 3]], [[5, 6], [3, 3]]])
     args = [torch.rand(1, 99, 32), shapes, torch.tensor([[0, 24], [30, 54], [0, 30]])]
     return AGGREGATION, [*args, torch.rand(1, 30, 7, 3, 2), torch.rand(1, 30, 7, 3, 2, 4)]
@@ -90,7 +90,7 @@ def six_cameras():
 
 
 def by_scale():
-    """Six cameras whose maps lie scale by scale."""
+    """Return six cameras whose maps lie scale by scale."""
     args = six_cameras()
     maps = [
         args[0][:, s : s + h * w] for (h, w), s in zip(args[1].view(-1, 2).tolist(), args[2].flatten().tolist(), strict=True)
@@ -169,14 +169,14 @@ def test_sentence(make, sentence):
 
 
 @pytest.mark.parametrize("operator", [*cases.OPERATORS, POOL, "maps that lie camera by camera"])
-def test_what_is_right_is_not_warned_of(operator):
+def test_correct_inputs_are_not_warned_of(operator):
     operator, args = (operator, GOOD[operator]) if operator in GOOD else (AGGREGATION, six_cameras())
     with mx_driving.data_checks():
         assert warned(lambda: call(operator, args)) == []
 
 
 def test_points_of_no_features_and_second_derivatives_are_not_warned_of():
-    """Those are sums of other tensors than depth."""
+    """Second derivatives are sums of other tensors than depth."""
     feat, depth, *rest = GOOD[POOL]
     leaves = feat.clone().requires_grad_(), depth.clone().requires_grad_()
     with mx_driving.data_checks():
@@ -187,8 +187,8 @@ def test_points_of_no_features_and_second_derivatives_are_not_warned_of():
 
 
 @pytest.mark.parametrize("starts", [[0, 240], [0, 300], [30, 300]])
-def test_gaps_alone_and_shared_maps_alone_are_meant(starts):
-    """Padding between maps, or a map that several cameras or levels have in common."""
+def test_gaps_alone_and_shared_maps_alone_are_not_warned_of(starts):
+    """Programs pad maps, and share a map between cameras or levels."""
     value, shapes, _, *rest = GOOD[MULTI_SCALE]
     padded = torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 60))
     with mx_driving.data_checks():
@@ -230,7 +230,7 @@ def test_warning_points_at_the_caller():
     assert found[0].filename == __file__
 
 
-def test_what_is_refused_is_refused_first():
+def test_an_error_comes_before_warnings():
     operator, args = of(MULTI_SCALE, 2, lambda starts: starts + 1)
     with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
         call(operator, args)
@@ -286,14 +286,14 @@ def test_same_results_and_one_warning_everywhere(operator, way):
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_an_exported_program_is_looked_at_when_it_runs(operator):
+def test_an_exported_program_is_checked_when_it_runs(operator):
     _, args = of(operator, 0, one_nan)
     with mx_driving.data_checks():
         assert len(warned(lambda: exported(getattr(mx_driving, operator))(*args))) == 1
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_nothing_is_looked_at_without_data_or_unasked(operator, monkeypatch):
+def test_checks_run_only_inside_the_block_and_on_tensors_with_data(operator, monkeypatch):
     monkeypatch.setattr(_data_checks, "_look", lambda *call: pytest.fail("looked"))
     call(operator, GOOD[operator])
     with mx_driving.data_checks():
@@ -305,7 +305,7 @@ def test_nothing_is_looked_at_without_data_or_unasked(operator, monkeypatch):
 @pytest.mark.parametrize("key", ["CPU", "CUDA", "XPU"])
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_every_device(operator, key):
-    """CPU tensors go to the kernels of devices that are not here: Triton's PTX executed, and the reference."""
+    """CPU tensors are passed to the kernels of other devices: Triton's executed PTX, and the reference."""
     small = cases.cast(TINY[operator](), torch.float32)
     args = (*small[:4], one_nan(small[4]))
     device = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -342,7 +342,7 @@ def test_environment_variable():
         assert ("<string>:2: DataWarning: multi_scale_deformable_attn: sampling_locations should" in done.stderr) == told
 
 
-def test_calls_of_other_threads_are_looked_at():
+def test_calls_of_other_threads_are_checked():
     """A server opens the checks in one thread and runs its model in another."""
     operator, args = of(MULTI_SCALE, 3, in_pixels)
     with mx_driving.data_checks(), ThreadPoolExecutor(1) as threads:

@@ -1,5 +1,5 @@
 """The native kernel of deformable_aggregation_with_logits: groups of every size, many pairs and anchors, infinities in softmax
-and in cameras, and the C interface. test_with_logits.py has what holds for all operators with logits."""
+and in cameras, and the C interface. test_with_logits.py tests all operators with logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BACKWARD = f"mxd_{NAME}_backward"
 
 
 def drawn(*sizes: Any, dtype: torch.dtype = torch.float32, **options: bool) -> tuple[tuple[Any, ...], Tensor]:
-    """The inputs, and the gradient of the output."""
+    """Return the inputs, and the gradient of the output."""
     args = cases.cast(logits_cases.aggregation(*sizes, **options), dtype)
     return args, cases.grad_for(NAME, args).to(dtype)
 
@@ -35,7 +35,7 @@ def run(args: Sequence[Any], grad: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_group_that_softmax_turns_to_nan(bad):
-    """It gives what softmax gives, there and nowhere else."""
+    """The group gives NaN, as softmax does, and no other group."""
     args, grad = drawn(2, 9, 7, 16, 4, TWO_CAMERAS)
     args[4][:] = 0  # every anchor sees the same place of both cameras' maps
     args[4][..., :2, 3], args[4][..., 2, 3] = torch.tensor([100.0, 60.0]), 1
@@ -55,7 +55,7 @@ def test_a_group_that_softmax_turns_to_nan(bad):
     assert torch.equal(of_points[1], clean[2][1])
 
 
-def test_softmax_is_nan_where_nothing_is_seen_too():
+def test_softmax_is_nan_also_where_no_camera_sees_a_point():
     args, grad = drawn(1, 3, 4, 8, 2, TWO_CAMERAS)
     args[3][:] = NAN
     args[5][0, 1, ..., 0] = -INF
@@ -68,8 +68,8 @@ def test_softmax_is_nan_where_nothing_is_seen_too():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_depths_that_overflow(dtype):
-    """A depth of -infinity is taken as 1e-5: a point may be seen there, and its gradient has no part of the infinite row. At a
-    depth of infinity or NaN nothing is seen."""
+    """A depth of -infinity counts as 1e-5: a camera may see the point, and its gradient has no infinite part. No camera sees a
+    point whose depth is infinity or NaN."""
     args, grad = drawn(1, 2, 3, 8, 2, [[(4, 4)]] * 4, dtype=dtype, image_size=False, pair_scale=False)
     args[3][:] = torch.tensor([1.0, 1, 2], dtype=dtype)
     args[4][:] = 0
@@ -91,7 +91,7 @@ def pack(t: Tensor | None) -> bytes | None:
 
 @pytest.mark.parametrize("place", [3, 7])
 def test_what_is_refused_writes_nothing(place):
-    """test_refusals.py has what is refused."""
+    """test_refusals.py has all refusals."""
     args, grad = drawn(2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]])
     args = [t[:1] if i == place else t for i, t in enumerate(args)]
     results = [torch.full_like(t, 7) for t in (grad, args[0], *args[3:6])]
@@ -119,8 +119,7 @@ ENDLESS = 10**12
 
 @pytest.mark.parametrize("nothing", ["cameras", "scales", "points"])
 def test_no_samples(nothing):
-    """The output and gradients are zero, whatever softmax of nothing is; without results of their own, so many anchors that no
-    loop would end."""
+    """The output and gradients are zero. With 10^12 anchors the call ends at once, so that no loop runs over them."""
     sizes = {"cameras": 2, "scales": 1, "points": 3, nothing: 0}
     cams, scales, points = sizes.values()
 

@@ -1,4 +1,4 @@
-"""The same bits wherever a sample stands, for any wanted gradients, and in 16 bits as in 32. native/test_plan.py has numbers of
+"""The same bits for any order of samples, for any output mask, and in 16 bits as in 32. native/test_plan.py has numbers of
 threads."""
 
 import cases
@@ -11,7 +11,7 @@ from values import run
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_bits_do_not_depend_on_where_a_sample_stands(dtype):
-    """Samples that are worked out sixteen at once have the bits of eight at a time: eight samples off the map shift them."""
+    """Kernels compute sixteen samples at once, or eight. Eight samples off the map shift samples from one to the other."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(1, 35, 2, 40, generator=generator).to(dtype)
     edges = torch.tensor(
@@ -64,9 +64,9 @@ IN_ONE_PASS_OR_SEVERAL = [
     ("case", "dtype"), [pytest.param(c, d, id=f"{cases.case_id(c)}-{d}") for c, d in IN_ONE_PASS_OR_SEVERAL]
 )
 def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread, case, dtype):
-    """One pass through the queries may give all gradients, or each may take a pass: the bits are the same.
+    """One pass through the queries computes all gradients, or each gradient takes a pass: the bits are the same.
 
-    The reference has no ways to choose from; test_autograd.py asks it for some gradients alone."""
+    The reference has one way; test_autograd.py tries it with all masks."""
     args = cases.cast(cases.made(case), dtype)
     grad = cases.grad_for(case.operator, args).to(dtype)
     places, first = range(len(cases.DIFFERENTIABLE[case.operator])), None

@@ -1,4 +1,4 @@
-"""hypothesis over shapes, layouts, dtypes and index tables: right, or refused in a sentence; never a crash."""
+"""Random shapes, layouts, dtypes and index tables, by hypothesis: a result is right, or the call is refused in a sentence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def calls(draw):
 
 
 def permuted(t: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The same tensor with its axes laid out in another order in memory."""
+    """Return the same tensor with its axes in another order in memory."""
     axes = [a for a in order if a < t.dim()]
     inverse = [axes.index(a) for a in range(t.dim())]
     return t.permute(axes).contiguous().permute(inverse)
@@ -73,14 +73,14 @@ def test_any_index_table_works_or_is_refused(call, numbers, keep_shapes):
     else:
         with pytest.raises(ValueError, match=RULE):
             cases.forward_of("native", operator)(*args)
-        with pytest.raises((ValueError, RuntimeError), match=RULE):  # from torch 2.10 on C++ answers here
+        with pytest.raises((ValueError, RuntimeError), match=RULE):  # C++ refuses from torch 2.10 on
             cases.gradients_of("native", operator, grad, args)
 
 
 @FUZZ
 @given(st.lists(st.floats(width=32), min_size=8, max_size=8), st.integers(1, 5), st.integers(1, 5))
 def test_any_location(numbers, height, width):
-    """Bit patterns of every kind as locations: finite results that agree with the reference."""
+    """Locations of any bits give finite results, and those of the reference."""
     for operator in (MULTI_SCALE, GEOMETRIC):
         value = torch.linspace(-1, 1, height * width).view(1, -1, 1, 1)
         locations = torch.tensor(numbers).view(1, 2, 1, 1, 2, 2)

@@ -1,5 +1,5 @@
-"""geometric_kernel_attention alone: the pixel is clamp(trunc(location), 0, size - 1) for locations of any dtype, also on maps
-of more pixels than float32 counts. Locations have no gradient."""
+"""geometric_kernel_attention: the pixel is clamp(trunc(location), 0, size - 1) for locations of any dtype, also on maps of more
+pixels than float32 can count. Locations have no gradient."""
 
 import cases
 import pytest
@@ -16,13 +16,13 @@ NAN, INF = float("nan"), float("inf")
 SIZE = (1 << 24) + 8  # size - 1 rounds up to size in float32
 GUARD = 7777.0
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64]
-# float32 holds every second number above 2^24, so both neighbours of an odd one are there
+# float32 holds every second whole number above 2^24. PLACES has both neighbours of an odd number.
 PLACES = [float("inf"), 1e38, 2.0**31, SIZE, SIZE - 1, SIZE - 2, SIZE - 3, 2**24 + 1, 2**24, 40000.75, 3, -1, float("nan")]
 
 
 @pytest.fixture(scope="module")
 def value():
-    """One map of SIZE pixels, each of which can be told from its neighbours, and a row behind it that no one may read."""
+    """One map of SIZE pixels that differ from their neighbours, and a row behind it that must not be read."""
     padded = torch.full((1, SIZE + 1, 1, 1), GUARD)
     padded[0, :-1, 0, 0] = torch.arange(SIZE) % 4096
     return padded[:, :-1]
@@ -39,7 +39,7 @@ def locations_of(dtype, axis, points):
 
 
 def pixels_of(locations, axis):
-    """The expected pixels, in Python's integers, which have no bounds."""
+    """Return the expected pixels, computed with Python's integers, which do not overflow."""
     numbers = locations[0, :, 0, 0, 0, axis].tolist()
     return [int(min(max(x, 0), SIZE - 1)) if x == x else 0 for x in numbers]
 
@@ -50,7 +50,7 @@ def tables_of(axis):
 
 @covering("axis", [0, 1], DTYPES)
 def test_every_pixel_is_found(implementation, value, dtype, axis):
-    """Numbers of points fill vectors or not; value is packed or not."""
+    """Numbers of points that fill vectors, and that do not; locations with strides of 1 and 2."""
     forward = cases.forward_of(implementation, GEOMETRIC)
     for points, apart in [(1, False), (3, True), (4, False), (8, True), (9, False)]:
         locations = locations_of(dtype, axis, points)
@@ -61,7 +61,7 @@ def test_every_pixel_is_found(implementation, value, dtype, axis):
 
 
 def last_pixels(size):
-    """A map of one row whose last four pixels are told apart, looked at from its end and from beyond."""
+    """Return a map of one row, whose last four pixels are 1 to 4, with locations at its end and beyond."""
     value = torch.zeros(1, size, 1, 1, dtype=torch.float16)
     value[0, -4:] = torch.arange(1, 5).half().view(4, 1, 1)
     locations = torch.zeros(1, 4, 1, 1, 1, 2)
@@ -93,7 +93,7 @@ def test_gradients_reach_the_same_pixels(implementation, value, dtype, axis):
 @pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
 @pytest.mark.parametrize("threads", [1, 64])
 def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads):
-    """Cut by heads and by bands. Through torch the gradient would have memory of its own, so the test calls C."""
+    """One thread owns a head, 64 threads own bands. Calls by torch make the gradient themselves, so the test calls C."""
     locations = locations_of(torch.float32, axis, 3)
     weights = torch.ones(locations.shape[:-1])
     room = torch.full((1, SIZE + 2, 1, 1), GUARD)
@@ -104,7 +104,7 @@ def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads)
     assert room[0, 1:-1].sum() == 3 * locations.shape[1]
 
 
-# x on a map of four columns, and the column that it reads
+# x on a map of four columns, and the expected column
 FAR = [(NAN, 0), (-INF, 0), (INF, 3), (1e30, 3), (-1e30, 0), (2.9, 2), (-0.9, 0)]
 COLUMNS = {
     torch.int64: [(2**62, 3), (-(2**62), 0), (2**31, 3), (-(2**31), 0), (3, 3), (-5, 0)],
@@ -154,7 +154,7 @@ def test_geometric_locations_have_no_gradient():
 @pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
 @pytest.mark.parametrize(("dtype", "sum_of_ones"), [(torch.float32, 2**24), (torch.float64, 2**24 + 100)], ids=str)
 def test_sums_of_more_than_2_to_the_24_ones(dtype, sum_of_ones):
-    """As the docstrings say: float32 stops there, float64 goes on."""
+    """As the docstrings say, a sum of ones in float32 stops at 2^24; in float64 it does not."""
     count, one = 2**24 + 100, torch.ones(1, dtype=dtype)
     tables = torch.tensor([[1, 1]]), torch.tensor([0])
     args = (one.view(1, 1, 1, 1), *tables, torch.zeros(1, dtype=dtype).expand(1, count, 1, 1, 1, 2))

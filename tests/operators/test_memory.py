@@ -1,5 +1,5 @@
-"""No byte outside the tensors is read into a result or written, whatever the index tables hold; every output is written. Many
-calls need no more memory than few."""
+"""No byte outside the tensors is read into a result, or written, for any index tables. Every output is written. Many calls take
+no more memory than few calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mx_driving import _backends
 
 
 def embedded(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """t in the middle of a buffer of NaN (or of an absurd integer), and the buffer."""
+    """Return a copy of t in the middle of a buffer of NaN, or of a large negative integer, and the buffer."""
     canary = float("nan") if t.is_floating_point() else -(2**30)
     buffer = torch.full((t.numel() + 512,), canary, dtype=t.dtype)
     inner = buffer[256 : 256 + t.numel()].view(t.shape)
@@ -47,7 +47,7 @@ def test_surroundings_are_neither_read_nor_written(implementation, poisoned_allo
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_reference_masks_what_tables_push_outside(operator):
-    """On devices where tables cannot be read for free nothing is raised: rows that do not exist count as zero."""
+    """On devices where reading tables is not free, no error is raised: missing rows count as zero."""
     args = list(GOOD[operator]())
     args[2] = args[2] + 1000
     assert not cases.forward_of("reference", operator)(*args).any()
@@ -59,7 +59,7 @@ ENDLESS = 10**12  # queries of inputs without memory of their own
 
 
 def _endless(operator, sizes):
-    """Inputs of ENDLESS queries with one of their sizes 0, and grad_output."""
+    """Return inputs of ENDLESS queries with one size of 0, and grad_output."""
     one, n = torch.ones(1), {"bs": 1, "groups": 2, "channels": 4, "maps": 1, "points": 2, **sizes}
     shapes, starts = torch.tensor([[2, 2]])[: n["maps"]], torch.tensor([0])[: n["maps"]]
     if operator == cases.AGGREGATION:
@@ -100,7 +100,7 @@ def test_nothing_to_do_ends_at_once(poisoned_allocations, operator, nothing):
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 @pytest.mark.parametrize(("places", "expected"), [(2**34, "not enough memory"), (2**56, r"2\*\*48 elements")])
 def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected):
-    """One query has so many points (one expanded element) that no memory, or no size in bytes, holds the scratch for them."""
+    """A query has more points than scratch memory can hold, or than bytes can be counted. They are one expanded element."""
     args = GOOD[operator]()
     axis = 2 if operator == cases.AGGREGATION else 4
     args = [t[:1, :1] if i > 2 else t[:1] if i == 0 else t for i, t in enumerate(args)]
@@ -113,8 +113,8 @@ def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected)
         getattr(torch.ops.mx_driving, operator)(*args)
 
 
-# Each number is a call with new sizes, by torch.ops and by the public function of one of four operators. One number of ten adds
-# autograd, and kernels by ctypes, whose checks in Python are cached. One of a hundred adds a call that is refused.
+# Each number has new sizes. It makes four calls of one of four operators, by torch.ops and by the public function. A tenth of
+# numbers adds autograd, and kernels by ctypes, whose checks in Python are cached. A hundredth adds a call that is refused.
 SOAK = """
 import gc, json, math, os, sys
 import torch
@@ -162,8 +162,8 @@ def fill_caches_of_checks(number):
 def call(number):
     name, _, public, mask = OPERATORS[number % 4]
     args, op = inputs_of(number), REGISTERED[name].op
-    output = op(*args)
-    public(*args)
+    for function in (public, op, public, op):
+        output = function(*args)
     if number % 40 < 4:
         op(args[0].detach().requires_grad_(), *args[1:]).backward(output)
         REGISTERED[name].run("cpu", *args)
@@ -190,7 +190,7 @@ def measure():
 results = []
 for number in range(4_200):
     fill_caches_of_checks(number)
-for first, last in ((0, 10_000), (10_000, 43_000)):
+for first, last in ((0, 5_000), (5_000, 23_000)):
     for number in range(first, last):
         call(number)
     results.append(measure())
@@ -201,9 +201,10 @@ print(json.dumps(results))
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_100_000_calls_of_changing_sizes_hold_their_memory():
-    """A quarter of the calls fills all caches. The other calls add no entry to a cache, and less than 14 bytes each."""
+    """The first calls fill all caches. 79,000 other calls add no entry to a cache, and less than 27 bytes each. Without a leak
+    they add up to 1 MB: Python allocates arenas of 1 MB."""
     done = subprocess.run([sys.executable, "-c", SOAK], capture_output=True, text=True, check=True)
     (before, caches_before), (after, caches_after) = json.loads(done.stdout)
     assert caches_before["mx_driving._operator.checks._fit"] == 4096
     assert caches_before == caches_after
-    assert after - before < 2**20
+    assert after - before < 2**21

@@ -1,4 +1,4 @@
-"""multi_scale_deformable_attn alone: corners off the map, overlapping levels, NaN of any bits, the vendor's largest call."""
+"""multi_scale_deformable_attn: corners off the map, overlapping levels, NaN of any bits, the vendor's largest call."""
 
 import cases
 import numpy as np
@@ -13,7 +13,7 @@ INF = float("inf")
 
 @everywhere
 def test_corner_off_the_map_is_zero_next_to_infinity(implementation):
-    """A corner that is off the map is not read: its neighbour's infinity arrives as infinity, not as NaN."""
+    """A corner off the map is not read: zero times the infinity beside it would be NaN."""
     value = torch.tensor([INF, 1.0, 2.0, 3.0]).view(1, 4, 1, 1)
     shapes, starts = torch.tensor([[2, 2]]), torch.tensor([0])
     location = torch.tensor([0.125, 0.125]).view(1, 1, 1, 1, 1, 2)  # pixel (-0.25, -0.25): only corner 3 is on the map
@@ -25,7 +25,7 @@ def test_corner_off_the_map_is_zero_next_to_infinity(implementation):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [1, 8, 26, 32])
 def test_a_nan_of_any_bits_stays_one_in_16_bits(implementation, channels, dtype):
-    """Rounded as a number, one whose bits are all set would become zero."""
+    """A NaN whose bits are all set would become zero if it were rounded as a number."""
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
     weights = bits.view(torch.float32).view(1, 4, 1, 1, 1)
     value, shapes, starts = torch.ones(1, 6, 1, channels, dtype=dtype), torch.tensor([[2, 3]]), torch.tensor([0])
@@ -35,7 +35,7 @@ def test_a_nan_of_any_bits_stays_one_in_16_bits(implementation, channels, dtype)
 
 @pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
 def test_bilinear_corners_stay_on_the_map(implementation, axis):
-    """No location brings in the NaN that lies behind a map of ones."""
+    """No location reads the NaN that follows a map of ones in memory."""
     size = (1 << 24) + 3  # rounds up in float32
     padded = torch.full((1, size + 1, 1, 1), float("nan"))
     padded[:, :-1] = 1
@@ -56,7 +56,7 @@ def test_bilinear_corners_stay_on_the_map(implementation, axis):
 @pytest.mark.parametrize("implementation", cases.on_the_cpu(), indirect=True)
 @pytest.mark.parametrize("points", [3, 4])
 def test_overlapping_levels_bitwise(implementation, every_thread, points):
-    """A row that two levels share has one owner at a time, and is summed in one order."""
+    """A row of two levels has one owner at a time, so that its sum has one order."""
     args = cases.overlapping(points)
     args = cases.cast(args, torch.float32)
     grad = cases.grad_for(MULTI_SCALE, args).float()

@@ -1,4 +1,4 @@
-"""NaN and infinity: exact zeros where the specification says so, and no finite number turned into another one."""
+"""NaN and infinity give exact zeros where the specification says so, and change no finite result."""
 
 import cases
 import numpy as np
@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_all_inputs_poisoned_give_exact_zeros(implementation, operator, poison, dtype):
-    """All but logits."""
+    """All inputs but logits are poisoned."""
     if (operator, dtype) == (AGGREGATION, torch.float16):
         skip_unless_every_kernel(implementation)
     args = first(operator, implementation, dtype)
@@ -28,7 +28,7 @@ def test_all_inputs_poisoned_give_exact_zeros(implementation, operator, poison, 
 
 @everywhere_each([MULTI_SCALE, AGGREGATION])
 def test_invalid_samples_contribute_exactly_zero(implementation, operator):
-    """Half of the locations lie outside; there value, weight and grad may be anything."""
+    """Half of the locations lie outside the map. Weights and grad_output of these samples may be NaN or infinite."""
     args = list(first(operator, implementation))
     grad = cases.grad_for(operator, tuple(args)).float()
     locations, weights, g = args[3].clone(), args[4].clone(), grad.clone()
@@ -50,7 +50,7 @@ def test_invalid_samples_contribute_exactly_zero(implementation, operator):
 @pytest.mark.parametrize("which", ["value", "weights", "grad"])
 @pytest.mark.parametrize("poison", [NAN, INF])
 def test_finite_where_truth_is_finite(implementation, operator, poison, which):
-    """One element poisoned: what truth leaves finite is right, what truth makes non-finite is not finite."""
+    """One element is poisoned. A result is finite where truth is finite, and near it; nowhere else is it finite."""
     args = list(first(operator, implementation))
     grad = cases.grad_for(operator, tuple(args)).float()
     target = {"value": args[0], "weights": args[4], "grad": grad}[which]
@@ -69,8 +69,8 @@ def test_finite_where_truth_is_finite(implementation, operator, poison, which):
 @pytest.mark.parametrize("points", [1, 3, 4, 5, 7, 9, 13])
 @pytest.mark.parametrize("operator", [MULTI_SCALE, GEOMETRIC])
 @pytest.mark.usefixtures("same_bits")
-def test_a_head_is_not_touched_by_what_another_one_holds(implementation, operator, points, dtype):
-    """What follows a query's samples in memory is another head's: a NaN there stays there."""
+def test_nan_of_a_head_stays_in_this_head(implementation, operator, points, dtype):
+    """The weights of another head follow those of a query's head in memory. Vectors must not read its NaN."""
     generator = torch.Generator().manual_seed(points)
     value = torch.randn(1, 20, 4, 32, generator=generator).to(dtype)
     locations = torch.rand(1, 9, 4, 1, points, 2, generator=generator) * (1 if operator == MULTI_SCALE else 4)

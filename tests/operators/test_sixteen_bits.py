@@ -1,4 +1,4 @@
-"""Under autocast 16-bit inputs are read as they are, with the bits of converting them to float32 first."""
+"""Under autocast, kernels read 16-bit inputs in place. Results have the bits of inputs converted to float32."""
 
 import cases
 import logits_cases
@@ -26,7 +26,7 @@ def points_of_cells(channels, count):
     return feat, depth, *ranks, 1, 1, 6, 10
 
 
-# Channels of a head fill pairs of vectors, of which dot products add up channels in the same order as in float32, or do not.
+# The channels of a head fill pairs of vectors, or do not. Dot products must add channels in the order of float32 in both cases.
 CASES = {
     "32 channels": (MULTI_SCALE, lambda: cases.multi_scale(2, 40, 32, 2, MAPS, 4)),
     "37 channels": (MULTI_SCALE, lambda: cases.multi_scale(1, 9, 37, 1, MAPS, 3)),
@@ -60,7 +60,7 @@ def gradients_of(function, args, operator):
 
 
 def convert_first(op, dtypes=(torch.float16, torch.bfloat16)):
-    """The operator of inputs that are converted to float32, by torch, so that their gradients are converted back."""
+    """Return a function that converts inputs to float32 by torch, which converts gradients back, and calls the operator."""
     return lambda *args: op(*(a.float() if isinstance(a, Tensor) and a.dtype in dtypes else a for a in args))
 
 
@@ -81,7 +81,7 @@ def op_of(operator):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_autocast_has_the_bits_of_converting_first(name, dtype):
-    """Forward and backward. Each gradient has its input's dtype."""
+    """The output, and the gradients, which have the dtypes of their inputs."""
     operator, make = CASES[name]
     args, op = cases.cast(make(), dtype), op_of(operator)
     found = gradients_of(under_autocast(op), args, operator)
@@ -94,7 +94,7 @@ def test_autocast_has_the_bits_of_converting_first(name, dtype):
 @pytest.mark.parametrize("device", ["cuda", "other"])
 @pytest.mark.parametrize("operator", [*cases.EVERY, POOL])
 def test_other_devices_have_the_bits_of_converting_first(operator, device):
-    """PTX of the Triton kernels, executed, and the reference. Pooling has kernels of its own in 16 bits, backward, too."""
+    """The executed PTX of Triton kernels, and the reference. Pooling has its own kernels for 16 bits, forward and backward."""
     args = cases.cast(TINY[operator]() if operator in TINY else points_of_cells(8, 90), torch.bfloat16)
     wide = cases.cast(args, torch.float32)
     output = REGISTERED[f"{operator}_autocast"].run(device, *args)
@@ -108,7 +108,7 @@ def test_other_devices_have_the_bits_of_converting_first(operator, device):
 
 
 def mixed(args, value, others):
-    """Value in one dtype and all other floating inputs in another."""
+    """Cast value to one dtype, and all other floating inputs to another."""
     return cases.cast(args[:1], value) + cases.cast(args[1:], others)
 
 
@@ -125,8 +125,8 @@ def test_mixed_dtypes_under_autocast(operator, dtypes):
 
 
 @pytest.mark.parametrize("operator", [*cases.EVERY, POOL])
-def test_autograd_saves_what_it_was_given(operator):
-    """Nothing in float32: half of the memory."""
+def test_autograd_saves_the_inputs_themselves(operator):
+    """Autograd saves the 16-bit inputs, which take half of the memory of float32."""
     make = next(make for name, make in CASES.values() if name == operator)
     args = cases.cast(make(), torch.bfloat16)
     leaves = [a.requires_grad_() if i in OPERATORS[operator].differentiable else a for i, a in enumerate(args)]
@@ -164,7 +164,7 @@ def test_second_derivatives_vmap_and_forward_mode_under_autocast(operator):
 
 @pytest.mark.parametrize("operator", [MULTI_SCALE, GEOMETRIC_LOGITS, AGGREGATION_LOGITS])
 def test_graphs_under_autocast(operator):
-    """Compiled, exported, and in standard operations; and all of torch's checks. One class makes the operators of autocast."""
+    """Compiled, exported, and decomposed; and torch's own checks. Three operators suffice, because one class makes them all."""
     args = cases.cast(GROWING[operator](2, 3), torch.bfloat16)
     run, expected = under_autocast(op_of(operator)), under_autocast(op_of(operator))(*args)
     torch._dynamo.reset()
@@ -187,7 +187,7 @@ def test_graphs_under_autocast(operator):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_tools_know_the_operator_under_autocast(operator):
-    """The FLOP counter and looks. test_data_checks.py has the warnings."""
+    """The FLOP counter, and recorded looks. test_data_checks.py has the warnings."""
     args = cases.cast(GROWING[operator](2, 3), torch.bfloat16)
     counts = []
     for function in (under_autocast(op_of(operator)), op_of(operator)):

@@ -52,8 +52,8 @@ LONG = [
 
 @pytest.mark.parametrize(("operator", "make"), LONG, ids=lambda p: p if isinstance(p, str) else "")
 def test_long_sums(implementation, operator, make):
-    """Rounding must not pile up over thousands of rows: 16 units in the last place of the largest output, and what the
-    reference loses."""
+    """Rounding errors of thousands of rows must not add up: the limit is 16 units in the last place of the largest output, and
+    the error of the reference."""
     args = make()
     true = cases.forward_of("reference", operator)(*args)
     single = cases.cast(args, torch.float32)
@@ -77,7 +77,7 @@ def test_mixed_dtypes(implementation, operator, dtypes):
 
 
 def strided(t: torch.Tensor, how: str) -> torch.Tensor:
-    """The same numbers in another layout."""
+    """Return the same numbers in another layout."""
     if how == "reversed axes":
         axes = list(range(t.dim()))[::-1]
         return t.permute(axes).contiguous().permute(axes)
@@ -103,11 +103,11 @@ def test_strides(implementation, operator, dtype, how):
     compare(implementation, operator, changed, strided(cases.grad_for(operator, args).to(dtype), how))
 
 
-# read in place, and copied to be computed with
+# Kernels read float32 in place, and copy bfloat16.
 @covering("operator", EVERY, [torch.float32, torch.bfloat16], start=("native", "triton"))
 @pytest.mark.usefixtures("same_bits")
 def test_one_element_stands_for_many(implementation, operator, dtype):
-    """Along each axis of each input but value: the same bits as of a copy. The reference is torch's own operations."""
+    """An input expanded along an axis gives the bits of its copy: each input but value, each axis."""
     args = first(operator, implementation, dtype)
     grad = cases.grad_for(operator, args).to(dtype)
     for place, a in [(i, a) for i, a in enumerate(args) if i and cases.is_floating(a)]:
@@ -122,7 +122,7 @@ def test_one_element_stands_for_many(implementation, operator, dtype):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rows_too_far_apart_for_32_bits(implementation, operator):
-    """Of a map of two pixels. What lies between them is never touched, so it takes no memory."""
+    """A map of two pixels. The memory between them is never touched, so that it takes no pages."""
     value, *others = cases.cast(TWO_PIXELS[operator](), torch.float32)
     step = 2**29 + 64  # elements; 2 GiB and 256 bytes
     apart = torch.empty(step + value[0, 0].numel()).as_strided(value.shape, (0, step, *value.stride()[2:]))
@@ -135,12 +135,12 @@ def test_rows_too_far_apart_for_32_bits(implementation, operator):
 def test_expanded_inputs(implementation, operator):
     args = first(operator, implementation)
     args = tuple(a if i in (1, 2) else a[:1].expand(2, *a.shape[1:]) for i, a in enumerate(args))
-    grad = torch.ones(()).expand(cases.grad_for(operator, args).shape)  # what sum().backward() hands over
+    grad = torch.ones(()).expand(cases.grad_for(operator, args).shape)  # as sum().backward() passes it
     compare(implementation, operator, args, grad)
 
 
 def without(operator, axis):
-    """Small inputs of which none has an element along this axis. One reference point serves any number of levels."""
+    """Return small inputs whose size along this axis is 0. One reference point serves any number of levels."""
     args = list(GOOD[operator]())
     for place, tensor in enumerate(description.OPERATORS[operator].tensors):
         for at, names in enumerate(tensor.axes):
@@ -152,7 +152,7 @@ def without(operator, axis):
 
 
 def axes_of(operator):
-    """Rows of value are held to the levels, and groups divide the channels: of these there are some."""
+    """Return the axes that may be empty. Rows of value must hold the levels, and groups must divide the channels."""
     tensors = description.OPERATORS[operator].tensors
     names = {name for tensor in tensors for axes in tensor.axes for name in axes.split(" * ")}
     return sorted(names - {"num_keys", "num_feat", "group", "R", "2", "3", "4", "2 or 4"})
@@ -167,7 +167,7 @@ ZERO = [
 @everywhere
 @pytest.mark.parametrize(("operator", "make"), ZERO)
 def test_zero_sizes(request, implementation, operator, make):
-    if implementation != "triton":  # which computes in another way where algorithms are to be deterministic
+    if implementation != "triton":  # Triton runs other kernels if algorithms must be deterministic
         request.getfixturevalue("poisoned_allocations")
     args = cases.cast(make(), torch.float32)
     grad = cases.grad_for(operator, args).float()

@@ -1,4 +1,4 @@
-"""What only the operators with logits have: softmax and infinity, references, cameras. test_values.py has their values."""
+"""Operators with logits: softmax and infinity, reference points, cameras. test_values.py has their values."""
 
 import cases
 import logits_cases
@@ -31,7 +31,7 @@ def test_logits_on_one_axis_or_on_two(implementation):
 
 @pytest.mark.parametrize("operator", WITH_LOGITS)
 def test_a_logit_of_minus_infinity_is_weight_zero(implementation, operator):
-    """As if the sample were not there: the same softmax without it."""
+    """Results are those of a softmax without the sample."""
     args = small(operator)
     left_out = (
         (slice(None), slice(None), 1, 0, slice(None, None, 2), slice(1, 3)) if operator == AGGREGATION_LOGITS else (..., 3)
@@ -44,7 +44,7 @@ def test_a_logit_of_minus_infinity_is_weight_zero(implementation, operator):
 
 @pytest.mark.parametrize("bad", [-INF, NAN])
 def test_a_row_that_softmax_turns_to_nan(implementation, bad):
-    """It gives what softmax gives, there and nowhere else."""
+    """The row gives NaN, as softmax does, and no other row."""
     args = small(MULTI_SCALE_LOGITS)
     grad = cases.grad_for(MULTI_SCALE_LOGITS, args).float()
     clean = run(implementation, MULTI_SCALE_LOGITS, args, grad)
@@ -85,7 +85,7 @@ BEYOND = [(NAN, 0), (-INF, 0), (INF, 3), (-0.5, 0), (9.0, 3)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_pixels_are_rounded_half_to_even(implementation, dtype):
-    """On a map four pixels wide 0.125 is half a pixel, and what is beyond a border is on it."""
+    """0.125 is half a pixel of a map that is four pixels wide. Pixels beyond a border are moved to it."""
     xs, columns = zip(*HALVES, *BEYOND, strict=True)
     value, tables = torch.arange(4.0).view(1, 4, 1, 1), (torch.tensor([[1, 4]]), torch.tensor([0]))
     reference = torch.stack([torch.tensor(xs), torch.zeros(len(xs))], -1).to(dtype).view(1, -1, 1, 2)
@@ -107,7 +107,7 @@ def test_image_size_and_pair_scale_may_be_left_out(implementation):
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("which", [3, 4])
 def test_what_no_camera_sees_gives_exact_zeros(implementation, poison, which):
-    """Poison the first key point of every anchor, or one camera: that is not seen, and disturbs no other gradient."""
+    """Poison the first key point of every anchor, or one camera. Other gradients stay finite."""
     args = list(cases.cast(logits_cases.aggregation(2, 9, 7, 32, 8, [[(6, 7), (3, 4)], [(5, 5), (2, 2)]]), torch.float32))
     grad = cases.grad_for(AGGREGATION_LOGITS, tuple(args)).float()
     args[which] = args[which].clone()
@@ -153,7 +153,7 @@ def test_triton_kernels(operator, dtype):
 
 @pytest.mark.parametrize("operator", WITH_LOGITS)
 def test_data_checks_look_at_the_samples(operator):
-    """They name the operator that was called, and what its bare one would be given."""
+    """A warning names the operator that was called, and the inputs of its bare operator."""
     args = list(small(operator))
     args[3] = args[3] * 0 - 30
     with mx_driving.data_checks(), pytest.warns(mx_driving.DataWarning, match=f"{operator}: .* should (mostly )?lie "):

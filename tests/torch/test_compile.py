@@ -25,22 +25,22 @@ def opcheck_backward(operator, all_wanted, **options):
 
 @pytest.mark.parametrize("operator", [cases.GEOMETRIC, cases.MULTI_SCALE_LOGITS])
 def test_opcheck_backward(operator):
-    """One bare and one with logits: their derivatives are one class and one composition for all."""
+    """A bare operator and one with logits suffice, because all derivatives are made by one class."""
     opcheck_backward(operator, True)
 
 
 @pytest.mark.parametrize("all_wanted", [False, True])
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_schema_and_fake_of_backward(operator, all_wanted):
-    """What is not wanted is an empty tensor."""
+    """A masked gradient is an empty tensor."""
     opcheck_backward(operator, all_wanted, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_compile_fullgraph(operator, dynamic, monkeypatch):
-    """One graph, forward and backward, for all batches and numbers of queries if these are free. The decomposition is for
-    exporters: a compiler needs only the shape of a fake tensor."""
+    """One graph, forward and backward, for all batches and numbers of queries if these are free. Compilers do not decompose the
+    operator: decompositions are for exporters."""
     torch._dynamo.reset()
     function, op = getattr(mx_driving, operator), getattr(torch.ops.mx_driving, operator).default
     monkeypatch.setitem(torch._decomp.decomposition_table, op, lambda *args: pytest.fail("decomposed"))
@@ -64,7 +64,7 @@ def leaves_of(operator, args):
 
 @pytest.mark.parametrize("operator", [*cases.OPERATORS, cases.MULTI_SCALE_LOGITS])
 def test_compiled_autograd_of_an_eager_forward(operator):
-    """For all inputs, then for the first alone."""
+    """First with gradients of all inputs, then of the first input."""
     torch._dynamo.reset()
     for wanted in (cases.DIFFERENTIABLE[operator], (0,)):
         eager, compiled = inputs_of(operator, wanted), inputs_of(operator, wanted)

@@ -1,4 +1,4 @@
-"""The operators as standard operations, which exporters are given, against the truth."""
+"""Decompositions into standard operations, for exporters, compared with truth."""
 
 import cases
 import logits_cases
@@ -10,7 +10,7 @@ from values import first
 
 import mx_driving
 
-# A decomposition has one way for all sizes, without a loop over levels: maps of a million numbers show no more than small ones.
+# A decomposition has one way for all sizes, without a loop over levels. Large maps would test nothing else.
 LARGE = {"BEVFormer spatial", "Sparse4D", "vendor 15 points", "vendor 128 x 8 x 8 x 8", "vendor 147 x 7 x 3 x 21"}
 SMALL = [case for case in cases.CASES if case.name not in LARGE] + logits_cases.CASES
 
@@ -38,7 +38,7 @@ def test_values_of_other_dtypes_are_those_of_the_reference(operator, dtype):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_no_graph_of_a_sampling_operator_compares_int64(operator):
-    """Compilers are known to compute such comparisons wrongly (Core AI, apple/coreai-torch #11). No operator is left."""
+    """Compilers are known to compute such comparisons wrongly (Core AI, apple/coreai-torch #11). No operator stays whole."""
     args = first(operator)
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
     assert comparisons_of_int64(torch.export.export(One(operator, args), tensors)) == []
@@ -47,7 +47,7 @@ def test_no_graph_of_a_sampling_operator_compares_int64(operator):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("sizes", [(4, 3, 6), (0, 3, 6), (4, 0, 6), (4, 3, 0)])
 def test_ranks_without_a_row_add_nothing(sizes, dtype):
-    """As in the reference; NaN in the rows that stand for them enters no cell, and no rank counts from the end."""
+    """As in the reference. NaN in the first and last rows enters no cell; a negative rank does not count from the end."""
     rows, elements, cells = sizes
     feat, depth = torch.randn(rows, 2), torch.rand(elements)
     feat[:1], depth[:1] = torch.nan, torch.inf

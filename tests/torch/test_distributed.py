@@ -1,4 +1,4 @@
-"""DTensor, DDP and FSDP on two CPU processes (gloo), which start once; what they do: distributed_worker.py."""
+"""DTensor, DDP and FSDP on two CPU processes (gloo). The processes start once, and run distributed_worker.py."""
 
 import distributed_worker
 import pytest
@@ -10,13 +10,15 @@ from distributed_worker import KINDS, MESH, SHARDED, WORLD
 from mx_driving import _needs
 from mx_driving._operator.description import OPERATORS
 
-# The processes start once, not once per worker.
+# One worker runs all tests of this file, so that the processes start once.
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("distributed")]
 
 AXES = [(operator, axis) for operator in EVERY for axis in SHARDED[operator]]
-SUMMED = [(operator, axis) for operator, axis in AXES if SHARDED[operator][axis][-1] is None]  # the output is a sum over it
+SUMMED = [
+    (operator, axis) for operator, axis in AXES if SHARDED[operator][axis][-1] is None
+]  # the output is a sum over the axis
 
-# Where processes can be forked from one that has imported torch, they need not import it.
+# Processes that are forked from a server with torch do not import torch again.
 METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
 mp.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
 
@@ -29,7 +31,7 @@ def found(tmp_path_factory):
 
 
 def assert_same_numbers(result):
-    """Sums over processes come in another order; all else is the same to the last bit."""
+    """Check numbers up to the rounding of sums over processes, whose order differs."""
     allowed = 1e-14 * result["scale"]
     assert result["scale"] > 1
     assert result["output"] <= allowed
@@ -51,7 +53,7 @@ def test_sharded_without_communication(found, operator, axis):
 
 @pytest.mark.parametrize(("operator", "axis"), [each for each in AXES if each not in SUMMED])
 def test_uneven_shards(found, operator, axis):
-    """Batch and queries may have uneven shards. Uneven heads and groups are gathered, since the output's would not fit."""
+    """Batch and queries may have uneven shards. Uneven heads and groups are gathered: shards of the output would not fit."""
     result = found[operator, axis, "uneven"]
     assert_same_numbers(result)
     if axis == OPERATORS[operator].blocks:
@@ -61,8 +63,8 @@ def test_uneven_shards(found, operator, axis):
 
 
 @pytest.mark.parametrize("operator", EVERY)
-def test_other_gradients_wanted(found, operator):
-    """A cached sharding serves only calls that want the same gradients."""
+def test_other_output_masks(found, operator):
+    """A cached sharding serves only calls with the same output mask."""
     result = found[operator, "weights only"]
     assert_same_numbers(result)
     assert_silent(result)
@@ -74,7 +76,7 @@ def test_other_gradients_wanted(found, operator):
 @pytest.mark.parametrize("layout", ["batch x blocks", "blocks x queries"])
 @pytest.mark.parametrize("operator", EVERY)
 def test_two_dimensional_mesh(found, operator, layout, sides):
-    """Each dimension has its own axis. One of the two has both processes."""
+    """Each dimension of the mesh shards another axis. One dimension has both processes."""
     assert_same_numbers(found[operator, layout, sides])
     assert_silent(found[operator, layout, sides])
 
@@ -87,12 +89,12 @@ def test_compiled(found, operator):
 
 @pytest.mark.parametrize(("axis", "placement"), [("c", "S(1)"), ("n", "P(sum)")])
 def test_lifting_by_depth(found, axis, placement):
-    """Channels stay apart; points that are split make sums in part."""
+    """The output has shards of channels. Shards of points give partial sums."""
     result = found["bev_pool_v3", axis]
     assert result["placements"] == [placement]
     assert result["output"] < 1e-13
     assert result["gradients"] < 1e-13
-    # parts of gradients, which are below 16, are rounded to bfloat16 before they are summed
+    # Partial sums of gradients are below 16, and are rounded to bfloat16 before they are added.
     result = found["bev_pool_v3", axis, "autocast"]
     assert result["dtypes"] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert result["placements"] == [placement]
@@ -131,7 +133,7 @@ def test_modules_that_are_sharded_before_they_are_initialised(found):
 )
 @pytest.mark.parametrize("operator", KINDS)
 def test_an_older_torch_is_refused_in_a_sentence(found, operator, feature, key):
-    """At use, where DTensor itself would fail without saying why."""
+    """Calls are refused, because DTensor would fail with an unrelated error."""
     if _needs.lacks(feature) is None:
         pytest.skip(f"an older torch than {_needs.NEEDS[feature].torch}, to be refused")
     assert _needs.lacks(feature) in found[(operator, *key)]

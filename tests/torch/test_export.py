@@ -1,4 +1,4 @@
-"""torch.export, saved here and run in a process that knows nothing but mx_driving; Inductor. AOTInductor: test_from_cpp.py."""
+"""torch.export: a program is saved, and run in another process with mx_driving; Inductor. AOTInductor: test_from_cpp.py."""
 
 import cases
 import pytest
@@ -20,7 +20,7 @@ torch.save([run(*args) for args in torch.load(inputs)], outputs)
 
 
 class Three(torch.nn.Module):
-    """All operators, the first behind something with a gradient of its own. Outputs are joined: less to compile."""
+    """All bare operators; the first follows a parameter. Outputs are joined, so that there is less to compile."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def trained(module, size):
 
 
 def test_training_under_inductor_never_recompiles(monkeypatch):
-    """One graph, forward and backward, for every batch and number of queries. CI is set, too, which makes Inductor stricter."""
+    """One graph, forward and backward, for every batch and number of queries. Inductor is stricter if CI is set."""
     torch._dynamo.reset()
     monkeypatch.setenv("CI", "true")
     counter = CompileCounterWithBackend("inductor")

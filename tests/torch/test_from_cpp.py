@@ -1,4 +1,4 @@
-"""PyTorch knows the operators in C++, with the Python package and without it, in either order."""
+"""Operators registered from C++: with the Python package and without it, in either order."""
 
 import os
 import pathlib
@@ -40,7 +40,7 @@ for action in sys.argv[1:]:
 
 
 def test_schemas_are_those_of_python():
-    """As C++ defines them, as Python does, and as they stay when either comes second."""
+    """C++ and Python define the same schemas, and the second of them changes nothing."""
     library = config.torch_library()
     of_python = printed(SCHEMAS, "python", "ask").splitlines()
     assert len(of_python) == 3 * len(description.OPERATORS)
@@ -82,7 +82,7 @@ torch.save((found, said), file)
 
 
 def called(folder, library, **environment):
-    """What every operator gives in a program of its own, and its errors."""
+    """Run all operators in another program. Return the calls, their results and their errors."""
     calls = []
     for name in cases.EVERY:
         mask = [i != 1 for i in range(len(cases.DIFFERENTIABLE[name]))]
@@ -107,24 +107,19 @@ def sentences(calls):
         yield f"{starts}[0"
 
 
-def test_without_the_package_numbers_are_the_same_and_faults_are_sentences(tmp_path):
-    calls, found, said = called(tmp_path, config.torch_library())
+@pytest.mark.parametrize("by_ctypes", [False, True])
+def test_numbers_are_the_same_and_faults_are_sentences(tmp_path, by_ctypes):
+    """In C++ without the package, and by ctypes, whose errors are those of Python's checks."""
+    library, environment = ("", {"MX_DRIVING_CTYPES": "1"}) if by_ctypes else (config.torch_library(), {})
+    calls, found, said = called(tmp_path, library, **environment)
     assert all(torch.equal(a, b) for a, b in zip(found, expected_of(calls), strict=True))
     for (kind, line), begin in zip(said, sentences(calls), strict=True):
-        assert kind == "RuntimeError"  # of C++; Python's own are checked in tests/operators
-        assert line.startswith(begin)
-
-
-def test_by_ctypes_numbers_and_faults_are_the_same(tmp_path):
-    calls, found, said = called(tmp_path, "", MX_DRIVING_CTYPES="1")
-    assert all(torch.equal(a, b) for a, b in zip(found, expected_of(calls), strict=True))
-    for (kind, line), begin in zip(said, sentences(calls), strict=True):
-        assert kind in ("ValueError", "TypeError")
+        assert kind in (("ValueError", "TypeError") if by_ctypes else ("RuntimeError",))
         assert line.startswith(begin)
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_integer_locations_that_kernels_do_not_read_are_converted(operator):
+def test_integer_locations_of_other_dtypes_are_converted(operator):
     args = cases.cast(GROWING[operator](2, 3), torch.float32)
     op = getattr(torch.ops.mx_driving, operator).default
     for dtype in (torch.int8, torch.uint8, torch.int16):
@@ -218,8 +213,7 @@ def documented_lines():
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CMake files want the CUDA toolkit")
 @pytest.mark.skipif(sys.platform != "linux", reason="built with this system's compiler")
 def test_the_documented_lines_run_a_decoder_in_cpp_with_the_bits_of_python(tmp_path):
-    """A package of AOTInductor and a traced module, by a program in which there is no Python; the package in Python,
-    too, without ours."""
+    """A program in C++ runs a package of AOTInductor and a traced module. Python runs the package, too, without mx_driving."""
     shutil.copytree(EXAMPLE, tmp_path / "examples" / "cpp", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "sitecustomize.py").write_text(QUICK_PACKAGES)
     environment = {

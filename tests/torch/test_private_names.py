@@ -1,4 +1,4 @@
-"""Each private name of torch does what the package needs of it. The row of one that does not says what is lost."""
+"""Each private name of torch works as the package needs. The row of a name says what is lost without it."""
 
 import ast
 import pathlib
@@ -20,7 +20,7 @@ ONE, OP, KEYS = torch.ones(2), torch.ops.mx_driving.bev_pool_v3.default, p.Dispa
 
 
 def under(transform, ask):
-    """What `ask` says of the tensor that a transform hands to a function."""
+    """Return the answers of `ask` for the tensor that a transform passes to a function."""
     answers = []
     transform(lambda t: answers.append(ask(t)) or t.sum())(ONE)
     return answers
@@ -62,7 +62,7 @@ def recorded_below():
 
 
 def of_layer(ask, change):
-    """What `ask` says of a layer that is changed, and of another that is not."""
+    """Return the answers of `ask` for a changed layer and for an unchanged layer."""
     layers = Linear(2, 2), Linear(2, 2)
     change(layers[0])
     return [*map(ask, layers)]
@@ -85,7 +85,7 @@ def fails_in_graph():
     return True
 
 
-# name -> what is lost without it, and whether it does its work
+# name -> (what is lost without it, a function that returns whether it works)
 NAMES = {
     "is_tracing": ("traced graphs that keep no numbers of the example", lambda: tells(traced, p.is_tracing)),
     "count_dispatch_modes": ("fake tensors, which are then read", lambda: tells(in_make_fx, p.count_dispatch_modes)),

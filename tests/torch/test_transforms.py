@@ -1,5 +1,6 @@
 """torch.func, forward mode, vmap, checkpointing, saved-tensor hooks, profiler, FLOP counter, pytrees."""
 
+import collections
 import functools
 
 import cases
@@ -15,7 +16,7 @@ import mx_driving
 
 
 def floating(operator):
-    """The operator as a function of its differentiable inputs, and those."""
+    """Return the operator as a function of its differentiable inputs, and these inputs."""
     args = SMALL[operator]()
     places = cases.DIFFERENTIABLE[operator]
 
@@ -30,14 +31,14 @@ def floating(operator):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_forward_mode_and_batched_gradients(operator):
-    """torch's own checks against finite differences: tangents, and vmap over gradients and over tangents, along a random
-    direction. test_autograd.py has every entry of the gradients, of which tangents are the transpose."""
+    """torch's own checks with finite differences: tangents, and vmap over gradients and tangents, along a random direction.
+    test_autograd.py checks all entries of gradients."""
     flags = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True, "fast_mode": True}
     assert gradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
 
 
 def stacked(operator, in_dims):
-    """Three variants of each vmapped input, along its dimension; tables are alike."""
+    """Stack three variants of each vmapped input along its dimension. Tables are the same three times."""
     generator = torch.Generator().manual_seed(7)
     args = list(SMALL[operator]())
     for i, dim in enumerate(in_dims):
@@ -50,7 +51,7 @@ def stacked(operator, in_dims):
 
 
 def in_dims_of(operator):
-    """Which inputs are vmapped, along which dimension: all but tables and window, all, those but value, each of them alone."""
+    """Return sets of in_dims: all inputs but tables and window, all inputs, all but value, each input alone."""
     args = SMALL[operator]()
     tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     value, *samples = [i for i in tensors if i not in (1, 2) and (operator, i) != (GEOMETRIC_LOGITS, 4)]
@@ -78,7 +79,10 @@ def test_vmap(operator, in_dims):
 @pytest.mark.parametrize(("operator", "in_dims"), VMAPPED, ids=str)
 def test_gradients_per_sample(operator, in_dims):
     args = stacked(operator, in_dims)
-    for argnums in (cases.DIFFERENTIABLE[operator], (cases.WEIGHTS[operator],)):  # vmap goes another way without value's
+    for argnums in (
+        cases.DIFFERENTIABLE[operator],
+        (cases.WEIGHTS[operator],),
+    ):  # vmap has another path without value's
         gradient = torch.func.grad(loss_of(getattr(mx_driving, operator)), argnums=argnums)
         found = torch.vmap(gradient, in_dims=in_dims)(*args)
         expected = [gradient(*chosen(args, in_dims, k)) for k in range(3)]
@@ -87,7 +91,7 @@ def test_gradients_per_sample(operator, in_dims):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_vmap_is_one_call(operator, kernel_calls):
-    """Not a loop over the vmapped axis; an operator with logits may call its bare one."""
+    """vmap does not loop over the vmapped axis. An operator with logits may call its bare operator."""
     in_dims = IN_DIMS[operator][0]
     torch.vmap(getattr(mx_driving, operator), in_dims=in_dims)(*stacked(operator, in_dims))
     functions = {operator, operator.removesuffix("_with_logits")}
@@ -95,8 +99,8 @@ def test_vmap_is_one_call(operator, kernel_calls):
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
-def test_forward_mode_has_the_derivatives_of_reverse_mode(operator):
-    """An input without a gradient, such as image_size, has no tangent either."""
+def test_inputs_without_gradients_add_no_tangents(operator):
+    """image_size has no gradient, for example."""
     args, function = SMALL[operator](), getattr(mx_driving, operator)
     for i, a in enumerate(args):
         if cases.is_floating(a) and i not in cases.DIFFERENTIABLE[operator]:
@@ -106,7 +110,7 @@ def test_forward_mode_has_the_derivatives_of_reverse_mode(operator):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_vmap_over_nothing(operator):
-    """So torch.func.jacrev of no queries, too, which maps over the elements of the output."""
+    """An empty vmap returns an empty output. jacrev of no queries maps over an empty output, too."""
     args = GROWING[operator](2, 0)
     function, in_dims = getattr(mx_driving, operator), IN_DIMS[operator][0]
     given = tuple(a if d is None else a.new_empty(0, *a.shape) for a, d in zip(args, in_dims, strict=True))
@@ -117,17 +121,14 @@ def test_vmap_over_nothing(operator):
 
 
 def test_vmap_over_no_tables_is_refused():
-    """Each entry has a call of its own there, and without a call there is no shape."""
+    """vmap over tables calls the operator for each entry. Without an entry the shape of the output is unknown."""
     rule = "^in_dims must name axes with entries where vmap calls multi_scale_deformable_attn for each; got size 0$"
     with pytest.raises(ValueError, match=rule):
         torch.vmap(mx_driving.multi_scale_deformable_attn)(*(a[None][:0] for a in SMALL[MULTI_SCALE]()))
 
 
 def counts(profile):
-    found = {}
-    for event in profile.events():
-        found[event.name] = found.get(event.name, 0) + 1
-    return found
+    return collections.Counter(event.name for event in profile.events())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -140,7 +141,7 @@ def test_activation_checkpointing(operator, reentrant):
         with torch.profiler.profile() as profile:
             wrapped(*leaves).square().sum().backward()
         results.append([t.grad for t in leaves])
-    assert counts(profile)[f"mx_driving::{operator}"] == 2  # once more on the way back
+    assert counts(profile)[f"mx_driving::{operator}"] == 2  # the backward runs it again
     assert counts(profile)[f"mx_driving::{operator}_backward"] == 1
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -161,7 +162,7 @@ def test_selective_checkpointing_keeps_the_operator(operator, kernel_calls):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_saved_tensor_hooks(operator):
-    """The graph keeps the inputs and nothing else, no locations and no weights; hooks may keep them elsewhere."""
+    """The graph saves the inputs alone: no locations and no weights. Hooks may move them elsewhere."""
     args = inputs_of(operator)
     packed = []
 
