@@ -48,7 +48,7 @@ def output_of(*command: object) -> str:
 def check_inside(platform: Platform, folder: pathlib.Path) -> None:
     """The library and the one that registers it with PyTorch, no floor, no leftovers."""
     holds(platform.wheel.stat().st_size < MOST_BYTES, f"{platform.wheel.name} has 2 MB or more")
-    allowed = {".py", ".h", ".cpp", ".cmake", ".typed", ".lib", ".html", ".css", ".js"}
+    allowed = {".py", ".h", ".cpp", ".cmake", ".typed", ".lib", ".html", ".css", ".js", ".jsonl"}
     others = {file.name for file in (folder / "mx_driving").rglob("*") if file.is_file() and file.suffix not in allowed}
     holds(
         others == {platform.library, platform.library.replace("mx_driving", "mx_driving_torch")},
