@@ -60,15 +60,15 @@ def needs() -> str:
 def known(packages: bool = False) -> str:
     """Return a table of the projects whose code `patch` knows. With `packages`, list only packages of PyPI."""
     from mx_driving._patch._attention import ATTENTION_FORMS
-    from mx_driving._patch.known import TABLE
+    from mx_driving._patch.known import read_table
 
     projects: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    for row in TABLE.values():
-        project, version, name = row.seen.rsplit(" ", 2)
+    for entry in read_table().values():
+        project, version, name = entry.seen.rsplit(" ", 2)
         if not (packages and "/" in project):
             versions, names = projects.setdefault(project, ({}, {}))
             versions[version] = None
-            names[("module" if row.form in ATTENTION_FORMS else "core") if packages else f"`{name}`"] = None
+            names[("module" if entry.form in ATTENTION_FORMS else "core") if packages else f"`{name}`"] = None
     rows = [[project, ", ".join(sorted(versions)), ", ".join(names)] for project, (versions, names) in sorted(projects.items())]
     return markdown(["package" if packages else "project", "seen in", "known" if packages else "known code"], rows)
 

@@ -50,7 +50,7 @@ def output_of(*command: object) -> str:
 def check_inside(platform: Platform, folder: pathlib.Path) -> None:
     """Check that the only libraries in the wheel are ours and the library that registers it with PyTorch."""
     holds(platform.wheel.stat().st_size < MOST_BYTES, f"{platform.wheel.name} has 2 MB or more")
-    allowed = {".py", ".h", ".cpp", ".cmake", ".typed", ".lib", ".html", ".css", ".js"}
+    allowed = {".py", ".h", ".cpp", ".cmake", ".typed", ".lib", ".html", ".css", ".js", ".jsonl"}
     others = {file.name for file in (folder / "mx_driving").rglob("*") if file.is_file() and file.suffix not in allowed}
     holds(
         others == {platform.library, platform.library.replace("mx_driving", "mx_driving_torch")},

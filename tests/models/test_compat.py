@@ -16,7 +16,7 @@ import mx_driving
 from mx_driving import _foreign_functions, compat
 from mx_driving._patch._code import Reader
 from mx_driving._patch._search import is_core
-from mx_driving._patch.known import TABLE, Known
+from mx_driving._patch.known import Known, read_table
 
 
 def test_stand_ins_are_those_that_record_and_replay_know():
@@ -92,7 +92,8 @@ def repository(unbuilt, monkeypatch):
     unbuilt("someones_ops", PACKAGE)
     module = importlib.import_module("someones_ops")
     for name, (form, casts) in CASTS.items():
-        monkeypatch.setitem(TABLE, Reader(is_core).read(getattr(module, name)).key, Known(form, "here 1 it", casts=casts))
+        key = Reader(is_core).read(getattr(module, name)).key
+        monkeypatch.setitem(read_table(), key, Known(form, "here 1 it", casts=casts))
     return module
 
 

@@ -1,4 +1,4 @@
-"""patch: what it replaces, what it leaves alone and why, that the originals come back, and what models do in between."""
+"""patch: the replaced code, the reasons for the other code, how the originals come back, and models between the two."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ import mx_driving
 
 
 def module_of(source: str, name: str = "a_library") -> types.ModuleType:
-    """A Python module made of text, which can call a `plain_core` of its own."""
+    """A Python module made of text that has a `plain_core` of its own."""
     core = types.FunctionType(plain_core.__code__, plain_core.__globals__, "plain_core")
     core.__module__ = "elsewhere"
     return library(core, source=source, name=name)
@@ -132,12 +132,11 @@ def test_a_model_is_searched_by_its_classes_files():
     ("source", "reason"),
     [
         (CLOSURE, "its code is not known, because .* closure"),
-        (RAISES, "it does not run on a small example: RuntimeError: Not implemented on the CPU"),
         (OTHER_PARAMETERS, r"no known form has the parameters \(value, sampling_locations, attention_weights, sizes\)"),
         (EXTENSION, "its code is not known, and it calls no compiled function that is known"),
     ],
 )
-def test_what_is_not_known_is_left_alone_and_said(source, reason):
+def test_unknown_code_stays_and_the_reason_is_a_warning(source, reason):
     module = module_of(source)
     before = module.deformable
     with pytest.warns(UserWarning, match=f"mx_driving.patch left a_library.*deformable alone: {reason}"):
@@ -258,7 +257,7 @@ class Sharper(HuggingFace):
 
 
 class Unbuildable(HuggingFace):
-    """Its constructor wants what nobody can guess."""
+    """Its constructor has a parameter of an unknown meaning."""
 
     def __init__(self, secret):
         super().__init__(secret, 2, 2)
@@ -358,7 +357,7 @@ class Layer(nn.Module):
 
 
 class ByAnAttribute(libraries.Layers):
-    """D-FINE's layers hold their core; LibreYOLO's hold a partial one."""
+    """D-FINE's layers hold their core in an attribute; LibreYOLO's hold a functools.partial of it."""
 
     def __init__(self):
         super().__init__()
@@ -369,7 +368,7 @@ class ByAnAttribute(libraries.Layers):
 
 
 class OfAnotherKind(libraries.Layers):
-    """Its layers have the names of attention's. Nothing of it is known."""
+    """Its linear layers have the names of an attention module's, and its code is unknown."""
 
     def forward(self, arguments):
         return arguments
@@ -378,7 +377,7 @@ class OfAnotherKind(libraries.Layers):
 @pytest.mark.filterwarnings("ignore:mx_driving.patch left")
 @pytest.mark.parametrize(("modules", "operator"), [(True, WITH_LOGITS), (False, BARE)])
 def test_a_patch_names_the_layers_of_a_model_that_call_an_operator(modules, operator):
-    """By the module that is replaced, or by the core in its code, in the model's order, each once, and not what is in it."""
+    """A layer counts if its class or its core is replaced. Names have the model's order, without inner layers and repeats."""
     attention = build(HuggingFace)
     layers = {"zero": ByAnAttribute(), "other": OfAnotherKind(), "layer": Layer(attention), "again": build(HuggingFace)}
     model = nn.ModuleDict({**layers, "first": nn.Linear(2, 2), "same": attention})
@@ -396,7 +395,7 @@ def test_a_patch_names_the_layers_of_a_model_that_call_an_operator(modules, oper
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_patches_share_a_module(first):
-    """Whichever ends first, the module and its core stay replaced for the other."""
+    """If one patch ends, the module and its core stay replaced for the other patch."""
     module, own = build(HuggingFace), HuggingFace.forward
     arguments, both = arguments_for(module), library(HuggingFace, plain_core)
     forms = ({HuggingFace: "transformers"}, None, {HuggingFace: "transformers"})
@@ -425,7 +424,7 @@ def test_classes_that_share_a_forward_are_both_served():
 
 
 def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
-    """It calls the operator until the patch ends, and the original afterwards."""
+    """The wrapper calls the operator until the patch ends, and the original afterwards."""
     own, module, seen = Paper.forward, build(Paper), []
     arguments = arguments_for(module)
     expected = module(**arguments)
@@ -444,7 +443,7 @@ def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
 
 
 def casting(forward):
-    """mmcv's auto_fp16: it passes on the arguments that the function below it has."""
+    """Like mmcv's auto_fp16: pass on the arguments that the decorated function has."""
 
     @functools.wraps(forward)
     def wrapper(*args, **kwargs):
@@ -454,7 +453,7 @@ def casting(forward):
 
 
 def test_decorated_code_is_replaced_below_its_decorators():
-    """They go on to wrap it, and may ask it for its parameters."""
+    """Decorators still wrap the new code, and may read its parameters."""
     forward = casting(libraries.make_forward(MMCV + "*, unused=None, **kwargs"))
     module = build(type("Casting", (libraries.Pillars,), {"forward": forward}))
     by_name, core = arguments_for(module), torch.no_grad()(plain_core)
@@ -489,7 +488,7 @@ def test_levels_that_do_not_fill_the_keys_are_refused(left_out):
 
 
 def test_the_output_has_a_gradient_for_returned_weights_where_modules_stay():
-    """It needs an output that is made from the weights. The operator with logits never makes them: torch refuses."""
+    """With replaced modules torch refuses this gradient: the operator with logits does not compute its output from weights."""
     module = build(HuggingFace)
     arguments = arguments_for(module)
 
@@ -507,7 +506,7 @@ def test_the_output_has_a_gradient_for_returned_weights_where_modules_stay():
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore:mx_driving")
 def test_a_model_that_was_never_called_is_compiled_exported_and_traced_over_the_operator(tmp_path):
-    """A graph that was compiled before patching is not used after it, nor the other way round."""
+    """A graph that was compiled before `patch` is not used after it, and a patched graph is not used after restore()."""
     module, graphs = build(HuggingFace).requires_grad_(False), []
     arguments = arguments_for(module, masked=False)
     expected = results(module, **arguments)
@@ -557,7 +556,7 @@ def test_copies_threads_checkpoints_and_replicas_of_a_patched_layer(tmp_path):
 
 
 def test_linear_layers_are_called_as_the_own_code_calls_them():
-    """In its order, once, with their hooks; where an offloader has their parameters; dropout draws the same numbers."""
+    """Once and in the same order, with hooks and with parameters that an offloader holds; dropout draws the same numbers."""
     module, names = build(Mmcv).train(), []
     for name, part in module.named_children():
         part.register_forward_hook(lambda *_, name=name: names.append(name))
@@ -587,7 +586,7 @@ def test_a_caller_may_write_to_references_and_cache_tables():
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, functools.partial(torch.autocast, "cpu")])
 def test_the_trial_leaves_no_trace(mode):
-    """In whatever mode it runs, it replaces the same, and changes nothing of the process."""
+    """The trial has the same outcome in each mode, and changes no setting of the process."""
     kinds, threads = (HuggingFace, Mmcv, libraries.Temporal), torch.get_num_threads()
     torch.set_num_threads(2)
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""patch: which code is equal, which unknown core is tried, and that everything else keeps its own numbers."""
+"""patch: which code has the same key, which unknown cores are tried, and that all other code keeps its own numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_key_is_the_same_in_each_python():
 
 
 KEYS = ("3c8206e7bc33", "2d73d017f5db")
-SAME = [  # what the text may have otherwise
+SAME = [  # edits that do not change the key
     ("Attention", "Other"),
     ("mask=None):", 'mask: "torch.Tensor | None" = None) -> None:\n        """Return something."""  # and a comment'),
     ("        return self", "        assert len(query) > 1, mask\n        return self"),
@@ -60,7 +60,7 @@ SAME = [  # what the text may have otherwise
     ("    def forward(self", "    @torch.no_grad()\n    def forward(self"),  # whose wrapper goes on to wrap the new code
     ("math.sqrt(4)", "(  math . sqrt( 4 ))"),
 ]
-OTHERS = [
+OTHERS = [  # edits that change the key
     *(("FACTOR = 2", "FACTOR = 3"), ("times * x", "x * times"), ("times * x", "times * x * times"), ("sqrt(4)", "sqrt(5)")),
     *(("sqrt", "floor"), ("import math", "import cmath as math"), ("math.sqrt(4)", "self.factor"), ("1:, ...", "1:")),
     *(("mask=None", "mask=0"), ("is None", "is not None"), ("~mask", "mask"), ("-1", "1"), ("(self, query", "(self, *, query")),
@@ -73,18 +73,18 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("old", "new"), SAME)
-def test_words_for_people_do_not_change_a_key(old, new):
+def test_comments_and_checks_do_not_change_a_key(old, new):
     assert SAMPLE.replace(old, new) != SAMPLE
     assert key_of(SAMPLE.replace(old, new), "Other" if new == "Other" else "Attention") == key_of(SAMPLE)
 
 
 @pytest.mark.parametrize(("old", "new"), OTHERS)
-def test_everything_else_changes_it(old, new):
+def test_every_other_edit_changes_the_key(old, new):
     assert key_of(SAMPLE.replace(old, new)) != key_of(SAMPLE)
 
 
 def test_decorators_of_an_autograd_function_count():
-    """mmcv's two differ in nothing else."""
+    """mmcv's two functions differ in their decorators alone."""
     changes = [
         ("cast_inputs=torch.float32", "cast_inputs=torch.float16"),
         (", cast_inputs=torch.float32", ""),
@@ -105,7 +105,7 @@ NOT_READ = [
 
 
 @pytest.mark.parametrize(("old", "new"), NOT_READ)
-def test_what_is_not_read_whole_has_no_key(old, new):
+def test_code_that_cannot_be_read_whole_has_no_key(old, new):
     with pytest.raises(NoKey):
         key_of(SAMPLE.replace(old, new))
 
@@ -138,7 +138,7 @@ def core(value, value_spatial_shapes, sampling_locations, attention_weights):
     POST
     return out
 """
-# an edit of a core, and why it is not tried
+# Edits of a core, and why the core keeps its code.
 IMPURE = [
     ("POST", "out = out * SCALE", "reads the global SCALE"),
     ("POST", "out = out * OPTIONS['scale']", "reads the global OPTIONS"),
@@ -201,7 +201,7 @@ def test_methods_of_a_core_that_is_a_layer_must_be_pure():
 
 
 CLAMPED = "{0} = {0}.clamp({1})"
-# an edit of a pure core that small examples might not show, and what its call has otherwise
+# Edits of a pure core that small examples might not show, and the arguments that show them.
 HIDDEN = [
     ("PRE", CLAMPED.format("value", "-0.6, 0.6"), {}),
     ("PRE", CLAMPED.format("value", "-100, 100"), {"times": 1e3}),
@@ -224,11 +224,11 @@ def core_inputs(bs=2, queries=9, heads=3, channels=4, sizes=SIZES, times=1.0, br
 
 @pytest.mark.parametrize(("place", "code", "more"), HIDDEN)
 def test_an_unknown_core_has_its_own_numbers_on_all_inputs(place, code, more):
-    """Whether it is replaced or not."""
+    """The numbers are the same, whether `patch` replaces the core or not."""
     module = library(plain_core, source=CORE.replace(place, code).replace("PRE", "pass").replace("POST", "pass"))
     inputs = core_inputs(**more)
     expected = module.core(*inputs)
     with mx_driving.patched(module):
-        found = module.core(*inputs)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=1e-2 if found.dtype == torch.bfloat16 else 1e-5, atol=1e-6, equal_nan=True)
+        out = module.core(*inputs)
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -1,4 +1,4 @@
-"""patch: each form of an attention module and of a core, by its own code in float64, and the calls that a form leaves to it."""
+"""patch: each form of attention modules and cores beside its own code in float64, and the calls that a form does not serve."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class HoldsLayer(Holds):
 
 
 class Evenly(libraries.Paper):
-    """It scales offsets, by an attribute that some forms know and this one does not."""
+    """It scales offsets by an attribute that other forms know."""
 
     offset_scale = 1.0
 
@@ -176,7 +176,7 @@ def set_to(name, value):
 
 
 def further(name, more, depth):
-    """BEVFormer's module with a parameter more, by which it multiplies its reference."""
+    """BEVFormer's module with one more parameter, which multiplies its reference."""
     scaled = f"reference_points * (1 if {depth} is None else {depth})"
     return define(name, libraries.Pillars, MMCV + more, libraries.Pillars.form, reference=scaled)
 
@@ -203,7 +203,7 @@ Former = define("Former", libraries.Dropping, MMCV + "**kwargs", "mmcv", identit
 DEPTH = torch.linspace(0.1, 3, KEYS, dtype=torch.float64)[:, None]
 SHARES = DEPTH[:, 0].expand(2, -1)
 HALVES = torch.rand(2, KEYS, 2, 6, dtype=torch.float64)
-# what a form does not serve: a module, what changes of the layer, what changes of the call
+# Calls that a form does not serve: a module, a change of the layer, changed arguments of the call.
 LEFT = {
     "a flag": (libraries.Paper, set_to("keeps", True), {}),
     "forward": (libraries.Paper, lambda m: set_to("forward", lambda **k: 2 * libraries.Paper.forward(m, **k))(m), {}),
@@ -241,7 +241,7 @@ def test_what_a_form_does_not_serve_runs_the_own_code(name):
 
 @pytest.mark.parametrize("more", [{"method": "discrete"}, {"_fused_offset_weight": True}])
 def test_d_fine_that_samples_otherwise_runs_its_own_code(more):
-    """Or whose layers were merged for deployment, as LibreYOLO's GTR."""
+    """Its layers may also be merged for deployment, as in LibreYOLO's GTR."""
     module = build(libraries.DFine, num_points=POINTS)
     vars(module).update(more)
     arguments = arguments_for(module, ONE_BOX, layout=by_heads)
@@ -259,7 +259,7 @@ def test_a_reference_that_a_module_refuses_is_left_to_it():
             module(**arguments_for(module, BOX))
 
 
-# how a value [bs, keys, heads, channels] comes to lie otherwise, and how a core reads it
+# A layout of value -> the function that makes it of [bs, keys, heads, channels], and the code that reads it.
 VALUES = {
     "rows": (torch.clone, "value"),
     "keys_last": (lambda value: value.permute(0, 2, 3, 1).contiguous(), "value.permute(0, 3, 1, 2)"),
@@ -274,7 +274,7 @@ REST = "value_spatial_shapes, sampling_locations, attention_weights"
 COUNTED, COUNTS = "{}.split([h * w for h, w in value_spatial_shapes], -1)", {"num_points_list": POINTS}
 BILINEAR = f"by_level_core({COUNTED}, {REST}, num_points_list"
 METHOD = ", num_points_list, method='default'"
-# the end of a form's name: further parameters of a core, its code, and the points and operator of calls
+# The end of a form's name -> further parameters of a core, its code, and the points and further arguments of calls.
 SAMPLED = {
     "": (
         "",
@@ -316,8 +316,8 @@ def test_each_layout_of_a_value_in_each_way_to_give_locations(name, way):
 def geometry_kernel_attention_cpu(
     value, spatial_shapes, level_start_index, sampling_locations, attention_weights, im2col_step=64
 ):  # fmt: skip
-    """MapTR in plain torch: whole pixels, clamped to the map. Its compiled kernel cuts fractions, and so does the operator;
-    the plain one rounds them."""
+    """MapTR in plain torch: whole pixels, clamped to the map. This code rounds fractions; MapTR's compiled kernel and the
+    operator truncate them."""
     bs, _, heads, _ = value.shape
     batch, head = torch.arange(bs).view(-1, 1, 1, 1), torch.arange(heads).view(1, 1, -1, 1)
     total = 0
@@ -355,7 +355,7 @@ PIXELS = [
     for d in (torch.int64, torch.int32, torch.float64)
 ]
 LEVELS, SWAPPED = VALUES["by_level"][0], TABLE.flip(0)
-# core, points, layout of value, shapes, further and other arguments, called operators
+# Core, points, layout of value, shapes, other arguments, called operators.
 CORES = [
     (optional_core, (6,), LEVELS, SIZES, {**COUNTS, "value_shape": "default", "fast": False}, [BARE]),
     (optional_core, (6,), LEVELS, SIZES, {**COUNTS, "scale": 2}, []),
@@ -372,7 +372,7 @@ CORES = [
 
 @pytest.mark.parametrize(("core", "points", "layout", "shapes", "more", "called"), CORES)
 def test_cores(core, points, layout, shapes, more, called):
-    """Arguments are given by name. A core in plain torch takes its levels one after the other, whatever their starts."""
+    """Arguments are passed by name. A core in plain torch takes its levels one after the other, and ignores their starts."""
     names = "value", [*inspect.signature(core).parameters][1], "sampling_locations", "attention_weights"
     arguments = {**dict(zip(names, core_arguments(points, layout, shapes), strict=True)), **more}
     expected = results(core, **arguments)

@@ -1,4 +1,4 @@
-"""patch: functions that sum points into cells, over an extension that no CPU has, and in plain torch."""
+"""patch: functions that sum points into cells, over an extension for GPUs, and in plain torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ POOL = ["bev_pool_v3"]
 
 
 def over(module, function, name, parameters, rest=""):
-    """An autograd function over a compiled file, and what is written beside it."""
+    """An autograd function over a compiled file, and the rest of its Python file."""
     forward = f"    @staticmethod\n    def forward(ctx, {parameters}):\n        return {module}.{function}({parameters})\n"
     return types.ModuleType(module), f"class {name}(torch.autograd.Function):\n{forward}{rest}"
 
 
-def library(source, *things):
-    return attention_modules.library(*things, source=source)
+def library(source, *members):
+    return attention_modules.library(*members, source=source)
 
 
 LIFT = "depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths"
@@ -138,7 +138,7 @@ INPUTS = {"bev_pool_v2": lifted, "bev_pool": rows, "Quickcumsum": sorted_rows, "
 
 
 def is_right(name, function, args):
-    """Beside float64 truth, output and gradients, by one operator."""
+    """Compare output and gradients with float64 truth. The call is one operator."""
     wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     for got, true in zip(results(function, *args), results(getattr(TRUTH, name), *wide), strict=True):
         assert got.dtype == torch.float32
@@ -160,18 +160,18 @@ OVER_EXTENSIONS = [
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(("name", "source", "replaced", "inputs"), OVER_EXTENSIONS)
 def test_over_an_extension(name, source, replaced, inputs, alone):
-    """The class is known by what it calls; the function around it is tried after it. A name for `apply` from before is served,
-    too. A model's file may import the function alone: the class is where the function was defined."""
+    """The class is recognized by the compiled function that it calls. The function around the class is tried afterwards. An
+    older reference to `apply` calls the operator, too. A model's file may import the function alone."""
     module, model = library(source[1], source[0]), types.ModuleType("a_model")
     function = vars(model)[name] = getattr(module, name)
-    before = [dict(vars(thing)) for thing in vars(module).values() if isinstance(thing, type)]
+    before = [dict(vars(kind)) for kind in vars(module).values() if isinstance(kind, type)]
     with mx_driving.patched(model if alone and len(replaced) > 1 else module) as done:
         assert done.replaced == tuple(f"a_library.{one}" for one in replaced)
         assert done.skipped == {}
         is_right(name, function, inputs())
     with pytest.raises(AttributeError, match="has no attribute"):
         function(*inputs())
-    assert before == [dict(vars(thing)) for thing in vars(module).values() if isinstance(thing, type)]
+    assert before == [dict(vars(kind)) for kind in vars(module).values() if isinstance(kind, type)]
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -251,8 +251,8 @@ def test_a_further_parameter_of_a_pool_or_of_an_autograd_function_is_not_known(m
         mx_driving.patch(library(source, extension))
 
 
-def test_what_calls_a_compiled_file_is_not_tried():
-    """It might end the process."""
+def test_code_that_calls_a_compiled_file_is_not_tried():
+    """A trial of compiled code might end the process."""
     source = "def inner(x):\n    return ext.zeros(1)\n\ndef bev_pool(feats, coords, B, D, H, W):\n    return inner(feats)\n"
     with pytest.raises(ValueError, match="calls inner, which reads the global ext"):
         mx_driving.patch(library(source, types.ModuleType("ext")))

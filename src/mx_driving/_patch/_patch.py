@@ -1,7 +1,7 @@
 """Replace cores and attention modules in place, and give the originals back.
 
-Replacing the name that a core is defined under would not be enough: D-FINE's layers hold their core in an attribute, and other
-files import theirs by name.
+To replace a core's global name would not be enough: D-FINE's layers hold their core in an attribute, and other files import a
+core by its name.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Patch:
 
     Attributes:
         replaced: names of the cores and attention modules that now call the operators.
-        skipped: names of what looks like a core or an attention module and keeps its own code -> the reason.
-        limits: of a model, names of its attention modules that the vendor's Atlas A2 would refuse -> the limit.
-        layers: of a model, names of its layers that call the operators from now on, in the model's order.
+        skipped: names of candidates (cores and attention modules) that keep their own code -> the reason.
+        limits: names of a model's attention modules that the vendor's Atlas A2 would refuse -> the limit.
+        layers: names of a model's layers that call the operators from now on, in the model's order.
     """
 
     def __init__(self, originals: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
@@ -96,31 +96,30 @@ def patch(
     modules: bool = True,
     forms: Mapping[Any, str] | None = None,
 ) -> Patch:
-    """Make a library, a module or a model call the operators where it samples: one line, no change of its code.
+    """Make a library, a module or a model sample by the operators, without a change of its source.
 
-    A core (the function or class that does the sampling) is replaced by an operator, and the attention module around it by
-    its linear layers and an operator with logits. `patch` knows the code of popular projects by its text, and replaces known
-    code at once. An unknown core that is a pure function in plain torch is replaced if it gives our outputs and gradients on
-    small random examples. All other code stays as it is: `skipped` says why, and how to name its form. An unknown attention
-    module whose core is replaced keeps its own code over the operator. Parameters, and the linear layers themselves, stay as
-    they are; results keep the dtypes that the own code gives them. A call that a form does not serve runs the own code.
+    `patch` replaces each core (the function or class that samples) by an operator, and the attention module around it by its
+    linear layers and an operator with logits. It recognizes the code of popular projects by its syntax tree, and replaces known
+    code at once. It replaces an unknown core that is a pure function in plain torch and gives our outputs and gradients on
+    small random examples. All other code stays: `skipped` has the reasons, and says how to name a form. An unknown attention
+    module keeps its own code, which calls the replaced core. Parameters and linear layers stay. Results have the dtypes of the
+    own code. If a form does not serve a call, the own code runs.
 
-    A core or a module class is shared by all models of its file, and so is the change; models built before and after are
-    served alike.
+    All models of a file share its cores and module classes, so the change applies to all of them, also to models built later.
 
     Args:
         target: the name of a library ("transformers", "mmcv") or of any module ("models.ops.functions"), a module, or a
-            model, whose classes' files are searched. A wrapper that keeps its model in `.model` is taken, too.
-        modules: whether attention modules are replaced, too, or cores alone. A replaced module that returns its weights makes
-            them beside the output: take cores alone where the gradient of the output for these weights is needed.
-        forms: the form of a class or function whose code is not known, by its name: `{MyAttention: "deformable_detr"}`. It is
-            tried in training and evaluation, and refused if its numbers are others.
+            model, whose classes' files are searched. If the target keeps its model in `.model`, that model is searched.
+        modules: whether attention modules are replaced, too, or cores alone. A replaced module that returns its weights
+            computes them separately, so the output has no gradient for these weights. With False the gradient exists.
+        forms: classes and functions of unknown code -> the name of their form: `{MyAttention: "deformable_detr"}`. The form is
+            tried in training and evaluation, and refused if its results differ.
 
     Returns:
         A `Patch`: `replaced`, `skipped`, `limits`, `layers`, `restore()`.
 
     Raises:
-        ValueError: nothing was replaced, or there is no form of a name in `forms`, or something in `forms` is not of its form.
+        ValueError: nothing was replaced, or `forms` names an unknown form, or code in `forms` does not have its form.
         ModuleNotFoundError: there is no such library.
 
     >>> import torch, mx_driving

@@ -22,7 +22,7 @@ from ._pools import POOLS
 from ._pure import explain_impurity
 from ._search import Candidate
 from ._trial import Finding, try_forms
-from .known import TABLE, Known
+from .known import Known, read_table
 
 # The name that a user writes -> the form, or the forms to try.
 FORMS: Mapping[str, Form] = {**ATTENTION_FORMS, **CORES, **EXTENSIONS, **POOLS}
@@ -47,7 +47,7 @@ def recognize(
         code, reason = reader.read(candidate.original), "its code is not known"
     except NoKey as error:
         code, reason = Code(), f"its code is not known, because {error}"
-    if not named and (entry := TABLE.get(code.key)):
+    if not named and (entry := read_table().get(code.key)):
         fit = _fit_known(entry, candidate, code)
         return Finding(candidate.name, code.key, "known", entry.form, entry.difference, fit=fit)
     unknown = Finding(candidate.name, code.key, reason=reason)

@@ -6,9 +6,10 @@ each entry were compared with those of its form in float64. Autograd functions o
 
 from __future__ import annotations
 
+import functools
 import json
+import pathlib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -48,10 +49,8 @@ def format_entry(key: str, entry: Known) -> str:
     return json.dumps({"key": key, **facts})
 
 
-def _read() -> dict[str, Known]:
-    lines = (resources.files(__package__ or "") / "known.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = map(json.loads, lines)
-    return {entry.pop("key"): Known(**entry) for entry in entries}
-
-
-TABLE = _read()  # key of the code (_code.py) -> its entry
+@functools.cache
+def read_table() -> dict[str, Known]:
+    """Return the key of each code (_code.py) -> its entry. `import mx_driving` does not read the table."""
+    lines = pathlib.Path(__file__).with_name("known.jsonl").read_text(encoding="utf-8").splitlines()
+    return {entry.pop("key"): Known(**entry) for entry in map(json.loads, lines)}
