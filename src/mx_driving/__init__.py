@@ -5,7 +5,7 @@ import sys as _sys
 __version__ = "0.4.0"  # the native library must have the same
 __distribution__ = "mx-driving-portable"  # _import_guard.py looks for it
 
-# `python -m mx_driving.config` imports this file first. It prints paths, and must not wait seconds for torch.
+# `python -m mx_driving.config` imports this file first. The command prints paths, and must not wait seconds for torch.
 if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in _sys.orig_argv]):
     from . import compat, geometry, kernels, nn, onnx, ops, viz
     from ._data_checks import DataWarning, data_checks

@@ -102,7 +102,7 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
         if _open:
-            _look(operator, args)
+            _check_data(operator, args)
         return output
 
     return run
@@ -111,7 +111,7 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
 Finding = tuple[str, str, str, str]  # kind, name of the input, rule, fact
 
 
-def _look(operator: Operator, args: tuple[Any, ...]) -> None:
+def _check_data(operator: Operator, args: tuple[Any, ...]) -> None:
     bare = OPERATORS[operator.bare or operator.name]
     inputs: Any = composition.bare_inputs(operator.name, *args) if operator.bare else args
     floating = {name: t for name, t in zip(bare.inputs, inputs, strict=False) if t.is_floating_point()}
@@ -124,8 +124,8 @@ def _look(operator: Operator, args: tuple[Any, ...]) -> None:
             _warn(operator.name, f"NaN in {name}", name, "have no NaN", _percent(fraction))
     if bare.kind != "pooling":
         inputs = SamplingInputs(*inputs), SamplingInputs(*bare.inputs)
-    for look in _looks_of(bare):
-        for finding in look(*inputs) if look is not _softmaxed or not operator.bare else ():
+    for find in _data_checks_of(operator, bare):
+        for finding in find(*inputs):
             _warn(operator.name, *finding)
 
 
@@ -167,7 +167,7 @@ def _on_map(call: SamplingInputs, sizes: Tensor) -> Tensor:
     return geometry.on_map(geometry.pixels(locations, sizes) if call.locations.is_floating_point() else locations, sizes)
 
 
-def _as_fractions(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+def _find_samples_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find samples off their maps, or points that no camera sees, in multi_scale_deformable_attn and deformable_aggregation.
 
     A sample looks like a pixel if both coordinates are at least 0 and the larger coordinate lies in the range of pixels.
@@ -191,7 +191,7 @@ def _as_fractions(call: SamplingInputs, names: SamplingInputs) -> Iterator[Findi
         yield "off the map", names.locations, "mostly lie on their maps, 0..1", fact
 
 
-def _in_pixels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find normalised locations, swapped shapes, and samples off their maps in geometric_kernel_attention."""
     locations, sizes = call.locations, _sizes(call)
     if locations.numel() > 2 and call.shapes.max() > 2 and bool(((locations >= 0) & (locations <= 1)).all()):
@@ -208,7 +208,7 @@ def _in_pixels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]
         yield "off the map", names.locations, "mostly lie on their maps", f"{_percent(off)} of samples off them"
 
 
-def _swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+def _find_swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find pyramids with a wide level and a high level. All levels of a pyramid show the same picture."""
     for levels in call.shapes.view(-1, *call.shapes.shape[-2:]).tolist():
         aspects = [math.log(width / height) for height, width in levels]
@@ -218,7 +218,7 @@ def _swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Fin
             yield "swapped", names.shapes, "be (H, W) on every level", fact
 
 
-def _row_ends(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+def _find_swapped_shapes(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find shapes that look swapped. At row ends, neighbours in value differ more than usual: compare (H, W) with (W, H)."""
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
     oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and _is_large(call, h, w)]
@@ -242,7 +242,7 @@ def _steps_at_ends(value: Tensor, start: int, height: int, width: int) -> Tensor
     return steps[width - 1 :: width] / steps.mean()
 
 
-def _scale_major(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find maps stored scale by scale in deformable_aggregation: only scale by scale do neighbours differ at row ends."""
     camera_major = geometry.starts_of(call.shapes)
     if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
@@ -263,7 +263,7 @@ def _scale_major(call: SamplingInputs, names: SamplingInputs) -> Iterator[Findin
         yield "scale-major", names.value, "hold the maps camera by camera, as the starts say", fact
 
 
-def _rows_of_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+def _find_overlapping_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find maps that overlap while other rows are in no map: a sign of wrong starts. Overlaps or gaps alone may be intended."""
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
     begins, ends = maps.unique(dim=0).unbind(1)  # cameras may share a whole map
@@ -275,7 +275,7 @@ def _rows_of_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Findi
         yield "overlap", names.starts, "give each map rows of its own", fact
 
 
-def _softmaxed(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+def _find_missing_softmax(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find weights without a softmax: negative weights look like logits, and other weights do not sum to 1."""
     name, weights = names.weights, call.weights.double()
     if (fraction := _fraction(weights < 0)) > _SOME:
@@ -289,7 +289,7 @@ def _softmaxed(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]
         yield "no softmax", name, "sum to about 1 for each query, as after a softmax", f"sums around {median:.3g}"
 
 
-def _pooled(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
+def _find_wrong_pool_inputs(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
     """Find logits as depth, and D and H exchanged, in bev_pool_v3."""
     if (fraction := _fraction(depth < 0)) > _SOME:
         fact = f"{_percent(fraction)} below 0, as if they were logits"
@@ -300,12 +300,14 @@ def _pooled(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
         yield "exchanged", "bev_feat_shape", "be (B, D, H, W, C)", fact
 
 
-def _looks_of(operator: Operator) -> Iterator[Callable[..., Iterator[Finding]]]:
-    """Yield the data checks of a bare operator. Operators that read a single row per sample have locations in pixels."""
-    if operator.kind == "pooling":
-        yield _pooled
+def _data_checks_of(operator: Operator, bare: Operator) -> Iterator[Callable[..., Iterator[Finding]]]:
+    """Yield the data checks of an operator. An operator that reads a single row per sample has locations in pixels."""
+    if bare.kind == "pooling":
+        yield _find_wrong_pool_inputs
         return
-    yield _in_pixels if operator.rows == 1 else _as_fractions
-    yield from (_softmaxed, _swapped_levels, _row_ends, _rows_of_maps)
-    if operator.kind == "aggregation":
-        yield _scale_major
+    yield _find_pixels_off_maps if bare.rows == 1 else _find_samples_off_maps
+    if not operator.bare:  # an operator with logits computes the softmax itself
+        yield _find_missing_softmax
+    yield from (_find_swapped_levels, _find_swapped_shapes, _find_overlapping_maps)
+    if bare.kind == "aggregation":
+        yield _find_scale_major_maps

@@ -153,7 +153,7 @@ class AutogradFunction(NamedTuple):
 
     pattern: of its name.
     parameters: its own, without ctx.
-    words: the same parameters in our words.
+    words: our names of the same parameters.
     """
 
     pattern: str
@@ -188,6 +188,6 @@ AUTOGRAD_FUNCTIONS = (
 
 
 def find_autograd_function(name: str, parameters: Sequence[str]) -> AutogradFunction | None:
-    """Return the row of an autograd function by its name and its own parameters."""
-    rows = (row for row in AUTOGRAD_FUNCTIONS if row.parameters.split() == list(parameters))
-    return next((row for row in rows if re.search(row.pattern, name)), None)
+    """Return the entry of an autograd function by its name and its own parameters."""
+    entries = (entry for entry in AUTOGRAD_FUNCTIONS if entry.parameters.split() == list(parameters))
+    return next((entry for entry in entries if re.search(entry.pattern, name)), None)

@@ -1,4 +1,4 @@
-"""Refuses to be imported where the package's `__init__.py` is the vendor's, or gone: see the package mx_driving_portable."""
+"""Raise ImportError if the package's `__init__.py` is the vendor's or is missing: see the package mx_driving_portable."""
 
 from __future__ import annotations
 

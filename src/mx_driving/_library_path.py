@@ -1,4 +1,5 @@
-"""Where the native library lies. A file of its own, because `python -m mx_driving.config` must not find config imported."""
+"""The path of the native library. The path is not in config.py, because `python -m mx_driving.config` warns if config.py is
+imported already."""
 
 from __future__ import annotations
 

@@ -42,17 +42,17 @@ def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
     return table
 
 
-def print_json(facts: dict[str, Any]) -> None:
-    """Print one JSON object: `right` (true if the exit status is 0) and lists of rows.
+def print_json(results: dict[str, Any]) -> None:
+    """Print one JSON object: `right` (true if the exit status is 0), and lists of results.
 
-    A row is an object whose keys are a table's columns. Infinite numbers and NaN become null.
+    The keys of a result are a table's columns. Infinite numbers and NaN become null.
     """
-    print(json.dumps(_finite(facts), indent=2, default=str))
+    print(json.dumps(_finite(results), indent=2, default=str))
 
 
-def _finite(facts: Any) -> Any:
-    if isinstance(facts, dict):
-        return {str(key): _finite(fact) for key, fact in facts.items()}
-    if isinstance(facts, list | tuple):
-        return [_finite(fact) for fact in facts]
-    return None if isinstance(facts, float) and not math.isfinite(facts) else facts
+def _finite(results: Any) -> Any:
+    if isinstance(results, dict):
+        return {str(key): _finite(result) for key, result in results.items()}
+    if isinstance(results, list | tuple):
+        return [_finite(result) for result in results]
+    return None if isinstance(results, float) and not math.isfinite(results) else results

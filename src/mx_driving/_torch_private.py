@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 __all__ = ["FakeTensor", "FunctionOfOneLevel", "TorchDispatchMode", "allow_function_of_one_level", "tree_flatten"]
 
-# ---- what sees a call
+# ---- tracing, dispatch modes and transforms
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 # Under torch.jit.trace sizes are tensors, and the numbers of tensors become constants of the graph.
@@ -53,14 +53,14 @@ def without_gradients(t: Tensor) -> Tensor:
 
 
 def is_batched(t: Tensor) -> bool:
-    """Return whether vmap has an axis of t, also inside what other transforms have wrapped."""
+    """Return whether vmap maps over an axis of t, also inside other transforms."""
     return not torch.compiler.is_compiling() and _functorch.is_batchedtensor(without_gradients(t))
 
 
 # ---- kernels of the Autograd key, which serve reverse mode, forward mode and torch.func
 
 DispatchKey = torch._C.DispatchKey
-# The keys for a redispatch, and the same as a context: kernels in Python call operations that are not to be recorded.
+# The keyset of a redispatch, and a context without the Autograd keys: operations of Python kernels must not be recorded.
 BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # Compiled autograd asks a function for this key. Older torch has none.
@@ -84,24 +84,24 @@ def register_decomposition(op: Any, decomposition: Any, fake: Any) -> None:
 
 
 def keep_whole_in_inductor(op: Any) -> None:
-    """Let inductor call the operator as it is. If CI is set in the environment, inductor refuses that for an operator with a
-    decomposition, unless the operator is on this list."""
+    """Let inductor call the operator as it is. If CI is set in the environment, inductor refuses operators that have a
+    decomposition, unless they are on this list."""
     from torch._inductor import lowering
 
     lowering.FALLBACK_ALLOW_LIST.add(op.name())
 
 
 def assert_in_graph(condition: Tensor, sentence: str) -> None:
-    """Raise `sentence` when the graph runs, if the condition is 0. torch._assert would read it while the graph is made."""
+    """Raise `sentence` when the graph runs, if the condition is 0. torch._assert would read the condition during tracing."""
     torch.ops.aten._assert_async.msg(condition, sentence)
 
 
 def skip_in_compile(function: Any) -> None:
-    """Let torch.compile call the function as it is. torch.compiler.disable imports the compiler for the same."""
+    """Let torch.compile call the function as it is. torch.compiler.disable does the same, but imports the compiler."""
     function._torchdynamo_disable = True
 
 
-# ---- modules: a layer without hooks is computed by F.linear
+# ---- modules: F.linear replaces calls of layers without hooks
 
 GLOBAL_HOOKS = (
     module._global_forward_pre_hooks,
@@ -116,7 +116,7 @@ def has_hooks(layer: nn.Module) -> bool:
     return bool(own) or any(GLOBAL_HOOKS)
 
 
-# A frame of this code calls a layer.
+# The code of every frame that calls a layer.
 CALL_OF_A_LAYER = nn.Module._call_impl.__code__
 
 
@@ -146,7 +146,7 @@ def cache_shardings_by_mask(op: Any, first: int) -> None:
 # torch.jit.script finds its builtins by identity, so it has to know the functions that replace them.
 find_scripted, register_scripted = _builtins._find_builtin, _builtins._register_builtin
 scripted_builtins = _builtins._get_builtin_table
-# torch.load asks these in order where a storage belongs. The public function can only append.
+# torch.load asks these functions in order for the device of a storage. The public function can only append to the list.
 STORAGE_PLACES: list[Any] = torch.serialization._package_registry
 
 

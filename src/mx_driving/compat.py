@@ -43,27 +43,27 @@ __all__ = ["NAMES", "install", "uninstall"]
 Function = Callable[..., Any]
 
 
-# _EXTENSIONS: modules known by the last part of their name. _PARTS: modules known by their whole name. These have more
-# functions than our stand-ins, so a compiled module comes before our stand-in.
+# Stand-ins by the last part of a module's name, and by the module's whole name. A compiled module of _PARTS comes before our
+# stand-in, because it has more functions.
 _EXTENSIONS: dict[str, dict[str, Function]] = {}
 _PARTS: dict[str, dict[str, Function]] = {"deformable_aggregation_with_depth_ext": {}}
-for _row in FUNCTIONS:
-    if _row.module != "mx_driving":
-        modules = _PARTS if "." in _row.module else _EXTENSIONS
-        modules.setdefault(_row.module, {})[_row.name] = stand_in(_row)
+for _entry in FUNCTIONS:
+    if _entry.module != "mx_driving":
+        modules = _PARTS if "." in _entry.module else _EXTENSIONS
+        modules.setdefault(_entry.module, {})[_entry.name] = stand_in(_entry)
 
 
 def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
-    """Return a module's `__getattr__`. It returns missing functions that raise when called, because mmcv checks at import that
+    """Return a module's `__getattr__`. It returns functions that raise when called, because mmcv checks at import that its
     functions exist."""
-    has = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
+    replaced = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
 
     def absent(name: str) -> Function:
         if name.startswith("__"):
             raise AttributeError(name)
 
         def call(*args: Any, **kwargs: Any) -> None:
-            raise NotImplementedError(f"{module}.{name} is not compiled; mx_driving.compat stands in for {has} only")
+            raise NotImplementedError(f"{module}.{name} is not compiled; mx_driving.compat stands in for {replaced} only")
 
         return call
 

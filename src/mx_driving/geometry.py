@@ -32,11 +32,11 @@ def projection_matrix(
 
     Args:
         intrinsics: K [..., 3, 3].
-        rotation: R [..., 3, 3], from the frame of the points to the camera's: x_camera = R x + t. Of a pose that takes the
-            camera to the vehicle, as nuScenes has it, R is the transpose.
-        translation: t [..., 3]. Of such a pose it is -R @ position.
+        rotation: R [..., 3, 3], from the frame of the points to the camera's: x_camera = R x + t. For a pose that takes the
+            camera to the vehicle, as in nuScenes, R is the transpose of the pose's rotation.
+        translation: t [..., 3]; -R @ position for such a pose.
         augmentation: A [..., 3, 3] of :func:`augmentation_matrix`, or None.
-        first_pixel: where K has the centre of the first pixel: 0 (OpenCV, nuScenes) or 0.5.
+        first_pixel: the coordinate of the first pixel's centre in K: 0 (OpenCV, nuScenes) or 0.5.
 
     Returns:
         [..., 4, 4]; its last row is (0, 0, 0, 1).
@@ -50,7 +50,7 @@ def projection_matrix(
     intrinsics, rotation, translation = _inputs(
         ("intrinsics", intrinsics, (3, 3)), ("rotation", rotation, (3, 3)), ("translation", translation, (3,))
     )
-    depth = intrinsics[..., 2:, :]  # S adds a multiple of it to u and v
+    depth = intrinsics[..., 2:, :]  # S adds a multiple of this row to u and v
     matrix = torch.cat([intrinsics[..., :2, :] + (0.5 - first_pixel) * depth, depth], -2)
     if augmentation is not None:
         (augmentation,) = _inputs(("augmentation", augmentation, (3, 3)))
@@ -142,7 +142,7 @@ def unproject(pixels: Tensor, projection: Tensor) -> Tensor:
     """
     pixels, projection = _inputs(("pixels", pixels, (3,)), ("projection", projection, (4, 4)))
     projected = torch.cat([pixels[..., :2] * pixels[..., 2:], pixels[..., 2:], torch.ones_like(pixels[..., :1])], -1)
-    inverse = torch.linalg.inv(projection.to(torch.promote_types(projection.dtype, torch.float32)))  # it takes no 16 bits
+    inverse = torch.linalg.inv(projection.to(torch.promote_types(projection.dtype, torch.float32)))  # inv has no 16-bit dtypes
     return torch.einsum("cij,...j->c...i", inverse.to(pixels.dtype), projected)[..., :3]
 
 
@@ -162,7 +162,7 @@ def bev_ranks(
         feat [B, cam, H, W, C] and bev_feat_shape (B, z, y, x, C).
     """
     (points,) = _inputs(("points", points, ("B", "cam", "D", "H", "W", 3)))
-    lower, cell, (nx, ny, nz) = (_numbers(*row) for row in (("lower", 3, lower), ("cell", 3, cell), ("cells", 3, cells)))
+    lower, cell, (nx, ny, nz) = (_numbers(*named) for named in (("lower", 3, lower), ("cell", 3, cell), ("cells", 3, cells)))
     if min(cell) <= 0:
         rules.fail(ValueError, "cell", "be positive", tuple(cell))
     batch, _, depths, height, width, _ = points.shape
@@ -179,9 +179,9 @@ def bev_ranks(
     return ranks_depth.int(), ranks_feat.int(), ranks_bev.int()
 
 
-def _inputs(*rows: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Tensor]:
-    """Check the last axes of each tensor, where a name is any size, and return the tensors in their common floating dtype."""
-    for name, tensor, sizes in rows:
+def _inputs(*named: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Tensor]:
+    """Check the last axes of tensors, and return the tensors in their common floating dtype. An axis is a size or a name."""
+    for name, tensor, sizes in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
         last = tuple(tensor.shape[-len(sizes) :])
@@ -190,14 +190,14 @@ def _inputs(*rows: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Tensor]:
             raise ValueError(f"{name} must have the last axes [{shape}]; got {tuple(tensor.shape)}")
         if tensor.is_complex():
             rules.fail(TypeError, name, "have a dtype of real numbers", str(tensor.dtype).removeprefix("torch."))
-    rules.need_one_device(*((name, tensor) for name, tensor, _ in rows))
-    dtype = functools.reduce(torch.promote_types, (tensor.dtype for _, tensor, _ in rows))
+    rules.need_one_device(*((name, tensor) for name, tensor, _ in named))
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for _, tensor, _ in named))
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    return [tensor.to(dtype) for _, tensor, _ in rows]
+    return [tensor.to(dtype) for _, tensor, _ in named]
 
 
 def _numbers(name: str, count: int, numbers: Any) -> list[Any]:
-    """Return the numbers of a tuple, a list, a tensor or an array, which must hold `count`."""
+    """Return the numbers of a tuple, a list, a tensor or an array of `count` numbers."""
     if not hasattr(numbers, "__len__") or len(numbers) != count:
         rules.fail(ValueError, name, f"hold {count} numbers", repr(numbers))
     return list(numbers)

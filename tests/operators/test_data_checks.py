@@ -294,7 +294,7 @@ def test_an_exported_program_is_looked_at_when_it_runs(operator):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_nothing_is_looked_at_without_data_or_unasked(operator, monkeypatch):
-    monkeypatch.setattr(_data_checks, "_look", lambda *call: pytest.fail("looked"))
+    monkeypatch.setattr(_data_checks, "_check_data", lambda *call: pytest.fail("looked"))
     call(operator, GOOD[operator])
     with mx_driving.data_checks():
         call(operator, [a.to("meta") for a in GOOD[operator]])

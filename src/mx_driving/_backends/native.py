@@ -158,7 +158,7 @@ class _Backward(_Function):
 
 def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
     if status in (_BAD_LEVEL, _BAD_RANK):
-        checks.contents(operator, inputs)
+        checks.check_numbers(operator, inputs)
     raise RuntimeError(f"the native kernel of {operator.name}: {loaded().mxd_last_error().decode()}")
 
 

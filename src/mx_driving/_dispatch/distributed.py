@@ -70,10 +70,10 @@ def _register() -> None:
 
 def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
     """Return the dimensions of all axes that can be sharded. `blocks` needs even shards, else shards of the output differ."""
-    return [dims for axis, dims in operator.axes.items() if axis != operator.blocks or _even(operator, dims, inputs)]
+    return [dims for axis, dims in operator.axes.items() if axis != operator.blocks or _has_even_shards(operator, dims, inputs)]
 
 
-def _even(operator: Operator, dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
+def _has_even_shards(operator: Operator, dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
     """Return whether an input is sharded along the block axis, with shards of equal size."""
     from torch.distributed.tensor import Shard
 
@@ -92,7 +92,7 @@ def _placement(dim: int | None) -> Any:
     return Replicate() if dim is None else Shard(dim)
 
 
-def _sum(dim: int | None) -> Any:
+def _partial_sum(dim: int | None) -> Any:
     from torch.distributed.tensor import Partial
 
     return Partial() if dim is None else _placement(dim)
@@ -109,7 +109,7 @@ def _rules(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[tuple[int 
 def _forward_rules(name: str, *args: Any) -> list[tuple[list[Any], list[Any]]]:
     operator = OPERATORS[name]
     (_, whole), *rest = _rules(operator, args[: len(operator.inputs)])
-    return [([_placement(None)], whole), *(([_sum(dims[-1])], placements) for dims, placements in rest)]
+    return [([_placement(None)], whole), *(([_partial_sum(dims[-1])], placements) for dims, placements in rest)]
 
 
 def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -118,8 +118,9 @@ def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], l
     inputs, mask = rest[: len(operator.inputs)], rest[-1]
     everywhere = _placement(None)
     (_, whole), *shards = _rules(operator, inputs)
+    needs = list(zip(operator.differentiable, mask, strict=True))
     rules = [([everywhere] * len(mask), [everywhere, *whole])]
     for dims, placements in shards:
-        gradients = [_sum(dims[i]) if needed else everywhere for i, needed in zip(operator.differentiable, mask, strict=True)]
+        gradients = [_partial_sum(dims[i]) if needed else everywhere for i, needed in needs]
         rules.append((gradients, [_placement(dims[-1]), *placements]))
     return rules

@@ -34,7 +34,7 @@ _library = torch.library.Library("mx_driving", "DEF")
 class Registered:
     """An operator in torch's dispatcher. The methods are in the order in which a call passes them."""
 
-    suffix = ""  # of the name
+    suffix = ""  # the end of the name
     value = 0  # the index of value among the arguments
     autocast_keys: tuple[str, ...] = ("AutocastCPU", "AutocastCUDA", "AutocastXPU")
 
@@ -97,11 +97,11 @@ class Registered:
         # forward_ad does not see the level of a compiled torch.func.jvp
         if (transformed or _torch_private.is_forward_mode_active()) and _any_tangent(args):
             self.check(*args)
-            checks.check_contents(self.operator, args[self.value : len(args) - self.value])
+            checks.check_readable_numbers(self.operator, args[self.value : len(args) - self.value])
             return self.reference(*(a if i in self.differentiable else _detach(a) for i, a in enumerate(args)))
         if torch.is_grad_enabled():
             for i in self.differentiable:
-                if args[i] is not None and args[i].requires_grad:  # None: the kernel names the argument
+                if args[i] is not None and args[i].requires_grad:  # the kernel refuses None
                     with _torch_private.allow_function_of_one_level() if transformed else _NOTHING:
                         return self.function.apply(keyset, *args)
         return self.below_autograd(keyset, *args)
@@ -113,7 +113,7 @@ class Registered:
         """
         value, below = args[self.value], keyset & _torch_private.BELOW_AUTOGRAD
         if type(value) in _PLAIN and value.is_cpu:
-            if value.numel() > _backends.native.MOST_ROWS:  # a cheap bound of its rows
+            if value.numel() > _backends.native.MOST_ROWS:  # value has at most as many rows as elements
                 inputs = args[self.value : self.count]
                 if choose(self.operator, "cpu", inputs)[0] == "reference":
                     return self.run("cpu", *args)
@@ -135,13 +135,14 @@ class Registered:
             with torch.enable_grad(), _torch_private.enable_forward_mode(True):
                 return self.below_autograd(keyset, *args)
 
-        parts = {
+        members = {
             "forward": forward,
             "backward": lambda ctx, *grads: (None, *self.differentiate(ctx, grads, ctx.needs_input_grad[1:])),
         }
         if _torch_private.compiled_autograd_key:
-            parts["_compiled_autograd_key"] = _torch_private.compiled_autograd_key
-        return type(self.name, (_torch_private.FunctionOfOneLevel,), {name: staticmethod(part) for name, part in parts.items()})
+            members["_compiled_autograd_key"] = _torch_private.compiled_autograd_key
+        members = {name: staticmethod(member) for name, member in members.items()}
+        return type(self.name, (_torch_private.FunctionOfOneLevel,), members)
 
     def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
         """Save the inputs and the options in ctx."""
@@ -152,7 +153,7 @@ class Registered:
         """Return the gradients of all arguments, by `<name>_backward`. Skip its Autograd key if nothing records the call."""
         mask = [needs[i] for i in self.differentiable]
         backward = getattr(torch.ops.mx_driving, self.operator.name + "_backward").default
-        options = ctx.options if self.operator.options else ()  # a context of `OperatorFunction` has none
+        options = ctx.options if self.operator.options else ()  # the context of an OperatorFunction has no options
         inputs = ctx.saved_tensors
         args = (*grads, *inputs, *options, mask)
         if is_recorded(inputs[0]):
@@ -195,9 +196,9 @@ class Registered:
     def run_reference(self, *args: Any) -> Any:
         """Run the reference. First check the contents of index tables on a CPU, where this is free, or in data_checks()."""
         names = ("grad_output", *self.operator.inputs)[1 - self.value :]
-        rules.tensors(*((n, a) for n, a in zip(names, args[: self.count], strict=True) if a is not None))
+        rules.need_tensors(*((n, a) for n, a in zip(names, args[: self.count], strict=True) if a is not None))
         if args[self.value].device.type == "cpu" or _data_checks.enabled():
-            checks.contents(self.operator, args[self.value : len(args) - self.value])
+            checks.check_numbers(self.operator, args[self.value : len(args) - self.value])
         return self.reference(*args)
 
     def reference(self, *args: Any) -> Any:
@@ -274,7 +275,7 @@ class RegisteredBackward(Registered):
         return tuple(empty_gradients([inputs[i] for i in self.operator.differentiable], mask))
 
     def check(self, *args: Any) -> None:
-        checks.backward(self.operator.name, *args)
+        checks.check_backward(self.operator, *args)
 
     def kernel_of(self, device: str) -> Any:
         return functools.partial(self.run, device)
@@ -315,8 +316,8 @@ def _follow_data() -> None:
 
 REGISTERED: dict[str, Registered] = {}
 for _operator in OPERATORS.values():
-    for _kind in (Registered, RegisteredAutocast, RegisteredBackward):
-        REGISTERED[_operator.name + _kind.suffix] = _kind(_operator)
+    for _class in (Registered, RegisteredAutocast, RegisteredBackward):
+        REGISTERED[_operator.name + _class.suffix] = _class(_operator)
 if not _CPU_IN_PYTHON:
     _data_checks.when_enabled(_follow_data)
 if from_cpp.why_not() is None:

@@ -69,5 +69,5 @@ def _call(operator: Operator, op: Any, value: int, args: list[Any]) -> Any:
     try:
         return op(*args)
     except RuntimeError:
-        checks.check_contents(operator, args[value : len(args) - value])
+        checks.check_readable_numbers(operator, args[value : len(args) - value])
         raise

@@ -41,12 +41,13 @@ def _make_absent(module: str, name: str) -> Any:
 
 
 def explain_missing(module: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`. A name that the vendor does not have either may be a typo: list our operators."""
+    """Return a module's `__getattr__`. For a name that neither library has, perhaps a typo, it lists our operators."""
 
     def __getattr__(name: str) -> Any:
         if name in OTHERS:
             return _make_absent(module, name)
-        what = f"module {module!r} has no attribute {name!r}"
-        raise AttributeError(what if name.startswith("_") else f"{what}; {_HERE}", name=name, obj=sys.modules.get(module))
+        sentence = f"module {module!r} has no attribute {name!r}"
+        sentence = sentence if name.startswith("_") else f"{sentence}; {_HERE}"
+        raise AttributeError(sentence, name=name, obj=sys.modules.get(module))
 
     return __getattr__

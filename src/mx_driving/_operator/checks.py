@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import _torch_private
-from .description import OPERATORS, Input, Operator
-from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, shape_text, tensors
+from .description import Input, Operator
+from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, need_tensors, shape_text
 
 _NUMBER = FLOATING | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _ELEMENTS = {
@@ -155,7 +155,7 @@ def _refuse(operator: Operator, *args: Any) -> NoReturn:
         if options[option] not in choices:
             fail(ValueError, option, f"be {' or '.join(map(repr, choices))}", repr(options[option]))
     present = [(t, a) for t, a in zip(operator.tensors, args, strict=False) if not (t.optional and a is None)]
-    tensors(*((t.name, a) for t, a in present))
+    need_tensors(*((t.name, a) for t, a in present))
     shapes = [(t, tuple(a.shape)) for t, a in present]
     sizes = _majority(shapes)
     for t, shape in shapes:
@@ -232,12 +232,11 @@ def output_shape(operator: Operator, args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[factor] for factor in axis.split(" * ")) for axis in operator.output)
 
 
-def backward(operator: str, grad: Tensor, *rest: Any) -> None:
+def check_backward(operator: Operator, grad: Tensor, *rest: Any) -> None:
     """Check the arguments of an operator's backward: grad_output, the inputs, output_mask."""
     *inputs, mask = rest
-    row = OPERATORS[operator]
-    if not _keeps_rules(_fit_backward, row, (len(mask), grad, *inputs)):
-        _refuse_backward(row, grad, inputs, len(mask))
+    if not _keeps_rules(_fit_backward, operator, (len(mask), grad, *inputs)):
+        _refuse_backward(operator, grad, inputs, len(mask))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -249,15 +248,15 @@ def _fit_backward(operator: Operator, gradients: int, grad: Any, *inputs: Any) -
     return shape == expected and dtype in FLOATING and device == inputs[0][2]
 
 
-def _refuse_backward(row: Operator, grad: Tensor, inputs: Sequence[Any], gradients: int) -> None:
-    check_inputs(row, *inputs)
-    if gradients != len(row.differentiable):
-        fail(ValueError, "output_mask", f"have {len(row.differentiable)} entries, one for each gradient", gradients)
-    tensors(("grad_output", grad))
-    shapes = [(t, tuple(a.shape)) for t, a in zip(row.tensors, inputs, strict=False) if a is not None]
-    _need_shape("grad_output", tuple(grad.shape), row.output, shapes, _majority(shapes) | _numbers(row, inputs), {})
+def _refuse_backward(operator: Operator, grad: Tensor, inputs: Sequence[Any], gradients: int) -> None:
+    check_inputs(operator, *inputs)
+    if gradients != len(operator.differentiable):
+        fail(ValueError, "output_mask", f"have {len(operator.differentiable)} entries, one for each gradient", gradients)
+    need_tensors(("grad_output", grad))
+    shapes = [(t, tuple(a.shape)) for t, a in zip(operator.tensors, inputs, strict=False) if a is not None]
+    _need_shape("grad_output", tuple(grad.shape), operator.output, shapes, _majority(shapes) | _numbers(operator, inputs), {})
     need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
-    need_one_device((row.inputs[0], inputs[0]), ("grad_output", grad))
+    need_one_device((operator.inputs[0], inputs[0]), ("grad_output", grad))
 
 
 def is_readable(t: Tensor) -> bool:
@@ -273,29 +272,29 @@ def is_readable(t: Tensor) -> bool:
 def check_call(operator: Operator, *inputs: Any) -> None:
     """Repeat a kernel's checks: of the inputs, and of the numbers in index tensors if these are readable."""
     check_inputs(operator, *inputs)
-    check_contents(operator, inputs)
+    check_readable_numbers(operator, inputs)
 
 
-def check_contents(operator: Operator, inputs: Sequence[Any]) -> None:
+def check_readable_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
     """Check the numbers in index tensors if they are readable."""
     first, last = (2, 5) if operator.kind == "pooling" else (1, 3)
     tables = [_torch_private.without_gradients(t) for t in inputs[first:last]]
     if all(map(is_readable, tables)):
-        contents(operator, [*inputs[:first], *tables, *inputs[last:]])
+        check_numbers(operator, [*inputs[:first], *tables, *inputs[last:]])
 
 
-def contents(operator: Operator, inputs: Sequence[Any]) -> None:
+def check_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
     """Check the numbers in index tensors: maps must lie inside value, ranks must exist. Reading them is free only on a CPU."""
     if operator.kind == "pooling":
-        ranks(*inputs)
+        check_ranks(*inputs)
         return
     shape = inputs[0].shape
-    levels(*operator.tables, inputs[1], inputs[2], shape[1], shape[2] if len(shape) == 3 else 0)
+    check_levels(*operator.tables, inputs[1], inputs[2], shape[1], shape[2] if len(shape) == 3 else 0)
 
 
-def ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> None:
+def check_ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> None:
     """Check that every rank of bev_pool_v3 is the index of a row, an element or a cell."""
-    for name, t, rows, of in (
+    for name, t, rows, noun in (
         ("ranks_feat", ranks_feat, feat.shape[0], "rows of feat"),
         ("ranks_depth", ranks_depth, depth.shape[0], "elements of depth"),
         ("ranks_bev", ranks_bev, math.prod(sizes), "cells"),
@@ -303,10 +302,10 @@ def ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, 
         wrong = (t < 0) | (t.long() >= rows)  # int64, because `rows` may exceed int32
         if wrong.any():
             first = int(wrong.int().argmax())
-            fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {of}", int(t[first]))
+            fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {noun}", int(t[first]))
 
 
-def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:
+def check_levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:
     """Check that every map lies inside num_keys rows. Reading the index tables is free only on a CPU.
 
     If the map would fit into `channels` rows, the sentence adds that the axes of feature_maps look swapped.
@@ -328,21 +327,21 @@ def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, n
         fail(ValueError, starts_name + where, rule, f"{start} (needs {end} rows){swapped}")
 
 
-def host_memory(name: str, t: Any) -> None:
+def check_host_memory(name: str, t: Any) -> None:
     """Check that a C function can read and write the memory of t."""
-    tensors((name, t))
+    need_tensors((name, t))
     if t.device.type != "cpu" or t.layout != torch.strided or t.is_neg() or t.is_conj():
         fail(ValueError, name, "be a plain strided tensor on the CPU", f"{t.layout} on {t.device}")
 
 
-def workspace(t: Tensor, size: int) -> None:
+def check_workspace(t: Tensor, size: int) -> None:
     """Check that the workspace of phase two has `size` contiguous bytes."""
-    host_memory("workspace", t)
+    check_host_memory("workspace", t)
     if not t.is_contiguous() or t.nbytes < size:
         fail(ValueError, "workspace", f"have workspace_size={size} bytes in a row", f"{t.nbytes} of strides {t.stride()}")
 
 
-def rows_of_levels(rows: int, keys: int) -> None:
+def check_rows_of_levels(rows: int, keys: int) -> None:
     """Check that the levels of an attention module have as many rows as value has keys."""
     if rows != keys:
         fail(ValueError, "spatial_shapes", f"hold the num_keys={keys} rows of value", f"{rows} in all levels")

@@ -27,10 +27,10 @@ def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
         raise Problem(f"{rule}; got {first_line(error).split('. ')[0]}") from None
 
 
-def need(what: str, install: str, *modules: str) -> None:
-    """Raise a Problem if a module cannot be imported. `install` names the packages to install, separated by blanks."""
+def need(feature: str, install: str, *modules: str) -> None:
+    """Raise a Problem if a module that a feature needs cannot be imported. `install` names packages, separated by blanks."""
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise Problem(f"{what} must have {module} installed ({pip_install(*install.split())}); got: {error}") from None
+            raise Problem(f"{feature} must have {module} installed ({pip_install(*install.split())}); got: {error}") from None

@@ -43,7 +43,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def tensors(*named: Named) -> None:
+def need_tensors(*named: Named) -> None:
     """Check that every argument is a strided torch.Tensor, neither nested nor masked."""
     for name, t in named:
         if not isinstance(t, Tensor):
@@ -157,22 +157,25 @@ def broken_library(name: str, error: ImportError, reason: str) -> NoReturn:
 
 
 def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str]) -> NoReturn:
-    left = "".join(f"; {thing}: {reason}" for thing, reason in skipped.items())
-    left += f"; it takes its own from {' and '.join(elsewhere)}: patch that" if elsewhere else ""
-    fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
+    remark = "".join(f"; {core}: {reason}" for core, reason in skipped.items())
+    remark += f"; it takes its own from {' and '.join(elsewhere)}: patch that" if elsewhere else ""
+    fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{remark}")
 
 
-def name_of_a_form(thing: str, name: object, names: Collection[object]) -> None:
-    """Check that `name` is the name of a form."""
+def name_of_a_form(core: str, name: object, names: Collection[object]) -> None:
+    """Check that `name` is the name of a form. `core` is the class or function that has the form."""
     if name not in names:
-        fail(ValueError, "forms", f"name a form of {', '.join(map(str, names))}", f"{name!r} for {thing}")
+        fail(ValueError, "forms", f"name a form of {', '.join(map(str, names))}", f"{name!r} for {core}")
 
 
-def not_of_its_form(thing: str, name: str, reason: str) -> NoReturn:
-    fail(ValueError, "forms", "name the form that a class or function has", f"{name!r} for {thing}: {reason}")
+def not_of_its_form(core: str, name: str, reason: str) -> NoReturn:
+    fail(ValueError, "forms", "name the form that a class or function has", f"{name!r} for {core}: {reason}")
 
 
 def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
-    """Return why an import failed. Advise compat.install() if compat replaces the missing extension."""
+    """Return why an import failed. Advise compat.install() if compat replaces the missing extension.
+
+    Read the extension's name from the message: before Python 3.12 an ImportError has no attribute for it.
+    """
     missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
     return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)

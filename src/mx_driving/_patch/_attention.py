@@ -173,9 +173,9 @@ def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Ten
         value = split_heads(value if project is None else project(value), hidden, get_heads(module))
     table = arguments["shapes"] if arguments.get("sizes") is None else arguments["sizes"]
     if not isinstance(table, Tensor):
-        checks.rows_of_levels(sum(h * w for h, w in table), value.shape[1])
+        checks.check_rows_of_levels(sum(h * w for h, w in table), value.shape[1])
     elif checks.is_readable(table):
-        checks.rows_of_levels(int(table.prod(-1).sum()), value.shape[1])
+        checks.check_rows_of_levels(int(table.prod(-1).sum()), value.shape[1])
     return value, *read_tables(arguments, value.device)
 
 

@@ -98,7 +98,7 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
         row = OPERATORS[about["operator"]]
         inputs, sizes = forms.inputs_of(name, about, tensors)
         checks.check_inputs(row, *inputs, *sizes)
-        checks.contents(row, (*inputs, *sizes))
+        checks.check_numbers(row, (*inputs, *sizes))
     problems = []
     if gradients_file.is_file():
         try:  # an unreadable file of gradients leaves the output to be judged

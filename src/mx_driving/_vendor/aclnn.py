@@ -135,7 +135,7 @@ def _describe(name: str, t: Tensor | None) -> int | None:
     """Return a new aclTensor for a tensor; None for None. The caller destroys the aclTensor."""
     if t is None:
         return None
-    checks.host_memory(name, t)
+    checks.check_host_memory(name, t)
     axes, storage = t.dim(), t.untyped_storage()
     numbers = c_int64 * axes
     handle = _library().aclCreateTensor(
@@ -175,7 +175,7 @@ def _phase_two(
     operator: str, workspace: Tensor | None, workspace_size: int, executor: Executor | None, stream: Stream | None
 ) -> Status:
     if workspace is not None:
-        checks.workspace(workspace, workspace_size)
+        checks.check_workspace(workspace, workspace_size)
     memory = None if workspace is None else workspace.data_ptr()
     handle = None if executor is None else executor._hand_over()
     return Status(getattr(_library(), operator)(memory, workspace_size, handle, stream and stream._handle))
@@ -302,7 +302,7 @@ def multi_scale_deformable_attention_grad_out(
         >>> [g.flatten()[0].item() for g in grads]
         [8.0, 4.0, 2.0]
     """
-    rules.tensors(("value", value), ("location", location), ("attn_weight", attn_weight))
+    rules.need_tensors(("value", value), ("location", location), ("attn_weight", attn_weight))
     outputs = (
         _output(grad_value, value.shape, value.dtype),
         _output(grad_location, location.shape, location.dtype),
@@ -347,7 +347,7 @@ def multi_scale_deformable_attn_function_out(
 ) -> Tensor:
     """The forward in one call, as `multi_scale_deformable_attention_grad_out`. If output is None, it makes one: [bs,
     num_queries, num_heads * channels] in value's dtype."""
-    rules.tensors(("value", value), ("location", location))
+    rules.need_tensors(("value", value), ("location", location))
     shaped = value.dim() == 4 and location.dim() == 6  # phase one refuses other shapes
     rows = (value.shape[0], location.shape[1], value.shape[2] * value.shape[3]) if shaped else ()
     output = _output(output, rows, value.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import _torch_private
 from .._dispatch.functions import autocasts
-from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, tensors
+from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, need_tensors
 
 # torch's functions, read at import, because libraries may replace these functions later.
 _FORWARDS: dict[type, Any] = {nn.Linear: nn.Linear.forward, nn.Dropout: nn.Dropout.forward}
@@ -97,7 +97,7 @@ def shapes(sizes: dict[str, int], **inputs: tuple[Any, str]) -> dict[str, int]:
     sizes of all other names.
     """
     inputs = {name: (t, text) for name, (t, text) in inputs.items() if t is not None or not text.endswith(" or None")}
-    tensors(*((name, t) for name, (t, _) in inputs.items()))
+    need_tensors(*((name, t) for name, (t, _) in inputs.items()))
     need_one_device(*((name, t) for name, (t, _) in inputs.items()))
     sizes = dict(sizes)
     for name, (t, text) in inputs.items():

@@ -23,7 +23,7 @@ from .._operator.rules import (
     need_dtype,
     need_one_device,
     need_shape,
-    tensors,
+    need_tensors,
 )
 from ._arguments import explain_arguments
 from ._pooling import gradients
@@ -37,7 +37,7 @@ _v1, _v2, _v3 = as_compiled(bev_pool), as_compiled(bev_pool_v2), as_compiled(bev
 def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> None:
     """Check that the caller's outputs have the shapes and devices of the results. A copy to the meta device would be lost."""
     for (name, out), result in zip(outputs.items(), results, strict=True):
-        tensors((name, out))
+        need_tensors((name, out))
         need_dtype(name, out, FLOATING, FLOATING_RULE)
         if result is not None and out.shape != result.shape:
             fail(ValueError, name, f"have shape {tuple(result.shape)}", tuple(out.shape))
@@ -71,7 +71,7 @@ def bev_pool_forward(
 @explain_arguments
 def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes: Any) -> Tensor:
     """Return the gradient of feat, [n, c]."""
-    tensors(("grad_out", grad_out), ("geom_feat", geom_feat))
+    need_tensors(("grad_out", grad_out), ("geom_feat", geom_feat))
     need_axes("grad_out", grad_out, "B, D, H, W, C")
     need_dtype("grad_out", grad_out, FLOATING, FLOATING_RULE)
     need_shape("geom_feat", geom_feat, "n, 4", None, 4)
@@ -96,7 +96,7 @@ def bev_pool_v2_forward(
     w: int,
 ) -> Tensor:
     """Return [b, d, h, w, c]."""
-    tensors(("feat", feat))
+    need_tensors(("feat", feat))
     shape = (b, d, h, w, *feat.shape[-1:])
     return _channels_last(_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths))
 
@@ -115,7 +115,7 @@ def bev_pool_v3_forward(
     w: int,
 ) -> Tensor:
     """Return [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
-    tensors(("feat", feat))
+    need_tensors(("feat", feat))
     channels = feat.shape[1:2] if depth is None else feat.shape[-1:]
     return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (b, d, h, w, *channels)))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._operator import checks, geometry
 from .._operator.description import AGGREGATION, SamplingInputs
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, tensors
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, need_tensors
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -61,7 +61,8 @@ def aggregation_inputs(
 
 
 def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:
-    tensors(("spatial_shape", shapes), ("scale_start_index", starts), ("sample_locations", locations), ("weights", weights))
+    need_tensors(("spatial_shape", shapes), ("scale_start_index", starts))
+    need_tensors(("sample_locations", locations), ("weights", weights))
     need_dtype("scale_start_index", starts, INDEX, INDEX_RULE)
     bs, cameras, rows, _ = maps.shape
     if shapes.dim() == 3:
@@ -73,4 +74,4 @@ def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: T
     need_shape("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, shapes.shape[0], None)
     if checks.is_readable(shapes) and checks.is_readable(starts):
         # The operator sees the maps of all cameras as one table, and would not notice a level that runs into the next camera.
-        checks.levels("spatial_shape", "scale_start_index", shapes, starts, rows)
+        checks.check_levels("spatial_shape", "scale_start_index", shapes, starts, rows)

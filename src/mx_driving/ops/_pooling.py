@@ -13,17 +13,17 @@ from torch import Tensor
 
 from .._operator import checks, geometry
 from .._operator.description import OPERATORS, POOL
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, refuse, tensors
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, need_tensors, refuse
 from ._arguments import explain_arguments
 
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
-    """Return the inputs of the operator, in the operator's order."""
+    """Return the inputs of the operator. It takes feat first: the rows of an operator's first input are summed."""
     *sizes, channels = sizes_of("bev_feat_shape", bev_feat_shape, "five", "B, D, H, W, C")
-    tensors(("feat", feat), ("ranks_bev", ranks_bev))
+    need_tensors(("feat", feat), ("ranks_bev", ranks_bev))
     if depth is None:
         return [*_without_depth(feat, ranks_bev, sizes, channels), *sizes]
-    tensors(("depth", depth), ("ranks_depth", ranks_depth), ("ranks_feat", ranks_feat))
+    need_tensors(("depth", depth), ("ranks_depth", ranks_depth), ("ranks_feat", ranks_feat))
     if feat.dim() == 0 or feat.shape[-1] != channels:
         fail(ValueError, "feat", f"have shape (..., C={channels})", tuple(feat.shape))
     return [feat.flatten(0, -2), depth.flatten(), ranks_feat, ranks_depth, ranks_bev, *sizes]
@@ -131,7 +131,7 @@ def _check_voxels(name: str, voxels: Tensor, B: int, D: int, H: int, W: int) -> 
 
 def _check_grad_out(grad_out: Any) -> None:
     if not torch.compiler.is_compiling():  # torch 2.6 cannot compile `is_nested` in a backward
-        tensors(("grad_out", grad_out))
+        need_tensors(("grad_out", grad_out))
     need_axes("grad_out", grad_out, "B, D, H, W, C")
 
 

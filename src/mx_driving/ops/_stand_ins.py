@@ -15,7 +15,7 @@ from torch import Tensor
 from .._dispatch.functions import as_compiled, backward_as_compiled
 from .._foreign_functions import DIFFERENTIABLE, KEYWORDS, AutogradFunction, Function, insert_starts
 from .._operator.description import POOL
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, need_tensors
 from . import _extension, _pooling
 from ._arguments import explain_arguments
 from ._other_shapes import sampling_inputs
@@ -26,7 +26,7 @@ from .multi_scale_deformable_attn import multi_scale_deformable_attn
 from .npu_deformable_aggregation import deformable_aggregation
 from .voxel_pooling_train import npu_voxel_pooling_train
 
-Facts = dict[str, Any]  # arguments by our names
+Arguments = dict[str, Any]  # by our names
 FORWARDS = {
     operator: as_compiled(public)
     for operator, public in (
@@ -38,70 +38,70 @@ FORWARDS = {
 _BACKWARDS = {operator: backward_as_compiled(operator, list) for operator in FORWARDS}
 
 
-def _sample(row: Function, facts: Facts) -> Any:
+def _sample(entry: Function, arguments: Arguments) -> Any:
     """Return the output of a sampling operator, or the list of its gradients in the shapes of the caller's inputs."""
-    inputs = sampling_inputs(row.operator, facts)
-    if not row.backward:
-        return FORWARDS[row.operator](*inputs)
-    gradients = _BACKWARDS[row.operator](*inputs, facts["grad_output"])
-    return [g.view(facts[name].shape) for name, g in zip(DIFFERENTIABLE[row.operator], gradients, strict=True)]
+    inputs = sampling_inputs(entry.operator, arguments)
+    if not entry.backward:
+        return FORWARDS[entry.operator](*inputs)
+    gradients = _BACKWARDS[entry.operator](*inputs, arguments["grad_output"])
+    return [g.view(arguments[name].shape) for name, g in zip(DIFFERENTIABLE[entry.operator], gradients, strict=True)]
 
 
-def _pool_places(row: Function, facts: Facts) -> Any:
-    function = _extension.bev_pool_backward if row.backward else _extension.bev_pool_forward
-    return function(*facts.values())
+def _pool_places(entry: Function, arguments: Arguments) -> Any:
+    function = _extension.bev_pool_backward if entry.backward else _extension.bev_pool_forward
+    return function(*arguments.values())
 
 
-def _pool_xyzb(row: Function, facts: Facts) -> Any:
+def _pool_xyzb(entry: Function, arguments: Arguments) -> Any:
     """Pool points by cells (x, y, z, b). FlashOCC has this order: its innermost axis is W, not H."""
-    places = facts["geom_xyzb"]
-    tensors(("geom_xyzb", places))
+    places = arguments["geom_xyzb"]
+    need_tensors(("geom_xyzb", places))
     need_shape("geom_xyzb", places, "n, 4", None, 4)
-    return _pool_places(row, {**facts, "geom_xyzb": places[:, [1, 0, 2, 3]]})
+    return _pool_places(entry, {**arguments, "geom_xyzb": places[:, [1, 0, 2, 3]]})
 
 
-def _pool_ranks(row: Function, facts: Facts) -> Any:
+def _pool_ranks(entry: Function, arguments: Arguments) -> Any:
     """Pool lifted points. The sizes are those of the caller's output [b, d, h, w, c]."""
-    inputs = [fact for name, fact in facts.items() if name not in row.outputs]
-    if row.backward:
+    inputs = [argument for name, argument in arguments.items() if name not in entry.outputs]
+    if entry.backward:
         return _extension.bev_pool_v3_backward(*inputs)
-    tensors(("output", facts["output"]))
-    need_axes("output", facts["output"], "B, D, H, W, C")
-    return _extension.bev_pool_v2_forward(*inputs, *facts["output"].shape[:4])
+    need_tensors(("output", arguments["output"]))
+    need_axes("output", arguments["output"], "B, D, H, W, C")
+    return _extension.bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
 
 
 def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
     """Return the points as [*sizes, 3]. Callers may pass any shape, because the compiled functions ignore shapes."""
-    tensors(("geom_xyz", geom_xyz))
+    need_tensors(("geom_xyz", geom_xyz))
     if geom_xyz.numel() != 3 * math.prod(sizes):
         fail(ValueError, "geom_xyz", f"hold {math.prod(sizes)} points (x, y, z)", f"shape {tuple(geom_xyz.shape)}")
     return geom_xyz.reshape(*sizes, 3)
 
 
-def _pool_points(row: Function, facts: Facts) -> Tensor:
+def _pool_points(entry: Function, arguments: Arguments) -> Tensor:
     """Return [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3]."""
-    B, n, C, X, Y, Z = _pooling.sizes_of("sizes", list(facts.values())[:6], "six", "B, n, C, X, Y, Z")
-    coords, memo = _view_points(facts["geom_xyz"], B, n), facts["memo"]
-    tensors(("input_features", facts["feat"]))
-    if facts["feat"].shape[-1:] != (C,):
-        fail(ValueError, "input_features", f"have shape (B, n, C={C})", tuple(facts["feat"].shape))
-    pooled = npu_voxel_pooling_train(coords, facts["feat"], (X, Y, Z)).permute(0, 2, 3, 1)
-    tensors(("memo", memo))
+    B, n, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:6], "six", "B, n, C, X, Y, Z")
+    coords, memo = _view_points(arguments["geom_xyz"], B, n), arguments["memo"]
+    need_tensors(("input_features", arguments["feat"]))
+    if arguments["feat"].shape[-1:] != (C,):
+        fail(ValueError, "input_features", f"have shape (B, n, C={C})", tuple(arguments["feat"].shape))
+    pooled = npu_voxel_pooling_train(coords, arguments["feat"], (X, Y, Z)).permute(0, 2, 3, 1)
+    need_tensors(("memo", memo))
     need_shape("memo", memo, "B, n, 3", B, n, 3)
     need_dtype("memo", memo, INDEX, INDEX_RULE)
     need_one_device(("geom_xyz", coords), ("memo", memo))
-    _extension.check_outputs([pooled], {"output": facts["output"]})
+    _extension.check_outputs([pooled], {"output": arguments["output"]})
     inside, cells = _pooling.points_inside(coords, (X, Y, Z))
     memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
     return pooled
 
 
-def _pool_frustum(row: Function, facts: Facts) -> Tensor:
+def _pool_frustum(entry: Function, arguments: Arguments) -> Tensor:
     """Return [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W]."""
     axes = "B, cams, D, H, W, C, X, Y, Z"
-    B, *pixels, C, X, Y, Z = _pooling.sizes_of("sizes", list(facts.values())[:9], "nine", axes)
-    coords, depth, feat = _view_points(facts["geom_xyz"], B, *pixels), facts["depth"], facts["feat"]
-    tensors(("depth", depth), ("context", feat))
+    B, *pixels, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:9], "nine", axes)
+    coords, depth, feat = _view_points(arguments["geom_xyz"], B, *pixels), arguments["depth"], arguments["feat"]
+    need_tensors(("depth", depth), ("context", feat))
     need_shape("context", feat, "B * cams, C, H, W", None, C, None, None)
     return _lift_frustum(coords, depth, feat, (X, Y, Z)).permute(0, 2, 3, 1)
 
@@ -116,25 +116,25 @@ def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[i
 _POOLS = {"geom_feat": _pool_places, "geom_xyzb": _pool_xyzb, "ranks_bev": _pool_ranks, "memo": _pool_points}
 
 
-def stand_in(row: Function) -> Callable[..., Any]:
-    """Return our function for a row of the table of foreign functions."""
-    is_pool = row.operator == POOL
-    adapt = next((adapt for name, adapt in _POOLS.items() if name in row.names), _pool_frustum) if is_pool else _sample
-    kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in row.names]
-    kinds = [kind.replace(default=64) if kind.name == "step" else kind for kind in kinds]
+def stand_in(entry: Function) -> Callable[..., Any]:
+    """Return our function for an entry of the table of foreign functions."""
+    is_pool = entry.operator == POOL
+    adapt = next((adapt for name, adapt in _POOLS.items() if name in entry.names), _pool_frustum) if is_pool else _sample
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in entry.names]
+    parameters = [parameter.replace(default=64) if parameter.name == "step" else parameter for parameter in parameters]
 
     def call(*args: Any, **named: Any) -> Any:
-        facts = dict(zip(row.names, args if is_pool else insert_starts(args), strict=False)) | named
-        facts = {name: facts[name] for name in row.names if name in facts}
-        results = adapt(row, facts)
-        if not row.outputs:
+        arguments = dict(zip(entry.names, args if is_pool else insert_starts(args), strict=False)) | named
+        arguments = {name: arguments[name] for name in entry.names if name in arguments}
+        results = adapt(entry, arguments)
+        if not entry.outputs:
             return results
-        outputs = {name: facts[name] for name in row.outputs}
+        outputs = {name: arguments[name] for name in entry.outputs}
         results = [results] if isinstance(results, Tensor) else results
-        _extension.write_outputs(results, outputs, add=f"{row.outputs[0]}+" in row.parameters)
-        return 1 if row.layout == "BYXC" else None
+        _extension.write_outputs(results, outputs, add=f"{entry.outputs[0]}+" in entry.parameters)
+        return 1 if entry.layout == "BYXC" else None
 
-    call.__name__, call.__signature__ = row.name, inspect.Signature(kinds)  # pyright: ignore[reportFunctionMemberAccess]
+    call.__name__, call.__signature__ = entry.name, inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     explained = explain_arguments(torch.no_grad()(call) if is_pool else call)
 
     @functools.wraps(explained)
@@ -187,15 +187,16 @@ def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: An
 
 
 @functools.cache
-def differentiable(row: AutogradFunction) -> Callable[..., Tensor]:
-    """Return a differentiable function that takes the arguments of this row's autograd function."""
-    words, operator, is_last = row.words.split(), row.operator, row.layout == "BDHWC"  # torch 2.6 cannot compile `row.words`
+def differentiable(entry: AutogradFunction) -> Callable[..., Tensor]:
+    """Return a differentiable function that takes the arguments of this entry's autograd function."""
+    # Read the entry here, because torch 2.6 cannot compile its attributes.
+    names, operator, is_last = entry.words.split(), entry.operator, entry.layout == "BDHWC"
 
     def run(*args: Any) -> Tensor:
-        facts = dict(zip(words, args, strict=False))  # drops im2col_step, which may have a default
+        arguments = dict(zip(names, args, strict=False))  # drops im2col_step, which may have a default
         if operator != POOL:
-            return FORWARDS[operator](*sampling_inputs(operator, facts))
-        output = _pool(**facts)
+            return FORWARDS[operator](*sampling_inputs(operator, arguments))
+        output = _pool(**arguments)
         return output.permute(0, 2, 3, 4, 1) if is_last else output
 
     return run

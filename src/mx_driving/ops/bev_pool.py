@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._operator.description import OPERATORS, POOL
-from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_shape, tensors
+from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_shape, need_tensors
 from ._arguments import explain_arguments, prepare
 from ._pooling import check, inputs_of
 
@@ -16,7 +16,7 @@ __all__ = ["bev_pool"]
 
 
 def _check_places(feat: Tensor, geom_feat: Tensor) -> None:
-    tensors(("feat", feat), ("geom_feat", geom_feat))
+    need_tensors(("feat", feat), ("geom_feat", geom_feat))
     need_dtype("geom_feat", geom_feat, INDEX, INDEX_RULE)
     need_shape("geom_feat", geom_feat, "n, 4", None, 4)
     need_shape("feat", feat, "n, C", geom_feat.shape[0], None)

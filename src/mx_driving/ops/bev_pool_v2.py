@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch_private
 from .._operator import geometry
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, need_tensors
 from ._arguments import explain_arguments
 from .bev_pool_v3 import bev_pool_v3
 
@@ -49,7 +49,7 @@ def bev_pool_v2(
     """
     ranks = {"ranks_bev": ranks_bev, "ranks_depth": ranks_depth, "ranks_feat": ranks_feat}
     intervals = {"interval_starts": interval_starts, "interval_lengths": interval_lengths}
-    tensors(*ranks.items(), *intervals.items())
+    need_tensors(*ranks.items(), *intervals.items())
     need_one_device(*ranks.items(), *intervals.items())
     for axis, named in (("n", ranks), ("n_intervals", intervals)):
         (first, like), *others = named.items()
@@ -104,9 +104,9 @@ class _IntervalPoints(torch.autograd.Function):
         entries = (
             [t] * info.batch_size if dim is None else t.unbind(dim) for t, dim in zip((starts, lengths), in_dims, strict=False)
         )
-        found = [_IntervalPoints.apply(*entry, count) for entry in zip(*entries, strict=True)]
-        most = max(points.shape[0] for points, *_ in found)
-        padded = ([F.pad(t, (0, most - t.shape[0]), value=t.dtype == torch.bool) for t in entry] for entry in found)
+        results = [_IntervalPoints.apply(*entry, count) for entry in zip(*entries, strict=True)]
+        most = max(points.shape[0] for points, *_ in results)
+        padded = ([F.pad(t, (0, most - t.shape[0]), value=t.dtype == torch.bool) for t in entry] for entry in results)
         return tuple(map(torch.stack, zip(*padded, strict=True))), (0, 0, 0)
 
 

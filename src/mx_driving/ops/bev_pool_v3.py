@@ -89,6 +89,7 @@ class BEVPoolV3(torch.autograd.Function):
         bev_feat_shape: Sequence[int],
     ) -> Tensor:
         """Save the inputs in ctx, and return the output, channels last."""
+        # The vendor saves the inputs in this order. A derived class may have a backward of its own.
         ctx.save_for_backward(depth, feat, ranks_feat, ranks_depth, ranks_bev)
         with _dispatch.functions.without_graph():
             return bev_pool_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape).permute(0, 2, 3, 4, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_private
-from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
+from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, need_tensors
 from ._arguments import explain_arguments
 from ._pooling import all_points, points_inside, sizes_of
 from .bev_pool_v3 import bev_pool_v3
@@ -39,7 +39,7 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
     >>> mx_driving.npu_voxel_pooling_train(voxels, torch.ones(1, 3, 1), (2, 1, 2))
     tensor([[[[2., 0.]]]])
     """
-    tensors(("geom_xyz", geom_xyz), ("input_features", input_features))
+    need_tensors(("geom_xyz", geom_xyz), ("input_features", input_features))
     need_dtype("geom_xyz", geom_xyz, INDEX, INDEX_RULE)
     need_dtype("input_features", input_features, FLOATING, FLOATING_RULE)
     if geom_xyz.dim() < 3 or geom_xyz.shape[-1] != 3:

@@ -108,7 +108,7 @@ def check_pixels(name: str, height: int, width: int) -> None:
 
 def pixels(name: str, picture: Tensor) -> Tensor:
     """Return the pixels of a picture, [H, W, 3] bytes on the CPU."""
-    rules.tensors((name, picture))
+    rules.need_tensors((name, picture))
     if picture.is_meta:
         rules.fail(ValueError, name, "have pixels", "a tensor on the device meta")
     picture, shape = picture.detach().cpu(), tuple(picture.shape)

@@ -116,7 +116,7 @@ def check_seen(seen: Any) -> Tensor | None:
     """Check the type and the axes of the mask. Return it on the CPU."""
     if seen is None:
         return None
-    rules.tensors(("plane.seen", seen))
+    rules.need_tensors(("plane.seen", seen))
     if seen.dtype != torch.bool:
         rules.fail(TypeError, "plane.seen", "have dtype bool", str(seen.dtype).removeprefix("torch."))
     rules.need_axes("plane.seen", seen, "num_queries, cameras")

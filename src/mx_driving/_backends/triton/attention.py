@@ -57,7 +57,7 @@ def plan(
     (heads, levels, points), channels = samples, shape[3]
     layout = launch.layout(shape, stride, itemsize, channels)
     if backward:
-        tile = launch.tile(channels, min(layout.lane, launch.MOST_HELD), _BACKWARD_WARPS, gpu.lanes)
+        tile = launch.tile(channels, min(layout.lane, launch.MOST_PER_THREAD), _BACKWARD_WARPS, gpu.lanes)
     else:
         tile = launch.tile(channels, layout.lane, _FORWARD_WARPS, gpu.lanes)
     sizes = {"HEADS": heads, "CHANNELS": channels, "LEVELS": levels, "POINTS": points, "UNROLL": launch.unroll(points)}

@@ -156,7 +156,7 @@ _SORTED_WARPS = 4
 
 @functools.lru_cache(maxsize=256)
 def _options(channels: int, itemsize: int, lanes: int, walk: bool) -> dict[str, int]:
-    tile = launch.tile(channels, min(16 // itemsize, launch.MOST_HELD), _WARPS if walk else _SORTED_WARPS, lanes)
+    tile = launch.tile(channels, min(16 // itemsize, launch.MOST_PER_THREAD), _WARPS if walk else _SORTED_WARPS, lanes)
     rows, length = (tile.rows, {"LENGTH": _LENGTH}) if walk else (max(tile.rows, _FEWEST_ROWS), {})
     return {"CHANNELS": channels, "ROWS": rows, "COLUMNS": tile.columns, **length, "num_warps": tile.warps}
 

@@ -202,7 +202,7 @@ def _plan(
     points, cams, scales, groups = samples
     width = shape[2] // groups
     layout = launch.layout(shape, stride, itemsize, width)
-    per_thread = min(layout.lane, launch.MOST_HELD) if backward else layout.lane
+    per_thread = min(layout.lane, launch.MOST_PER_THREAD) if backward else layout.lane
     tile = launch.grouped_tile(groups, width, per_thread, gpu.lanes)
     sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
     if not backward:

@@ -21,7 +21,7 @@ from . import from_cpp
 
 # The most channels that a thread of a backward kernel holds. Eight would be 16 bytes of a 16-bit dtype, but the rows of four
 # corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
-MOST_HELD = 4
+MOST_PER_THREAD = 4
 _MOST_THREADS = 512  # threads of a program; more threads would have too few registers
 
 
@@ -168,4 +168,4 @@ def _launches_are_watched() -> bool:
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
     """Check the index tables as on a CPU, but only inside data_checks(), because reading waits for the device."""
     if _data_checks.enabled():
-        checks.levels(shapes_name, starts_name, shapes, starts, num_keys)
+        checks.check_levels(shapes_name, starts_name, shapes, starts, num_keys)

@@ -17,7 +17,7 @@ from . import launch
 # Row indices have 32 bits. A value with more rows goes to the reference. On a level with more rows no sample is valid.
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
-_MOST_HELD = tl.constexpr(launch.MOST_HELD)
+_MOST_PER_THREAD = tl.constexpr(launch.MOST_PER_THREAD)
 
 # The method of a backward kernel for the gradient of value.
 NOT_NEEDED = tl.constexpr(0)
@@ -140,15 +140,15 @@ def record_one(targets, parts, at, first, step, row, coefficient, inside):
 def threads(COLUMNS: tl.constexpr, LANE: tl.constexpr):
     """Return the indices of a row's threads, [1, threads]. Adding `0 * threads` to a sum gives it the layout of the reduction,
     so that thread 0 stores the sum without a layout conversion (Triton 3.7.1 converts otherwise)."""
-    HELD: tl.constexpr = LANE if LANE < _MOST_HELD else _MOST_HELD
-    return tl.arange(0, COLUMNS // HELD)[None, :]
+    PER_THREAD: tl.constexpr = LANE if LANE < _MOST_PER_THREAD else _MOST_PER_THREAD
+    return tl.arange(0, COLUMNS // PER_THREAD)[None, :]
 
 
 @triton.jit
 def by_lane(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr):
     """Sum [ROWS, COLUMNS] within threads, to [ROWS, threads of a row]."""
-    HELD: tl.constexpr = LANE if LANE < _MOST_HELD else _MOST_HELD
-    return tl.sum(tl.reshape(t, (ROWS, COLUMNS // HELD, HELD)), 2)
+    PER_THREAD: tl.constexpr = LANE if LANE < _MOST_PER_THREAD else _MOST_PER_THREAD
+    return tl.sum(tl.reshape(t, (ROWS, COLUMNS // PER_THREAD, PER_THREAD)), 2)
 
 
 @triton.jit
