@@ -158,6 +158,8 @@ def test_limits_of_310p(monkeypatch):
     for sizes, sentence in LIMITS_OF_310P:
         assert forward(**sizes) == INVALID
         assert aclnn.recent_error() == sentence
+    with pytest.raises(TypeError, match="on 310P; got ACL_BF16"):
+        aclnn.multi_scale_deformable_attn_function_out(*nine(queries=32, channels=32, dtype=torch.bfloat16, points=4)[:5])
     assert phase_one(*nine(queries=32, channels=32, points=4))[0] == INVALID
     assert aclnn.recent_error() == "gradOutput must not be given on 310P, which has no gradient; got a tensor"
     monkeypatch.setenv("MX_DRIVING_CANN_PRODUCT", "910")
@@ -270,6 +272,7 @@ def test_convenience_raises(index, bad, error, sentence):
     with pytest.raises(error) as caught:
         aclnn.multi_scale_deformable_attention_grad_out(*replaced(index, bad))
     assert str(caught.value).startswith(sentence)
+    assert caught.value.argument == sentence.partition(" ")[0].partition("[")[0]
 
 
 def test_the_forwards_convenience_raises():

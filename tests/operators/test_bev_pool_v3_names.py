@@ -108,6 +108,7 @@ def test_autograd_function_by_hand_and_derived():
     ctx = Mock()
     close([BEVPoolV3.forward(ctx, *inputs, SHAPE)], expected[:1])
     ctx.saved_tensors = ctx.save_for_backward.call_args.args
+    assert all(t is inputs[i] for t, i in zip(ctx.saved_tensors, (0, 1, 3, 2, 4), strict=True))  # the vendor's order
     found = BEVPoolV3.backward(ctx, grad)
     close(found[:2], expected[1:])
     assert found[2:] == (None,) * 4

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -16,17 +16,40 @@ from .._operator.description import OPERATORS, POOL
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, need_tensors, refuse
 from ._arguments import explain_arguments
 
+_FIVE_INTS = [int] * 5
 
-def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
-    """Return the inputs of the operator. It takes feat first: the rows of an operator's first input are summed."""
-    *sizes, channels = sizes_of("bev_feat_shape", bev_feat_shape, "five", "B, D, H, W, C")
-    need_tensors(("feat", feat), ("ranks_bev", ranks_bev))
+
+def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> tuple[Any, ...]:
+    """Return the inputs of the operator. It takes feat first: the rows of an operator's first input are summed.
+
+    With depth and plain ints, the kernel and this function refuse what `check` words.
+    """
+    if depth is None or torch.compiler.is_compiling() or [*map(type, bev_feat_shape)] != _FIVE_INTS:
+        bev_feat_shape = _check_tensors(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
+    B, D, H, W, channels = bev_feat_shape
     if depth is None:
-        return [*_without_depth(feat, ranks_bev, sizes, channels), *sizes]
-    need_tensors(("depth", depth), ("ranks_depth", ranks_depth), ("ranks_feat", ranks_feat))
-    if feat.dim() == 0 or feat.shape[-1] != channels:
-        fail(ValueError, "feat", f"have shape (..., C={channels})", tuple(feat.shape))
-    return [feat.flatten(0, -2), depth.flatten(), ranks_feat, ranks_depth, ranks_bev, *sizes]
+        return *_without_depth(feat, ranks_bev, [B, D, H, W], channels), B, D, H, W
+    shape = feat.shape
+    if shape[-1] != channels:
+        _refuse_channels(feat, channels)
+    rows = feat if len(shape) == 2 else feat.flatten(0, -2)
+    elements = depth if depth.dim() == 1 else depth.flatten()
+    return rows, elements, ranks_feat, ranks_depth, ranks_bev, B, D, H, W
+
+
+def _check_tensors(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[int]:
+    """Check that the sizes are sizes, the tensors are tensors, and feat has C channels. Return the sizes."""
+    sizes = sizes_of("bev_feat_shape", bev_feat_shape, "five", "B, D, H, W, C")
+    need_tensors(("feat", feat), ("ranks_bev", ranks_bev))
+    if depth is not None:
+        need_tensors(("depth", depth), ("ranks_depth", ranks_depth), ("ranks_feat", ranks_feat))
+        if feat.dim() == 0 or feat.shape[-1] != sizes[-1]:
+            _refuse_channels(feat, sizes[-1])
+    return sizes
+
+
+def _refuse_channels(feat: Tensor, channels: int) -> NoReturn:
+    fail(ValueError, "feat", f"have shape (..., C={channels})", tuple(feat.shape))
 
 
 def sizes_of(name: str, argument: Any, count: str, axes: str) -> list[int]:
@@ -116,7 +139,8 @@ def check(
     depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any, voxels: str = "ranks_bev"
 ) -> None:
     """Repeat the checks of the kernel of bev_pool_v3. Without depth, errors call ranks_bev by the name `voxels`."""
-    inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
+    shape = _check_tensors(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
+    inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape)
     if depth is None and checks.is_readable(ranks_bev):
         _check_voxels(voxels, ranks_bev, *inputs[5:])
     checks.check_call(OPERATORS[POOL], *inputs)
