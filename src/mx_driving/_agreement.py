@@ -1,13 +1,6 @@
 """Differences of two results of one computation, and the limits that rounding sets.
 
-`OUTPUT_LIMITS` and `GRADIENT_LIMITS` are for a replacement against the original code, on inputs of any model:
-- outputs, the largest difference over the largest magnitude. float32 places a sample on a map of 1,000 pixels to 1e-4 pixels,
-  and an output changes by at most its own size for each pixel. In 16 bits, offsets of a few pixels, and logits, are rounded to
-  hundredths; bfloat16 rounds eight times more coarsely than float16;
-- gradients, the norm of the difference over the norm. A gradient of locations jumps where a sample crosses the centre of a
-  pixel. In float32, rounding moves up to 1e-3 of all samples across; their gradients are as large as others.
-
-`rounding_limit` is for an operator against float64 truth. Errors are relative to the sum of the absolute values of the terms,
+`rounding_limit` is for an operator beside float64 truth. Errors are relative to the sum of the absolute values of the terms,
 because the rounding error of a sum is proportional to this sum, even if terms cancel. Truth is computed from inputs that are
 rounded to the dtype, so only the arithmetic is judged:
 - arithmetic in float32 or float64: a sum of n terms in any order loses at most about n ulps and typically sqrt(n); terms
@@ -25,11 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OUTPUT_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-GRADIENT_LIMITS = {torch.float64: 1e-6, torch.float32: 0.05}
 ULPS = 16  # allowed rounding error of a product of at most five factors
-_NOISE = 1e-4  # gradients of a call count as zero below this fraction of the largest gradient
-_LEAST_SCALE = 1e-3  # the same for a model, where the rounding errors of layers add up
+_LEAST_SCALE = 1e-3  # a model's gradients count as zero below this fraction of the largest gradient
 _TIE = 1e-3  # a query with a larger difference has exchanged its rank
 
 
@@ -103,25 +93,6 @@ def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -
     off = queries_off(ours, theirs)
     outputs_beside_ties = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
     return (model_difference(*outputs_beside_ties) if not off.all() else math.inf), int(off.sum())
-
-
-def gradient_differences(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
-    """Return the norm of the difference of each gradient, as a fraction of the norm of theirs."""
-    norms = [_norm(t) for t in theirs]
-    floor = max((n for n in norms if math.isfinite(n)), default=0.0) * _NOISE
-    return [_compare_norms(o, t, max(n, floor)) for o, t, n in zip(ours, theirs, norms, strict=True)]
-
-
-def _compare_norms(ours: Tensor, theirs: Tensor, scale: float) -> float:
-    finite = ours.isfinite() & theirs.isfinite()
-    if not torch.equal(ours.isfinite(), finite) or not torch.equal(theirs.isfinite(), finite):
-        return math.inf
-    difference = _norm(_to_floating(ours) - _to_floating(theirs))
-    return difference / scale if scale else (math.inf if difference else 0.0)
-
-
-def _norm(t: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_to_floating(t).nan_to_num(nan=0, posinf=0, neginf=0), dtype=torch.float64))
 
 
 def _to_floating(t: Tensor) -> Tensor:
