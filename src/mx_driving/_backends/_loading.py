@@ -33,7 +33,7 @@ def _load() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
-    problem = _not_ours(path.name, library)
+    problem = _why_not_ours(path.name, library)
     if problem:
         return problem
     if _BY_CTYPES:
@@ -65,7 +65,7 @@ _FUNCTIONS = (
 )
 
 
-def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
+def _why_not_ours(name: str, library: ctypes.CDLL) -> str | None:
     """Return why a loaded library does not belong to this package, or None if it does."""
     missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
     if missing:

@@ -63,7 +63,7 @@ def autocasts(device: str) -> bool:
 
 
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the operator as a compiled extension has it: without autocast, so that the output has value's dtype."""
+    """Return a function like that of a compiled extension: it ignores autocast, so the output has value's dtype."""
 
     def function(*inputs: Any, **named: Any) -> Tensor:
         # Torch 2.6 cannot compile next with a default.
@@ -77,7 +77,7 @@ def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """Return the backward as a compiled extension has it: the five inputs and grad_output -> a list or tuple of all gradients.
+    """Return a backward like that of a compiled extension: it takes the five inputs and grad_output, and returns all gradients.
 
     The function ignores further arguments: mmcv's im2col_step, and the vendor's zeros for an aggregation.
     """

@@ -39,7 +39,7 @@ class Input:
     """
 
     name: str
-    elements: Literal["floating", "index", "number"]  # float32, float64, float16, bfloat16; int32, int64; either
+    elements: Literal["floating", "index", "number"]  # a floating dtype; int32 or int64; both
     shape: str
     differentiable: bool = False
     optional: bool = False

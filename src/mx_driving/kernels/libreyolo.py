@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._operator import geometry
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 
 __all__ = ["ms_deform_attn", "register"]
@@ -33,8 +34,8 @@ def ms_deform_attn(value: Tensor, spatial_shapes: Any, sampling_locations: Tenso
     if [t.dim() for t in tensors] != [4, 6, 5] or {t.device.type for t in tensors} - set(_DEVICES):
         return None
     shapes = torch.as_tensor(spatial_shapes, device=value.device)
-    rows = shapes.prod(-1)
-    return multi_scale_deformable_attn(value, shapes, rows.cumsum(0) - rows, sampling_locations, attention_weights)
+    starts = geometry.starts_of(shapes)
+    return multi_scale_deformable_attn(value, shapes, starts, sampling_locations, attention_weights)
 
 
 def register() -> None:

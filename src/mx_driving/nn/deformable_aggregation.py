@@ -129,7 +129,7 @@ class DeformableFeatureAggregation(nn.Module):
         projection_mat: Tensor,
         image_wh: Tensor | None = None,
     ) -> Tensor:
-        """Aggregate.
+        """Return the aggregated features.
 
         Args:
             instance_feature: [bs, anchor, embed_dims].

@@ -52,7 +52,7 @@ class MultiScaleDeformableAttention(DeformableLayers):
         level_start_index: Tensor,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Return the attended features.
 
         Args:
             query: [bs, num_queries, embed_dims], the positional embedding added.

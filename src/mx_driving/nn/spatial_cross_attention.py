@@ -49,7 +49,7 @@ class MSDeformableAttention3D(DeformableLayers):
         level_start_index: Tensor,
         counts: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Attend.
+        """Return the attended features.
 
         Args:
             query: [bs, num_queries, embed_dims], the positional embedding added.
@@ -158,7 +158,7 @@ class SpatialCrossAttention(nn.Module):
         bev_mask: Tensor,
         query_pos: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Return the attended features.
 
         Args:
             query: [bs, num_queries, embed_dims], the cells of the map. It is added to the result.

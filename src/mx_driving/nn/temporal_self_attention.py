@@ -84,7 +84,7 @@ class TemporalSelfAttention(DeformableLayers):
         level_start_index: Tensor,
         query_pos: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Return the attended features.
 
         Args:
             query: [bs, num_queries, embed_dims], the cells of the map. It is added to the result.

@@ -38,7 +38,7 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
 
 
 def _check_tensors(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[int]:
-    """Check that the sizes are sizes, the tensors are tensors, and feat has C channels. Return the sizes."""
+    """Check the types of the arguments, and the channels of feat. Return the sizes."""
     sizes = sizes_of("bev_feat_shape", bev_feat_shape, "five", "B, D, H, W, C")
     need_tensors(("feat", feat), ("ranks_bev", ranks_bev))
     if depth is not None:
