@@ -11,13 +11,6 @@ import onnx_writings as writings
 import pytest
 
 
-@pytest.fixture(scope="module")
-def stacked(tmp_path_factory):
-    path = tmp_path_factory.mktemp("files") / "stacked.onnx"
-    writings.export(writings.Stacked(), path, "older, fixed sizes")
-    return path
-
-
 @pytest.mark.parametrize(
     ("command", "who"),
     [

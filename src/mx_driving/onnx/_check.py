@@ -32,6 +32,7 @@ from ._matches import (
     write_match,
 )
 from ._nodes import name_unknown
+from ._plugins import restore_plugins
 from ._runtimes import Failed, Run
 
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
@@ -179,7 +180,7 @@ class _Checker:
         model, file = _file.load(self.path).model, self.folder / "within.onnx"
         names = arrays.keys() | {match.name for match in self.matches}
         add_outputs(model, (v for v in _file.list_outputs(model) if v.name in names))
-        _file.restore_plugins(model)
+        restore_plugins(model)
         ir.save(model, file, external_data="within.data")
         try:
             outputs = self.run(file, fed)

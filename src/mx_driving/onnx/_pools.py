@@ -33,7 +33,7 @@ def rewrite_pool(model: ir.Model, node: ir.Node, form: str) -> str:
     return f"a pool {describe_node(node)}"
 
 
-def give_shape(node: ir.Node) -> bool:
+def give_pool_shape(node: ir.Node) -> bool:
     """Set shape and type of a pool's output if the file does not have them. Return whether they were set."""
     try:
         inputs, sizes = _read_pool(node)

@@ -13,11 +13,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from .. import config
 from .._operator.problems import Problem
 from .._operator.rules import first_line
-from ._file import LoadedFile, first_paragraph, list_external, list_outputs, restore_plugins
+from ._file import LoadedFile, first_paragraph, list_external, list_outputs
 from ._forms import NODES, OURS
 from ._graph import dims
 from ._nodes import use_our_nodes
 from ._order import check_file, walk_nodes
+from ._plugins import restore_plugins
 from ._session import is_missing_kernel, open_session
 
 
