@@ -47,7 +47,7 @@ def test_a_runtime_s_own_error_is_reported(tmp_path):
 
 @pytest.fixture
 def plugin(monkeypatch, tmp_path):
-    """A package with a provider of its own, whose library onnxruntime is said to have loaded."""
+    """Make a package with a provider of its own, OurExecutionProvider."""
     if not hasattr(onnxruntime, "get_ep_devices"):
         pytest.skip("onnxruntime takes plugins from 1.23 on")
     (tmp_path / "onnxruntime_ep_ours").mkdir()
@@ -60,7 +60,7 @@ def plugin(monkeypatch, tmp_path):
 
 
 def test_a_plugin_provider_is_registered_by_its_path(plugin, monkeypatch, stacked):
-    """Its device is the CPU's here, which runs the file."""
+    """The CPU's device stands in for the plugin's and runs the file."""
     (cpu, *_) = onnxruntime.get_ep_devices()
     ours, registered, used = mock.Mock(ep_name="OurExecutionProvider"), [], []
     add = onnxruntime.SessionOptions.add_provider_for_devices

@@ -1,4 +1,4 @@
-"""`mx-driving verify`: what it says of right runtimes, and of planted faults."""
+"""`mx-driving verify` accepts right runtimes, and names planted faults."""
 
 import functools
 import io
@@ -66,7 +66,7 @@ def test_border_padding_is_found_where_no_location_of_the_file_is_off_the_map(st
 
 
 def test_a_fault_only_within_the_whole_file_is_named(stacked):
-    """As a compiler makes it that joins a place with what is around it: the place's own file is right."""
+    """A compiler may fuse a match with nodes around it. Then the match's own file is right, and the whole file is wrong."""
 
     def run(path, arrays):
         return wrong_runtime.run("swapped axes" if "v" in arrays else "none", str(path), arrays)
@@ -135,7 +135,7 @@ def save_node(model, operator, path):
 @pytest.mark.needs("An ONNX file of opset 20")
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_our_nodes_are_matches(operator, tmp_path):
-    """Random locations across borders are made where locations are shares of a map and come one for each sample."""
+    """Only multi_scale_deformable_attn runs with random locations across borders."""
     arrays = save_node(nodes.one_node(operator), operator, tmp_path / "node.onnx")
     report = check(tmp_path / "node.onnx", RIGHT, arrays)
     assert report.right, reasons(report)
@@ -152,7 +152,7 @@ def test_our_nodes_are_matches(operator, tmp_path):
 
 @pytest.mark.parametrize("name", ["stacked", "unequal points"])
 def test_a_file_in_another_form_has_the_matches_of_the_original(name, before, after):
-    """Its names of tensors are those of the original."""
+    """The new file has the names of tensors of the original."""
     writings.export(writings.WRITINGS[name], before, "older")
     mx_driving.onnx.fuse(before, after, "gather")
     for original in (before, None):
@@ -170,7 +170,7 @@ def test_a_file_in_another_form_has_the_matches_of_the_original(name, before, af
 @pytest.mark.needs("An ONNX file of opset 20")
 @pytest.mark.parametrize("form", ["npu", "tensorrt"])
 def test_nodes_of_plugins_are_matches(form, tmp_path):
-    """A stand-in runs them, for no runtime here does. One that swaps x and y is found."""
+    """A stand-in runs the nodes, because no runtime here does. A stand-in that swaps x and y is found."""
     arrays = save_node(forms.exported(cases.MULTI_SCALE, form), cases.MULTI_SCALE, tmp_path / "node.onnx")
 
     report = check(tmp_path / "node.onnx", run_plugins, arrays)
@@ -182,7 +182,7 @@ def test_nodes_of_plugins_are_matches(form, tmp_path):
 
 
 def test_a_runtime_that_computes_in_16_bits(stacked):
-    """Wrong in the file's dtype, and right in its own, or coarse."""
+    """The runtime is wrong in the file's dtype, and right or coarse in its own."""
 
     def in_half(path, arrays):
         fed = {name: a.astype(np.float16).astype(np.float32) for name, a in arrays.items()}
@@ -234,7 +234,7 @@ def test_outputs_of_the_whole_file(name):
 
 @pytest.mark.parametrize("program", ["fuse", "verify"])
 def test_a_name_that_standard_output_cannot_show(program, mx, monkeypatch, tmp_path):
-    """As with PYTHONIOENCODING=ascii: a letter becomes its escape."""
+    """Standard output is ASCII, as with PYTHONIOENCODING=ascii: a letter becomes its escape."""
     path, output = tmp_path / "für.onnx", io.BytesIO()
     writings.export(writings.Stacked(), path, "older, fixed sizes")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii", write_through=True))
@@ -267,7 +267,7 @@ def test_bad_paths_are_refused_in_a_sentence(name, argument, mx, stacked, after)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_full_standard_output_is_named(mx, monkeypatch, stacked, after):
-    """The file is written whole: it is not path_out that is full."""
+    """The file is whole: standard output is full, not path_out."""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         status, _, problem = mx("fuse", stacked, after)
@@ -334,7 +334,7 @@ BAD_INPUTS = {
 @pytest.mark.parametrize("program", ["verify", "fuse"])
 @pytest.mark.parametrize("name", BAD_INPUTS)
 def test_bad_inputs_are_refused_in_a_sentence(name, program, mx, stacked, tmp_path):
-    """None means: leave this one out. Random numbers in their place would say that all is well."""
+    """None leaves an array out. With random numbers in its place the command would say that all is well."""
     changes, sentence = BAD_INPUTS[name]
     arrays = {key: array for key, array in {**feeds(), **changes}.items() if array is not None}
     np.savez(tmp_path / "inputs.npz", **arrays)
@@ -347,7 +347,7 @@ def test_bad_inputs_are_refused_in_a_sentence(name, program, mx, stacked, tmp_pa
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_weights_and_inputs_are_changed_by_ulps_of_their_own(dtype):
-    """Scales of a Resize, which have one axis, stay as they are."""
+    """Scales of a Resize have one axis and stay unchanged."""
     array, scales = np.linspace(-1, 1, 1000, dtype=dtype).reshape(10, 100), np.array([1, 1, 2, 2], dtype)
     weights = [ir.Value(name=name, const_value=ir.tensor(numbers)) for name, numbers in (("w", array), ("scales", scales))]
     model = ir.Model(ir.Graph([], [], nodes=[], initializers=weights, opset_imports={"": 20}), ir_version=10)
