@@ -62,7 +62,12 @@ def _find_refusal(model: ir.Model, path: Path) -> tuple[str | None, bool]:
     if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
         return None, False
     used = {node.domain for node in nodes} & NODES.keys()
-    return _try_onnxruntime(path if used <= {OURS} else with_ours(path), bool(used))
+    tried = path if used <= {OURS} else with_ours(path)
+    try:
+        open_session(tried, library=str(config.library_path()) if used else "", optimise=False)
+    except Exception as error:  # onnxruntime raises a dozen classes
+        return first_line(error), is_missing_kernel(error)
+    return None, False
 
 
 def with_ours(path: Path) -> Path:
@@ -72,15 +77,6 @@ def with_ours(path: Path) -> Path:
     use_our_nodes(model, [node for node in nodes if node.domain in NODES and node.domain != OURS])
     ir.save(model, tried := path.with_name(f"tried.{path.name}"), format="protobuf")
     return tried
-
-
-def _try_onnxruntime(path: Path, has_ours: bool) -> tuple[str | None, bool]:
-    """Return (onnxruntime's error or None, whether onnxruntime lacks a kernel)."""
-    try:
-        open_session(path, library=str(config.library_path()) if has_ours else "", optimise=False)
-    except Exception as error:  # onnxruntime raises a dozen classes
-        return first_line(error), is_missing_kernel(error)
-    return None, False
 
 
 def _import_domains(model: ir.Model) -> None:
