@@ -119,7 +119,7 @@ def _find_again(matches: list[Match], path: Path) -> list[Match]:
 @dataclass
 class _Checker:
     path: Path
-    file: _file.LoadedFile  # has the matches: the file at `path`, or the original
+    file: _file.LoadedFile  # the file that has the matches: the file at `path`, or the original
     matches: list[Match]
     run: Run
     folder: Path
@@ -184,7 +184,7 @@ class _Checker:
         ir.save(model, file, external_data="within.data")
         try:
             outputs = self.run(file, fed)
-        except Failed:  # the runtime may lack memory or refuse more outputs; the other verdicts stand
+        except Failed:  # the runtime may lack memory, or refuse more outputs. The other verdicts stand.
             return []
         return [self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name) for match in self.matches]
 

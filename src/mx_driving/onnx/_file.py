@@ -27,7 +27,7 @@ from ._plugins import give_shape, name_plugins
 from ._pools import POOLS, give_pool_shape
 from ._session import open_session
 
-_FEW = 8192  # most elements of a folded table, as in onnxscript
+_FEW = 8192  # fold tables of at most so many elements, as onnxscript does
 _Sizes = dict[str, list[int | str | None]]
 
 
@@ -156,7 +156,8 @@ def _ask_onnxruntime(model: ir.Model) -> bool:
         kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
         if kind in ir.DataType.__members__:
             value.dtype = ir.DataType[kind]
-            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape  # [] may mean an unknown number of axes
+            # onnxruntime returns [] for an unknown number of axes, too.
+            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape
     return bool(answers)
 
 
@@ -190,7 +191,7 @@ def _inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Inline local functions. Return the model unchanged if onnx fails."""
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except Exception:  # such as different opsets: report attention in functions as left
+    except Exception:  # onnx cannot convert every opset. Attention in functions is reported as left.
         return proto
 
 
@@ -217,7 +218,8 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
         check_file(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
-    if all(node.domain != OURS for node in walk_nodes(model)):  # onnxruntime imports every registered domain
+    # onnxruntime imports every domain that is registered in its process into the files that it saves.
+    if all(node.domain != OURS for node in walk_nodes(model)):
         model.graph.opset_imports.pop(OURS, None)
     version = model.graph.opset_imports.get(OURS, 1)
     if version != 1:
@@ -313,7 +315,7 @@ def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
     onnxruntime may merge two symbols, but it must not replace a free size of an input by a number.
     """
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
-    del proto.graph.value_info[:]  # it has names that onnx's inference invented
+    del proto.graph.value_info[:]  # onnx's inference has invented names for sizes
     names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
     for merge in (True, False):
         inference = _infer_symbolically(proto, merge)

@@ -34,7 +34,7 @@ def save(file: LoadedFile, path_out: Path) -> str | None:
     RemoveUnusedNodesPass()(model)
     _import_domains(model)
     weights = f"{path_out.name}.data" if list(list_external(model)) else None
-    files = [weights, path_out.name] if weights else [path_out.name]  # the model last: its weights exist first
+    files = [weights, path_out.name] if weights else [path_out.name]  # the model last, so that its weights exist first
     _check_targets(read, path_in, [path_out.with_name(name) for name in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
