@@ -141,10 +141,14 @@ def run_plugins(path, arrays):
 
 
 def swap_axes(run):
-    """Return a runtime that takes x for y in locations and reference points."""
+    """Return a runtime that takes x for y in locations and reference points.
+
+    Locations are the array of pairs with the most axes; weights of two points have pairs in their last axis, too.
+    """
 
     def run_swapped(path, arrays):
-        chosen = [n for n, a in arrays.items() if n.startswith("ref") or (a.ndim > 4 and a.shape[-1] == 2)]
+        most = max((a.ndim for a in arrays.values() if a.shape[-1:] == (2,)), default=0)
+        chosen = [n for n, a in arrays.items() if n.startswith("ref") or (a.shape[-1:] == (2,) and a.ndim == most > 4)]
         pairs = {n: arrays[n].reshape(*arrays[n].shape[:-1], -1, 2) for n in chosen}
         return run(path, arrays | {n: pair[..., ::-1].reshape(arrays[n].shape) for n, pair in pairs.items()})
 
