@@ -20,8 +20,8 @@ INTEGERS = ("int64", "int32")
 OTHER_NAMES = {"R": "num_levels", "2 or 4": "box", "num_feat": "num_keys"}
 
 
-# What the elements of each input are, and its axes; a number is a size. Operators of which sizes are attributes are left out:
-# tests/operators/test_bev_pool_v3.py has their node.
+# Operator -> (elements, axes) of each input; a number among the axes is a size. Operators whose sizes are attributes are left
+# out: tests/operators/test_bev_pool_v3.py tests their node.
 INPUTS = {
     name: [(t.elements, [OTHER_NAMES.get(axis, axis) for axis in t.factors]) for t in row.tensors]
     for name, row in OPERATORS.items()
@@ -30,7 +30,7 @@ INPUTS = {
 
 
 class Graph(NamedTuple):
-    """A graph of one node: the type of each input, or "" where it is not given."""
+    """A graph of one node. The type of an input that is left out is ""."""
 
     operator: str
     types: tuple[str, ...]
@@ -38,7 +38,7 @@ class Graph(NamedTuple):
 
 
 def model(graph: Graph) -> onnx.ModelProto:
-    """numpy has no bfloat16, so such tensors go in and out as float32."""
+    """Return the model of a graph. Tensors of bfloat16, which numpy lacks, go in and out as float32."""
     nodes, inputs, names = [], [], []
     for place, kind in enumerate(graph.types):
         name = f"x{place}" if kind else ""
@@ -112,7 +112,7 @@ def random_sizes(dice: random.Random, graph: Graph) -> dict[str, int]:
 
 
 def random_tables(dice: random.Random, maps: tuple[int, ...], num_keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Levels that fit, but for a few."""
+    """Draw sizes and starts of levels; a fifth of the tables has a number that does not fit."""
     count = int(np.prod(maps))
     shapes, starts = np.zeros((count, 2), np.int64), np.zeros(count, np.int64)
     for i in range(count):
@@ -158,7 +158,7 @@ def random_arrays(dice: random.Random, graph: Graph) -> list[np.ndarray]:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call gives, or the sentence with which it is refused."""
+    """Return the result of a call, or the sentence of its refusal."""
     try:
         return call()
     except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as error:

@@ -109,7 +109,7 @@ POINTS = 60
 
 
 def draw_intervals(name):
-    """Runs of one cell, as BEVDet makes them; any intervals, which leave points out and share others; none."""
+    """Return starts and lengths: runs of one cell, as BEVDet makes them; or intervals that skip or share points; or none."""
     random = np.random.default_rng(0)
     if name == "runs":
         starts = np.unique(np.sort(random.choice(POINTS, 20, replace=False)) * (np.arange(20) > 0))

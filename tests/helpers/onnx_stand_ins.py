@@ -1,4 +1,4 @@
-"""Stand-ins for nodes of others that compute the operator: their inputs, dtypes and output, by the equation in float64."""
+"""Stand-ins for other libraries' nodes of the operators. They check inputs and dtypes, and compute in float64."""
 
 import pathlib
 
@@ -43,7 +43,7 @@ class MultiScaleDeformableAttn(onnx.reference.op_run.OpRun):
 
 
 class MultiScaleDeformableAttnTRT(onnx.reference.op_run.OpRun):
-    """BEVFormer_tensorrt's plugin: reference points take turns in the samples of a level; softmax over those of a query."""
+    """BEVFormer_tensorrt's plugin: the samples of a level use the reference points in turn; softmax over all samples."""
 
     op_domain = ""
 
@@ -59,11 +59,11 @@ class MultiScaleDeformableAttnTRT(onnx.reference.op_run.OpRun):
 
 
 class MultiScaleDeformableAttnTRT2(MultiScaleDeformableAttnTRT):
-    """The same for pairs of float16."""
+    """The same plugin for pairs of float16."""
 
 
 class _Joined(onnx.reference.op_run.OpRun):
-    """mmdeploy's node for mmcv, and that of DL4AGX and Autoware. Exporters write tables of int64."""
+    """mmdeploy's node for mmcv, and the node of DL4AGX and Autoware. Exporters write tables of int64."""
 
     def _run(self, value, shapes, starts, locations, weights, im2col_step=None):
         assert value.dtype == locations.dtype == weights.dtype
@@ -72,7 +72,7 @@ class _Joined(onnx.reference.op_run.OpRun):
 
 
 class _Aggregation(onnx.reference.op_run.OpRun):
-    """Sparse4D's kernel, under the name that an exporter gives it."""
+    """Sparse4D's kernel. Exporters name it differently."""
 
     def _run(self, features, shapes, starts, locations, weights):
         assert shapes.dtype == starts.dtype == np.int32
@@ -82,7 +82,7 @@ class _Aggregation(onnx.reference.op_run.OpRun):
 
 
 class _Pool(onnx.reference.op_run.OpRun):
-    """BEVDet's kernel: the points of an interval are added to the cell of the first."""
+    """BEVDet's kernel: all points of an interval are added to the cell of its first point."""
 
     def _run(self, depth, feat, ranks_depth, ranks_feat, ranks_bev, starts, lengths, out_height=None, out_width=None):
         output = np.zeros((out_height * out_width, feat.shape[-1]))
@@ -94,7 +94,7 @@ class _Pool(onnx.reference.op_run.OpRun):
 
 
 class QuickCumsumCuda(onnx.reference.op_run.OpRun):
-    """Autoware's: cells are (row, column, layer, scene)."""
+    """Autoware's pool. A cell is (row, column, layer, scene)."""
 
     op_domain = "autoware"
 
@@ -135,16 +135,20 @@ PLUGINS = [
 
 
 def run_plugins(path, arrays):
-    """Run a file or a model: outputs by name."""
+    """Run a file or a model. Return outputs by name."""
     running = onnx.reference.ReferenceEvaluator(str(path) if isinstance(path, pathlib.Path) else path, new_ops=PLUGINS)
     return dict(zip(running.output_names, running.run(None, arrays), strict=True))
 
 
 def swap_axes(run):
-    """Return a runtime that takes x for y in locations and reference points."""
+    """Return a runtime that takes x for y in locations and reference points.
+
+    Locations are the array of pairs with the most axes; weights of two points have pairs in their last axis, too.
+    """
 
     def run_swapped(path, arrays):
-        chosen = [n for n, a in arrays.items() if n.startswith("ref") or (a.ndim > 4 and a.shape[-1] == 2)]
+        most = max((a.ndim for a in arrays.values() if a.shape[-1:] == (2,)), default=0)
+        chosen = [n for n, a in arrays.items() if n.startswith("ref") or (a.shape[-1:] == (2,) and a.ndim == most > 4)]
         pairs = {n: arrays[n].reshape(*arrays[n].shape[:-1], -1, 2) for n in chosen}
         return run(path, arrays | {n: pair[..., ::-1].reshape(arrays[n].shape) for n, pair in pairs.items()})
 

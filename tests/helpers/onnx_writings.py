@@ -1,4 +1,4 @@
-"""Others' writings of deformable attention, and the ONNX files that they give."""
+"""Deformable attention as other libraries write it in PyTorch, and the ONNX files exported from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AREAS = [h * w for h, w in MAPS]
 
 
 class Stacked(torch.nn.Module):
-    """As Deformable DETR, RT-DETR and ultralytics write it: levels stacked behind queries."""
+    """The code of Deformable DETR, RT-DETR and ultralytics: levels are stacked behind queries."""
 
     factor, shift, order, between = 2, 1, (0, 1), None
     options = {"mode": "bilinear", "padding_mode": "zeros", "align_corners": False}  # noqa: RUF012
@@ -55,7 +55,7 @@ class Stacked(torch.nn.Module):
 
 
 class Cut(Stacked):
-    """Parts of batch or queries, of the inputs and of the output."""
+    """Attention to a part of the batch or queries, of the inputs or of the output."""
 
     def __init__(self, before=(slice(None),), after=(slice(None),)) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Cut(Stacked):
 
 
 class Summed(torch.nn.Module):
-    """Levels are weighted and summed up one by one. Other maps than (0, 1) are not ours."""
+    """Levels are weighted and summed one by one. Maps in another order than (0, 1) are not our operator."""
 
     def __init__(self, *maps) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Summed(torch.nn.Module):
 
 
 class Joined(torch.nn.Module):
-    """As RT-DETR v2 and D-FINE write it: levels and points in one axis, and levels may differ in points."""
+    """The code of RT-DETR v2 and D-FINE: levels and points share an axis, and levels may differ in points."""
 
     def __init__(self, points, sample=grid_sample) -> None:
         super().__init__()
@@ -104,18 +104,18 @@ class Joined(torch.nn.Module):
 
 
 def pixels(image, grid):
-    """x and y in pixels, and the map's sides."""
+    """Return x and y in pixels, and the map's width and height."""
     height, width = image.shape[2:]
     return ((grid[..., 0] + 1) * width - 1) / 2, ((grid[..., 1] + 1) * height - 1) / 2, width, height
 
 
 def clipped(places, last):
-    """Opset 11 has no Clip of integers."""
+    """Clip to 0..last without Clip, which opset 11 does not have for integers."""
     return torch.where(places > last, torch.tensor(last), torch.where(places < 0, torch.tensor(0), places))
 
 
 def corners(x, y):
-    """Of the four pixels around (x, y): their integer places and weights."""
+    """Yield column, row and weight of the four pixels around (x, y)."""
     left, top = x.floor(), y.floor()
     for right, down in itertools.product((0, 1), repeat=2):
         share = (x - left if right else left + 1 - x) * (y - top if down else top + 1 - y)
@@ -123,7 +123,7 @@ def corners(x, y):
 
 
 def on_a_padded_map(image, grid, **options):
-    """As mmcv's bilinear_grid_sample and LT-DETR's: a border of zeros, places clipped to it, gathers along one axis."""
+    """The code of mmcv's bilinear_grid_sample and LT-DETR: a border of zeros, clipped indices, gathers along one axis."""
     x, y, width, height = pixels(image, grid)
     rows, sampled = torch.nn.functional.pad(image, [1, 1, 1, 1]).flatten(2), 0
     for column, row, share in corners(x, y):
@@ -134,7 +134,7 @@ def on_a_padded_map(image, grid, **options):
 
 
 def masked(image, grid, inside_only=True, **options):
-    """As LibreYOLO's and RF-DETR's: corners outside are multiplied by false."""
+    """The code of LibreYOLO and RF-DETR: corners off the map are multiplied by false."""
     x, y, width, height = pixels(image, grid)
     rows, sampled = image.flatten(2), 0
     for column, row, share in corners(x, y):
@@ -147,7 +147,7 @@ def masked(image, grid, inside_only=True, **options):
 
 
 def by_three_indices(image, grid, **options):
-    """GatherND from channels last: shares are triangles around a pixel, or 0 where that is outside."""
+    """GatherND from channels last. The weight of a pixel is a triangle function of the distance, or 0 off the map."""
     x, y, width, height = pixels(image, grid)
     batch, rows, sampled = torch.arange(image.shape[0]).view(-1, 1, 1), image.permute(0, 2, 3, 1), 0
     for column, row, _ in corners(x, y):
@@ -158,25 +158,25 @@ def by_three_indices(image, grid, **options):
 
 
 def decomposed(image, grid, **options):
-    """torch's own decomposition."""
+    """torch's own decomposition of grid_sample."""
     from torch._decomp.decompositions import grid_sampler_2d
 
     return grid_sampler_2d(image, grid, 0, 0, False)
 
 
 def at_the_border(image, grid, **options):
-    """Not ours: samples outside repeat the outermost pixels."""
+    """Not our operator: samples off the map repeat the outermost pixels."""
     return masked(image, grid, inside_only=False)
 
 
 def of_capped_values(image, grid, **options):
-    """Not ours, and no trial with values within 1 would tell."""
+    """Not our operator, and a trial with values within 1 does not show it."""
     sampled = masked(image, grid)
     return torch.where(sampled > 1000, 0.0, sampled)
 
 
 class Projected(torch.nn.Module):
-    """Weights of a size that a file may keep outside."""
+    """Attention behind a linear layer, whose weights a file may keep outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Projected(torch.nn.Module):
 
 
 def nearest(image, grid, **options):
-    """Not ours: "discrete" of RT-DETR v2 and D-FINE."""
+    """Not our operator: the method "discrete" of RT-DETR v2 and D-FINE."""
     height, width = image.shape[2:]
     column, row = ((grid / 2 + 0.5) * torch.tensor([[width, height]]) + 0.5).to(torch.int64).flatten(1, 2).unbind(-1)
     batch = torch.arange(image.shape[0]).unsqueeze(-1).repeat(1, column.shape[1])
@@ -197,7 +197,7 @@ def nearest(image, grid, **options):
 
 
 class Calls(torch.nn.Module):
-    """Ours. Free sizes of maps depend on value."""
+    """Our operator. With `free`, the sizes of the maps depend on value."""
 
     def __init__(self, free=False) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Calls(torch.nn.Module):
 
 
 class Logits(Calls):
-    """Locations become offsets."""
+    """Our operator with logits. Locations become offsets."""
 
     def forward(self, value, locations, weights):
         points = locations[:, :, 0, :, 0]
@@ -234,7 +234,7 @@ _WRITTEN: dict[tuple, dict[str, bytes]] = {}
 
 
 def export(module, path, exporter, opset=17, arguments=None):
-    """Writes the file, and the one with its weights if there is one. What was exported before is written again."""
+    """Write the file, and the file of its weights if there is one. A module that was exported before is not exported again."""
     path, arguments = pathlib.Path(path), arguments or inputs()
     values = [(type(m), {k: v for k, v in vars(m).items() if k[0] != "_" and k != "training"}) for m in module.modules()]
     key = (repr(values), path.name, exporter, opset, *((t.dtype, t.shape) for t in arguments))
@@ -248,7 +248,7 @@ def export(module, path, exporter, opset=17, arguments=None):
 
 
 def _export(module, path, exporter, opset, arguments):
-    """By torch's older exporter or by `dynamo`, with free or fixed sizes, and with our nodes or samples."""
+    """Export by torch's older exporter or by `dynamo`, with free or fixed sizes, with our nodes or samples."""
     names, free = ["v", "l", "w"], {"v": {0: "bs"}, "l": {0: "bs", 1: "q"}, "w": {0: "bs", 1: "q"}}
     is_free = "fixed sizes" not in exporter
     if "older" in exporter:
@@ -291,7 +291,7 @@ def set_size(path, tensor, axis, size):
 
 
 def feeds(arguments=None):
-    """Arrays by the names of a file's inputs."""
+    """Return arrays by the names of a file's inputs."""
     return {name: t.numpy().copy() for name, t in zip("vlw", arguments or inputs(), strict=True)}
 
 
@@ -301,7 +301,7 @@ def run(path, arguments, **more):
 
 
 def verified(path, arguments=None):
-    """What `verify` says of onnxruntime."""
+    """Return the report of `verify` on onnxruntime."""
     return check(path, _runtimes.find_runtime("onnxruntime"), feeds(arguments))
 
 

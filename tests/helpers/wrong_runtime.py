@@ -1,4 +1,4 @@
-"""A runtime with a fault: onnxruntime on a file in which GridSample was changed. `mx-driving verify --runtime` calls it:
+"""A runtime with a fault: onnxruntime on a file with changed GridSample nodes. `mx-driving verify --runtime` calls it:
 
 python tests/helpers/wrong_runtime.py FAULT model.onnx inputs.npz outputs.npz
 """
@@ -32,7 +32,7 @@ def with_attribute(name: str, value: Any) -> Callable[[Model], None]:
 
 
 def before_each(model: Model, make: Callable[[Any, str, str], Any]) -> None:
-    """Put a node, and constants, between each GridSample and its grid."""
+    """Insert a node with a constant between each GridSample and its grid."""
     for number, node in enumerate(samplers(model)):
         grid, new = node.input[1], f"changed_grid{number}"
         kind, array, attributes = make(node, grid, new)
@@ -61,7 +61,7 @@ def shift_by_half_a_pixel(model: Model) -> None:
 
 
 def exchange_levels(model: Model) -> None:
-    """Where samples of levels are put together."""
+    """Exchange the first two levels where the samples of levels are concatenated."""
     made = {name: node for node in model.graph.node for name in node.output}
 
     def is_sampled(name: str) -> bool:

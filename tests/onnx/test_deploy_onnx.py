@@ -26,7 +26,7 @@ FILE = pathlib.Path(__file__).parents[2] / "examples" / "deploy_onnx.py"
 
 
 def run(*options: object) -> str:
-    """What the program prints. Here, where torch.onnx, onnxruntime and transformers are imported already."""
+    """Run the program in this process, which has imported torch.onnx, onnxruntime and transformers. Return its output."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as said:
         patch.syspath_prepend(FILE.parent)  # it takes from examples/detect.py
         patch.setattr(sys, "argv", [FILE.name, *map(str, options)])
@@ -44,7 +44,7 @@ def run(*options: object) -> str:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The folder of the exported detector, and what the program said."""
+    """Export the detector. Return its folder, and the output of the program."""
     import detectors
 
     detector, folder = tmp_path_factory.mktemp("saved"), tmp_path_factory.mktemp("exported")
@@ -69,7 +69,7 @@ def test_the_boxes_of_torch(exported):
 
 
 def outputs(file: pathlib.Path, pixels: torch.Tensor) -> list[torch.Tensor]:
-    """Logits and boxes."""
+    """Return logits and boxes."""
     session = onnx_nodes.session(onnx.load(file), mx_driving.onnx.library(), 1)
     return [torch.from_numpy(array) for array in session.run(None, {session.get_inputs()[0].name: pixels.numpy()})]
 

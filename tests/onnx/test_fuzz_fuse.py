@@ -1,4 +1,4 @@
-"""`mx_driving.onnx.fuse` on files of others' writings that were changed at random (strategies.py).
+"""`mx_driving.onnx.fuse` on exported files that are changed at random (strategies.py).
 
 It either writes a file that onnxruntime loads, and whose outputs are the source's for several free sizes, or raises ValueError
 with a sentence, and writes nothing.
@@ -47,7 +47,7 @@ DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(flo
 
 @functools.cache
 def model(name: str) -> onnx.ModelProto:
-    """Return a file of the corpus. Its own name is that of other tests, so that these share the export."""
+    """Return a file of the corpus. It has the file name of other tests, which share the export."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         CORPUS[name](path := Path(folder, "before.onnx"))
@@ -55,7 +55,7 @@ def model(name: str) -> onnx.ModelProto:
 
 
 def feeds(running: onnxruntime.InferenceSession, free: dict[str, int], numbers: np.random.Generator) -> dict[str, Any] | None:
-    """Random inputs; None where a file says that one is too large for any memory."""
+    """Return random inputs, or None if an input of the file is too large for any memory."""
     sizes = {"v": (free["bs"], 42, 4, 8), "l": (free["bs"], free["q"], 4, 2, 3, 2), "w": (free["bs"], free["q"], 4, 6)}
     arrays = {}
     for one in running.get_inputs():
@@ -70,7 +70,7 @@ def feeds(running: onnxruntime.InferenceSession, free: dict[str, int], numbers: 
 
 
 def outcome(running: onnxruntime.InferenceSession, fed: dict[str, Any]) -> list[Any] | None:
-    """The outputs, or None where the file refuses these sizes."""
+    """Return the outputs, or None if the file refuses these sizes."""
     try:
         return running.run(None, fed)
     except Exception:  # onnxruntime has a dozen kinds of its own
@@ -103,7 +103,7 @@ def differ(expected: Any, got: Any, free: dict[str, int]) -> None:
 
 
 def fuse(data: bytes, seed: int, folder: Path) -> str:
-    """Fuse a file, and compare it with its source where it was written. Other forms are written as our node again."""
+    """Fuse a file. If it is written, compare it with its source; first convert other forms to our node."""
     before, after, again = (folder / f"{name}.onnx" for name in ("before", "after", "again"))
     before.write_bytes(data)
     form = mx_driving.onnx.FUSED_FORMS[seed % 4]
@@ -129,7 +129,7 @@ KEPT = [
 
 
 def try_file(name: str, seed: int) -> str:
-    """Written or refused, in less than a minute of processor time."""
+    """Return "written" or "refused". Both take less than a minute of processor time."""
     data, number = change_model(model(name), random.Random(seed))
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:

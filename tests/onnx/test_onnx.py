@@ -25,7 +25,7 @@ FORMS = [(op, "gather") for op in cases.OPERATORS] + [(op, "grid_sample") for op
 
 
 def in_onnx(module, args, form=None, opset=20, **options):
-    """A module, exported with the nodes of a form, or without a table."""
+    """Export a module with the nodes of a form, or without a table."""
     table = mx_driving.onnx.translations(form) if form else None
     options |= {"opset_version": opset, "custom_translation_table": table}
     return torch.onnx.export(module.eval(), args, dynamo=True, verbose=False, **options).model_proto
@@ -77,7 +77,7 @@ def test_what_is_not_on_the_map_contributes_zero(operator, form):
 
 @pytest.mark.parametrize("form", ["gather", "grid_sample"])
 def test_border_of_the_map(form):
-    """Strictly inside for aggregation: locations of exactly 0 and 1 contribute nothing."""
+    """Aggregation takes samples strictly inside the map: locations of exactly 0 and 1 contribute nothing."""
     for case in cases.LATTICE:
         if (case.operator, form) in FORMS:
             args = cases.cast(case.make(), torch.float32)
@@ -147,7 +147,7 @@ def test_tensorrt_plugin_for_any_batch_and_queries():
     ],
 )
 def test_nodes_of_others_with_other_dtypes(form, dtypes, casts):
-    """One dtype for all floating inputs: the plugin's is float16 where all have it. Else it is float32."""
+    """All floating inputs of a node have one dtype. It is float16 in the plugin if all tensors have it, else float32."""
     value, shapes, starts, *rest = cases.cast(GROWING[MULTI_SCALE](3, 5), torch.float32)
     args = value.to(dtypes[0]), shapes, starts, *(t.to(dtypes[1]) for t in rest)
     model = in_onnx(One(MULTI_SCALE, args), args, form)
@@ -160,7 +160,7 @@ def test_nodes_of_others_with_other_dtypes(form, dtypes, casts):
 
 @pytest.mark.parametrize("form", ["npu", "tensorrt"])
 def test_operators_without_a_node_are_not_in_the_table(form):
-    """torch.onnx.export then writes them as without a table."""
+    """torch.onnx.export writes operators that are not in the table as gathers."""
     assert set(mx_driving.onnx.translations(form)) == {getattr(torch.ops.mx_driving, MULTI_SCALE).default}
 
 
@@ -169,7 +169,7 @@ BARE_NODES = {"grid_sample": "GridSample", "npu": "MultiScaleDeformableAttn", "t
 
 @pytest.mark.parametrize(("form", "node"), BARE_NODES.items())
 def test_with_logits_the_bare_operators_node(form, node):
-    """Locations and weights are made by standard operators, as patched models need it."""
+    """Standard operators compute locations and weights; patched models need it."""
     args = cases.cast(GROWING[MULTI_SCALE + "_with_logits"](3, 5), torch.float32)
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
     model = in_onnx(One(MULTI_SCALE + "_with_logits", args), tensors, form)
@@ -190,7 +190,7 @@ def test_unknown_form_is_refused():
 
 
 def any_sizes(operator):
-    """Small tensors of an operator, and dynamic shapes with batch and queries of any size."""
+    """Return small arguments of an operator, the tensors among them, and dynamic shapes for any batch and queries."""
     row, args = OPERATORS[operator], cases.cast(GROWING[operator](3, 5), torch.float32)
     axes = zip(row.axes["bs"], row.axes[row.queries], strict=True)
     free = [{at: dim for at, dim in zip(pair, (BATCH, QUERIES), strict=True) if at is not None} or None for pair in axes]

@@ -26,7 +26,7 @@ FREE = ("Shape", "Constant", "ConstantOfShape", "Range", "Cast")
 
 
 def compute_in(model, ops, dtype):
-    """Let float32 nodes of these kinds compute in another dtype, between casts."""
+    """Let float32 nodes of these types compute in another dtype, between casts."""
     floats = {v.name for v in (*model.graph.value_info, *model.graph.input, *model.graph.output) if _is_float(v)}
     floats |= {t.name for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
     floats |= {node.output[0] for node in model.graph.node if node.op_type == "Constant" and node.attribute[0].t.data_type == 1}
@@ -81,7 +81,7 @@ def save_dynamo(path, dtype, opset):
 @pytest.mark.parametrize("opset", [18, 20])
 @pytest.mark.parametrize("form", FUSED_FORMS)
 def test_half_files_of_torch_s_exporter(form, opset, before, after):
-    """Their sums are in float32, and so is NVIDIA's node."""
+    """The exporter writes sums in float32, so NVIDIA's node is in float32, too."""
     arguments = save_dynamo(before, torch.float16, opset)
     assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
     assert "GridSample" not in kinds(after)
@@ -106,7 +106,7 @@ def test_verify_sees_half_files(before):
 @pytest.mark.parametrize("form", FUSED_FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_files_that_onnxruntime_cannot_run(dtype, form, before, after):
-    """It has no GridSample of bfloat16, and none of float64 before opset 20."""
+    """onnxruntime has no GridSample of bfloat16, and none of float64 before opset 20."""
     save_dynamo(before, dtype, 18)
     if dtype == torch.float64 and form in ("npu", "tensorrt"):
         return assert_refused(before, "its tensors are float64; ", form)
@@ -118,7 +118,7 @@ def test_files_that_onnxruntime_cannot_run(dtype, form, before, after):
 
 @pytest.mark.needs("An ONNX file of opset 20")
 def test_a_near_miss_in_16_bits_stays(before, after):
-    """A trial in float16 would allow a fifth of the output."""
+    """A trial in float16 would have a tolerance of a fifth of the output."""
     arguments = tuple(t.half() for t in inputs())
     names = {"input_names": ["v", "l", "w"], "verbose": False}
     torch.onnx.export(Stacked(factor=2.0625), arguments, before, dynamo=True, opset_version=18, **names)

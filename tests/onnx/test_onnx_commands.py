@@ -1,4 +1,4 @@
-"""Wrong uses of `fuse` and `verify`: one sentence that names what is wrong."""
+"""Wrong uses of `fuse` and `verify` end in one sentence that names the fault."""
 
 import errno
 import tempfile
@@ -9,13 +9,6 @@ import onnx
 import onnx_ir as ir
 import onnx_writings as writings
 import pytest
-
-
-@pytest.fixture(scope="module")
-def stacked(tmp_path_factory):
-    path = tmp_path_factory.mktemp("files") / "stacked.onnx"
-    writings.export(writings.Stacked(), path, "older, fixed sizes")
-    return path
 
 
 @pytest.mark.parametrize(
@@ -59,7 +52,7 @@ def test_options_that_fuse_would_not_use(option, mx, stacked, after, tmp_path):
 
 
 def test_a_full_temporary_folder_is_named(mx, stacked, monkeypatch):
-    """Also where standard output has no buffer that says whether it is full."""
+    """A full temporary folder is told from a full standard output."""
 
     def fill(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""`mx_driving.onnx.fuse` on files that others' writings of deformable attention give."""
+"""`mx_driving.onnx.fuse` on files exported from other libraries' code of deformable attention."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from mx_driving.onnx import _find
 
 
 class Chosen(torch.nn.Module):
-    """The older exporter computes the numbers of Pad in the file, and onnx's inference knows no size behind it. Where ReduceMax
-    and TopK are there, onnxruntime's stops."""
+    """The older exporter lets the file compute the paddings of Pad, so onnx infers no size behind Pad. onnxruntime's inference
+    stops at ReduceMax and TopK."""
 
     def forward(self, value, locations, weights):
         value = torch.nn.functional.pad(value[:, :-2], (0, 0, 0, 0, 0, 2))
@@ -51,7 +51,7 @@ class Chosen(torch.nn.Module):
 
 
 class Case(NamedTuple):
-    """A writing, how it becomes a file, and nodes that the file has. Opset 20 renamed GridSample's mode "bilinear"."""
+    """A module, its export, and nodes that the file must have. Opset 20 renamed GridSample's mode "bilinear"."""
 
     module: torch.nn.Module
     exporter: str = "older"
@@ -82,7 +82,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_writing_becomes_the_node(name, before, after):
-    """Before and after, the file is within rounding of the writing in float64."""
+    """The old and the new file are within rounding of the module in float64."""
     case, before, after = CASES[name], before, after
     example = tuple(t.to(case.dtype) for t in inputs(*case.sizes))
     export(case.module, before, case.exporter, case.opset, example)
@@ -127,7 +127,7 @@ def test_a_near_miss_stays(name, before):
 
 
 def with_views(path, count):
-    """So many nodes that gather all batches, one behind the other, on value, locations and weights before they are sampled."""
+    """Insert `count` Gather nodes that keep all batches, in a chain, behind each of value, locations and weights."""
     with edit(path) as model:
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(2), "all"))
         for end in "vlw":
@@ -143,7 +143,7 @@ def with_views(path, count):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["right", "wrong"])
 def test_of_many_candidates_few_are_tried(order, before, after):
-    """Each view of a tensor is a candidate: these are more than a thousand combinations."""
+    """Each view of a tensor is a candidate, so the file has more than a thousand combinations."""
     export(Stacked(order=order), before, "older, fixed sizes")
     with_views(before, 10)
     with mock.patch.object(_find, "prove", wraps=_find.prove) as tried:
@@ -181,7 +181,7 @@ INSIDE = ("queries of the sum", "seven queries of the sum", "the last queries of
 
 @pytest.mark.parametrize("name", CUTS)
 def test_no_cut_of_a_free_axis_is_lost(name, before, after, tmp_path, monkeypatch):
-    """Two scenes of seven queries do not show a Slice [0:100]."""
+    """A trial with a batch of two and seven queries does not show a Slice [0:100]."""
     monkeypatch.chdir(tmp_path)  # onnxruntime's inference of sizes would leave a file in the working folder
     export(CUTS[name], before, "older")
     if name in INSIDE:
@@ -204,7 +204,7 @@ def test_no_cut_of_a_free_axis_is_lost(name, before, after, tmp_path, monkeypatc
 )
 @pytest.mark.parametrize("form", ["onnxruntime", "gather"])
 def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, size, narrow, form, before, after):
-    """A tensor has size 1, fixed or with a name of its own, where another has more. The new file runs where the source does."""
+    """A tensor has size 1, fixed or free, and another tensor has more. The new file runs for the sizes of the source."""
     export(WRITINGS[writing], before, "older")
     set_size(before, tensor, axis, size)
     mx_driving.onnx.fuse(before, after, form)

@@ -12,14 +12,14 @@ pytestmark = pytest.mark.needs("An ONNX file of opset 20")
 
 
 class Ours(Calls):
-    """In the form "grid_sample"."""
+    """Our operator, exported in the form "grid_sample"."""
 
     def forward(self, value, locations, weights):
         return super().forward(value, locations, weights.softmax(-1))
 
 
 class Fixed(torch.nn.Module):
-    """A writing of which some inputs are buffers."""
+    """A module whose inputs are buffers in part."""
 
     def __init__(self, writing, names, batch=1):
         super().__init__()

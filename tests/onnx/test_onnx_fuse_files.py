@@ -1,4 +1,4 @@
-"""`mx_driving.onnx.fuse`: which files it reads and writes, and which it refuses."""
+"""Files that `mx_driving.onnx.fuse` reads, writes and refuses."""
 
 from unittest import mock
 
@@ -16,7 +16,7 @@ import mx_driving.onnx
 
 @pytest.fixture
 def outside(tmp_path):
-    """A file whose weights lie in model.onnx.data, under another name than model.onnx."""
+    """Write renamed.onnx, whose weights lie in model.onnx.data."""
     export(Projected().eval(), tmp_path / "whole.onnx", "older")
     path, whole = tmp_path / "renamed.onnx", onnx.load(tmp_path / "whole.onnx")
     onnx.save(whole, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0, convert_attribute=True)
@@ -30,7 +30,7 @@ def snapshot(folder):
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "link", "renamed.onnx", "other.onnx"])
 def test_no_file_of_the_source_is_written(name, outside, tmp_path):
-    """Not under its own name, nor under a link to it, nor where weights would go."""
+    """path_out may not be the source, a link to it, or a file whose weights would overwrite the source."""
     (tmp_path / "link").hardlink_to(outside)
     (tmp_path / "other.onnx.data").symlink_to(tmp_path / "model.onnx.data")
     before = snapshot(tmp_path)
@@ -40,7 +40,7 @@ def test_no_file_of_the_source_is_written(name, outside, tmp_path):
 
 
 def test_weights_outside_the_file_stay_outside(outside, tmp_path):
-    """Those that nodes hold and those of the part that is tried, too."""
+    """So do weights in attributes of nodes, and weights of the nodes that the trial runs."""
     after = tmp_path / "out" / "after.onnx"
     after.parent.mkdir()
     mx_driving.onnx.fuse(outside, after)
@@ -81,7 +81,7 @@ def test_bad_files(tmp_path):
 
 
 def with_inputs(path, out, *, chosen=lambda tensor: True, ir_version=8):
-    """Every constant is an initializer, and those that are chosen are inputs, too."""
+    """Make every constant an initializer, and the chosen constants inputs, too. Return their names."""
     model = onnx_ir.load(path)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     names = [name for name, value in model.graph.initializers.items() if chosen(value.const_value.numpy())]
@@ -92,7 +92,7 @@ def with_inputs(path, out, *, chosen=lambda tensor: True, ir_version=8):
 
 
 def test_a_default_stays_an_input(tmp_path):
-    """Since version 4 of ONNX an initializer that is an input, too, is a default that a caller may override."""
+    """Since IR version 4 an initializer that is also an input is a default, which a caller may override."""
     whole, before, after = (tmp_path / f"{name}.onnx" for name in ("whole", "before", "after"))
     export(WRITINGS["stacked"], whole, "older")
     (factor,) = with_inputs(whole, before, chosen=lambda tensor: tensor.max() == 1.5)
@@ -104,7 +104,7 @@ def test_a_default_stays_an_input(tmp_path):
 
 @pytest.mark.parametrize("number", [1.0, 2.0, 30, None])
 def test_a_default_that_decides_what_is_sampled(number, before, after, tmp_path):
-    """2 and 1 of 2 * locations - 1, lengths of levels, and everything."""
+    """The defaults are 2 or 1 of 2 * locations - 1, the lengths of levels, or all constants."""
     whole, before = tmp_path / "whole.onnx", before
     export(WRITINGS["stacked"], whole, "older")
     with_inputs(whole, before, chosen=lambda tensor: number is None or (tensor.max() == number and tensor.size < 3))
@@ -112,7 +112,7 @@ def test_a_default_that_decides_what_is_sampled(number, before, after, tmp_path)
 
 
 def test_before_version_4_nothing_is_overridden(tmp_path):
-    """There, every initializer had to be an input, and onnxruntime takes them for constants."""
+    """Before IR version 4 every initializer had to be an input, and onnxruntime treats them as constants."""
     whole, before, after = (tmp_path / f"{name}.onnx" for name in ("whole", "before", "after"))
     export(Stacked(masked), whole, "older", 11)
     assert with_inputs(whole, before, ir_version=3)
@@ -124,7 +124,7 @@ BRANCHES = "function", "function of another opset", "function in a function", "I
 
 
 def inside(model, kind, out="y"):
-    """The nodes of the model in a local function, a branch of If, or the body of Loop; and what that needs before it."""
+    """Return nodes that run the model in a local function, in a branch of If, or in the body of Loop; and the functions."""
     names, helper, opsets = [i.name for i in model.graph.input], onnx.helper, list(model.opset_import)
     inner = onnx.compose.add_prefix(model, "inner/")  # onnx 1.17 renames the inputs of nodes always
     read = (helper.make_node("Identity", [name], [f"inner/{name}"]) for name in names)
@@ -155,7 +155,7 @@ def inside(model, kind, out="y"):
 
 
 def write_inside(path, kind, beside, ours=False):
-    """Attention in a function or subgraph, and in the main graph beside it if asked for; as our node, or as it was written."""
+    """Write attention in a function or subgraph; with `beside` in the main graph, too; with `ours` as our node."""
     export(WRITINGS["stacked"], path, "older")
     if ours:
         mx_driving.onnx.fuse(path, path.with_name("ours.onnx"))
@@ -174,7 +174,7 @@ def write_inside(path, kind, beside, ours=False):
 
 @pytest.mark.parametrize(("kind", "beside"), [*((kind, True) for kind in BRANCHES), ("If", False), ("Loop", False)])
 def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, before, after, tmp_path):
-    """Functions are inlined. What lies in If and Loop is left, and both commands say so."""
+    """Functions are inlined. Attention in If and Loop is left, and both commands say so."""
     write_inside(before, kind, beside)
     where = f"it lies in a subgraph of {kind} ({'branches' if kind == 'If' else 'loop'})"
     status, said, problem = mx("fuse", before, after)
@@ -194,7 +194,7 @@ def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, before,
 
 @pytest.mark.parametrize("kind", ["function", "If"])
 def test_our_nodes_in_functions_and_subgraphs(kind, before, after):
-    """Another form takes their place, or names them."""
+    """A conversion replaces our node in a function. It names our node in a subgraph."""
     write_inside(before, kind, beside=False, ours=True)
     if kind == "function":
         mx_driving.onnx.fuse(before, after, "gather")
@@ -223,7 +223,7 @@ def add_sparse(graph, kind):
 
 @pytest.mark.parametrize("kind", ["initializer", "constant", "in a branch"])
 def test_sparse_tensors_are_refused(kind, before, after):
-    """They vanished from the new file."""
+    """onnx_ir drops sparse tensors, so the new file would lack them."""
     write_inside(before, "If", beside=True)
     with edit(before) as model:
         add_sparse(model.graph.node[-1].attribute[0].g if kind == "in a branch" else model.graph, kind)
@@ -231,7 +231,7 @@ def test_sparse_tensors_are_refused(kind, before, after):
 
 
 def in_circles(model):
-    """Weights that come from two Identity nodes which read one another."""
+    """Take the weights from one of two Identity nodes that read each other."""
     product = next(node for node in model.graph.node if node.op_type == "ReduceSum").input[0]
     (product,) = (node for node in model.graph.node if product in node.output)
     product.input[1] = "one"
@@ -295,7 +295,7 @@ class Convolved(Stacked):
 
 @pytest.mark.parametrize("level", ["BASIC", "EXTENDED", "ALL"])
 def test_files_that_onnxruntime_has_optimised(level, tmp_path):
-    """They record no shapes, and onnx knows no shapes behind a node of onnxruntime."""
+    """Such files record no shapes, and onnx infers no shapes behind a node of onnxruntime."""
     plain, before, after = (tmp_path / f"{name}.onnx" for name in ("plain", "before", "after"))
     export(Convolved().eval(), plain, "older, fixed sizes")
     options = onnxruntime.SessionOptions()
@@ -344,7 +344,7 @@ def test_a_small_file_takes_no_huge_memory(before, after):
 
 
 def test_names_that_are_taken(before, after, capfd):
-    """By tensors of the graph or of a subgraph, where they must not hide each other."""
+    """New names differ from those of the graph and of its subgraphs."""
     export(WRITINGS["unequal points"], before, "older")
     model = onnx.load(before)
     mx_driving.onnx.fuse(before, after)

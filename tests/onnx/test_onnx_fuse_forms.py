@@ -1,4 +1,4 @@
-"""`mx_driving.onnx.fuse` in each form: from others' writings, and from another form."""
+"""`mx_driving.onnx.fuse` to each form, from other libraries' code and from another form."""
 
 import numpy as np
 import onnx
@@ -66,7 +66,7 @@ def test_one_form_becomes_another(old, form, tmp_path):
 
 
 def swap_sides(model):
-    """Heights and widths of the maps, which locations are multiplied by."""
+    """Swap heights and widths of the maps, by which locations are multiplied."""
     for table in model.graph.initializer:
         if list(table.dims) == [6, 2]:
             table.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(table)[:, ::-1].copy(), table.name))
@@ -99,7 +99,7 @@ def test_a_near_miss_of_gathers_stays(name, before, after, tmp_path):
 
 @pytest.mark.parametrize("opset", [11, 13])
 def test_gathers_in_older_opsets(opset, before, after):
-    """Below 13, ReduceSum has its axes as an attribute."""
+    """Before opset 13 ReduceSum has its axes as an attribute."""
     export(Joined([2, 4], masked), before, "older", opset)
     mx_driving.onnx.fuse(before, after, form="gather")
     judge(after, "gather", Joined([2, 4], masked))
@@ -114,7 +114,7 @@ def test_other_dtypes(form, dtype, before, after):
 
 
 def judge_dtypes(before, after, form, writing, arguments):
-    """Nodes of others have no float64, and a cast to float32 would lose digits: a sentence names the place."""
+    """Other nodes than ours have no float64, and a cast to float32 would lose digits. The sentence names the tensor."""
     double = any(t.dtype == torch.float64 for t in arguments)
     if double and form in ("npu", "tensorrt"):
         return assert_refused(before, f"_?[a-z0-9_]+: its tensors are float64; .*::{NODES[form]} has float32, which", form)
@@ -131,7 +131,7 @@ MIXED = [(16, 32, 32), (16, 32, 16), (32, 16, 16), (32, 32, 64), (64, 32, 32), (
 @pytest.mark.parametrize("bits", MIXED)
 @pytest.mark.parametrize("form", ["gather", "npu", "tensorrt"])
 def test_a_node_of_mixed_dtypes(form, bits, before, after, tmp_path):
-    """Value, locations and weights of our node. The output has the dtype of value in each form."""
+    """`bits` are of value, locations and weights. The output has the dtype of value in each form."""
     arguments = tuple(t.to(getattr(torch, f"float{n}")) for t, n in zip(inputs(), bits, strict=True))
     export(Calls(), before, "our nodes", arguments=arguments)
     judge_dtypes(before, after, form, Calls(), arguments)
@@ -141,7 +141,7 @@ def test_a_node_of_mixed_dtypes(form, bits, before, after, tmp_path):
 
 
 def test_what_is_not_on_the_map_contributes_zero(before, after):
-    """As in the gathers that `translations` writes: where the location or the weight is no number, too."""
+    """Samples off the map contribute 0, even if the location or the weight is NaN."""
     export(Calls(), before, "our nodes")
     mx_driving.onnx.fuse(before, after, form="gather")
     value, locations, weights = inputs()
@@ -188,7 +188,7 @@ def test_the_command_writes_each_form(mx, before, after):
 
 
 def beside(path, name, kind, dtype, numbers):
-    """One node more in the file, of a constant: an output of its own."""
+    """Add a node of a constant to the file. Its output is an output of the file."""
     with edit(path) as model:
         table = onnx.helper.make_tensor(f"{name}/table", dtype, [len(numbers)], numbers)
         model.graph.node.append(onnx.helper.make_node("Constant", [], [table.name], value=table))
@@ -198,7 +198,7 @@ def beside(path, name, kind, dtype, numbers):
 
 @pytest.mark.parametrize("form", FUSED_FORMS)
 def test_a_file_that_cannot_run_is_refused_in_each_form(form, before, after, tmp_path):
-    """A Slice along axis 1 of a tensor that has one axis."""
+    """The file has a Slice along axis 1 of a tensor with one axis."""
     export(Stacked(), before, "fixed sizes")
     beside(before, "cut", "Slice", onnx.TensorProto.INT64, [1])
     assert_refused(before, r"^path_in must be a file that can be run .*Unexpected axis value: 1", form)

@@ -1,4 +1,4 @@
-"""`mx_driving.onnx.fuse` on files with nodes that change nothing, as paddle2onnx writes them between all others."""
+"""`mx_driving.onnx.fuse` on files with nodes that change nothing. paddle2onnx writes such nodes everywhere."""
 
 import re
 
@@ -128,7 +128,7 @@ Transpose<perm = [1, 0]>(x)  Concat<axis = 0>(x, x)
     ("node", "same"), [(node, texts is SAME) for texts in (SAME, OTHER) for node in re.split(r"  |\n", texts) if node]
 )
 def test_what_a_node_returns(node, same, tmp_path):
-    """`default` is an input, `row` broadcasts to no larger shape."""
+    """`default` is an input, so it is no constant. `row` does not broadcast to a larger shape."""
     onnx.save(onnx.parser.parse_model(GRAPH.replace("NODE", node.replace("<", " <").replace(">", "> "))), tmp_path / "one.onnx")
     model = _file.load(tmp_path / "one.onnx").model
     (found,) = (_identities.find_returned(one, 18) for one in model.graph)
@@ -142,7 +142,7 @@ def test_dropout_of_older_opsets(opset, attributes, same):
 
 
 def test_sizes_of_paddle2onnx(before, after):
-    """bs * heads is int(float(bs) * 4.0 + 0), then a scalar; and a recorded size contradicts the nodes."""
+    """The file computes bs * heads as int(float(bs) * 4.0 + 0), as a scalar, and records a size that contradicts the nodes."""
     export(Stacked(), before, "older")
     model, tensor = onnx.load(before), numpy_helper.from_array
     scale, zero = (tensor(np.array([x], np.float32), f"scale/{x}") for x in (4, 0))

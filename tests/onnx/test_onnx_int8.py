@@ -1,4 +1,4 @@
-"""int8 beside our node: fuse after quantisation, and before it."""
+"""int8 beside our node: fuse after quantisation or before it."""
 
 import itertools
 import json

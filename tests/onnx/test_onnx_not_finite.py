@@ -1,4 +1,4 @@
-"""Locations that are NaN or infinite: `verify` and `fuse --time` leave out what depends on them, and say what makes them."""
+"""`verify` and `fuse --time` leave out numbers that depend on NaN or infinite locations, and name the source of these."""
 
 import numpy as np
 import onnx_writings as writings
@@ -45,7 +45,7 @@ BAD = [((0, 1, 2), np.nan), ((1, 3, 0, 1, 2, 0), np.inf), ((1, 4), -np.inf)]
 
 
 def other_number_for_nan(path, arrays):
-    """A runtime that takes any location that is not finite for 0.2. It computes all else rightly."""
+    """Run a file on a right runtime, with 0.2 in place of NaN and infinite locations."""
     fed = {n: np.where(np.isfinite(a), a, 0.2).astype(a.dtype) if n in ("l", "locations") else a for n, a in arrays.items()}
     return _runtimes.find_runtime("onnxruntime")(path, fed)
 

@@ -1,4 +1,4 @@
-"""Files that onnxruntime runs and onnx's checker refuses: `fuse` and `verify` read them, and name what is truly missing."""
+"""`fuse` and `verify` read files that onnxruntime runs although onnx's checker refuses them. They name real faults."""
 
 import numpy as np
 import onnx
@@ -68,7 +68,7 @@ def test_what_onnxruntime_runs_is_read(kind, form, change, after):
 
 @pytest.mark.parametrize("sample", [None, masked])
 def test_onnxruntime_s_converter_to_float16(sample, change, after):
-    """It writes the casts of inputs and outputs at the graph's end."""
+    """The converter writes the casts of inputs and outputs at the graph's end."""
     before, after = change(lambda graph: None, sample), after
     half = convert_float_to_float16(onnx.load(before), keep_io_types=True)
     made = {name: index for index, node in enumerate(half.graph.node) for name in node.output}

@@ -1,4 +1,4 @@
-"""Nodes that other libraries write for the operators: read by `fuse` and `verify` as the equation that they are."""
+"""`fuse` and `verify` read nodes that other libraries write for the operators."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_verify_runs_attention_beside_a_pool(before, tmp_path):
 
 @pytest.mark.parametrize("form", FUSED_FORMS)
 def test_grid_sample_of_onnxruntime_s_domain(form, before, after):
-    """onnxruntime had it before opset 16."""
+    """Before opset 16 GridSample was a node of onnxruntime."""
     writings.export(writings.Stacked(), before, "older")
     with writings.edit(before) as model:
         for node in model.graph.node:

@@ -1,4 +1,4 @@
-"""Our custom operators of onnxruntime: the bits of the operators in torch, their sentences, the session's threads."""
+"""Our custom operators of onnxruntime have the bits and the sentences of torch's operators, and use the session's threads."""
 
 import collections
 import functools
@@ -41,14 +41,14 @@ DTYPES = {kind: dtype for dtype, kind in ONNX_TYPES.items()}
 
 
 def graph_of(operator, args):
-    """A graph of one node that takes the tensors among `args`."""
+    """Return a graph of one node that takes the tensors among `args`."""
     count = len(OPERATORS[operator].inputs)
     types = tuple("" if a is None else ONNX_TYPES[a.dtype] for a in args[:count])
     return Graph(operator, types, *args[count:])
 
 
 def arrays_of(args):
-    """numpy has no bfloat16, so the graph takes float32 there."""
+    """Return the arrays of the tensors. numpy has no bfloat16, so the graph takes float32 instead."""
     return [(a.float() if a.dtype == torch.bfloat16 else a).numpy() for a in args if isinstance(a, torch.Tensor)]
 
 
@@ -75,7 +75,7 @@ def run_exported(model, tensors, threads=1):
 
 @functools.cache
 def one_node(operator):
-    """An operator of float32 tensors as our node, for any batch and queries. Its other inputs are those of GROWING."""
+    """Export an operator of float32 tensors as our node, for any batch and queries. GROWING has the other arguments."""
     args, *more = any_sizes(operator)
     return exported(One(operator, args), *more)
 
@@ -163,7 +163,7 @@ def test_no_thread_is_started_but_the_sessions():
 
 
 def refusal(operator, args):
-    """What onnxruntime says, but for the words of its own before our sentence."""
+    """Return onnxruntime's message without its own words before our sentence."""
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument) as caught:
         run(operator, args)
     return str(caught.value).partition("Status Message: ")[2]
@@ -171,7 +171,7 @@ def refusal(operator, args):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_axes_are_counted(operator):
-    """One more or one less of any input."""
+    """An input with one axis more or less is refused with the sentence of torch."""
     args = cases.cast(GROWING[operator](2, 5), torch.float32)
     for index, a in enumerate(args):
         for other in (a[0], a[None]) if isinstance(a, torch.Tensor) else ():
@@ -182,7 +182,7 @@ def test_axes_are_counted(operator):
 
 
 def in_torch(graph, arrays):
-    """What the operator in torch does with the same inputs: its output, or its sentence."""
+    """Call the operator in torch with the same inputs. Return its output, or the sentence of its error."""
     rest = iter(arrays)
     tensors = [torch.from_numpy(np.array(next(rest))).to(DTYPES[kind]) if kind else None for kind in graph.types]
     options = [graph.axis or "level"] if OPERATORS[graph.operator].options else []
@@ -193,7 +193,7 @@ def in_torch(graph, arrays):
 
 
 def test_anything_gives_the_bits_or_the_sentence_of_torch():
-    """Random shapes, dtypes and tables; `make fuzz-native` does the same under a sanitizer."""
+    """Try random shapes, dtypes and tables; `make fuzz-native` does the same under a sanitizer."""
     library, ran, refused = mx_driving.onnx.library(), collections.Counter(), collections.Counter()
 
     @fuzz(60)

@@ -1,4 +1,4 @@
-"""OpenVINO with gathers, and with examples/openvino: our kernels as an extension, built against its wheel."""
+"""OpenVINO runs exported gathers, and our kernels as an extension: examples/openvino, built against its wheel."""
 
 import pathlib
 import shutil
@@ -23,7 +23,7 @@ SOURCE = pathlib.Path(__file__).parents[2] / "examples" / "openvino"
 
 @pytest.mark.parametrize(("operator", "form"), FORMS)
 def test_gathers_give_the_same_numbers_for_any_batch_and_queries(operator, form):
-    """In float32: by itself OpenVINO may compute in bfloat16 where the processor has it."""
+    """Ask for float32, because OpenVINO may compute in bfloat16 on processors that have it."""
     core, options = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
     compiled = core.compile_model(core.read_model(in_form(operator, form).SerializeToString(), b""), "CPU", options)
     for bs, queries in ((3, 5), (1, 7), (4, 1)):

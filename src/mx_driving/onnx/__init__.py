@@ -63,8 +63,11 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
         raise Problem(f"form must be one of {', '.join(FORMS)}; got {form!r}")
     if form == "gather":
         return {}
-    room = importlib.import_module(f"{__name__}.{'_grid_sample' if form == 'grid_sample' else '_custom_nodes'}")
-    return {getattr(torch.ops.mx_driving, operator).default: node for operator, node in room.NODES[form].items()}
+    if form == "grid_sample":
+        from ._grid_sample import NODES
+    else:
+        from ._custom_nodes import NODES
+    return {getattr(torch.ops.mx_driving, operator).default: node for operator, node in NODES[form].items()}
 
 
 def library() -> str:
@@ -149,7 +152,8 @@ def fuse(
         raise Problem(f"form must be one of {', '.join(FUSED_FORMS)}; got {form!r}")
     if plugin_version is not None and form != "tensorrt":
         raise Problem(f"plugin_version must come with form 'tensorrt'; got {plugin_version!r} with {form!r}")
-    for module in ("onnx_ir", "onnxruntime"):
-        importlib.import_module(module)
+    importlib.import_module("onnxruntime")
+    from ._fuse import fuse_file
+
     options = {"plugin_version": plugin_version} if plugin_version else {}
-    return importlib.import_module(f"{__name__}._fuse").fuse(path_in, path_out, form, **options)
+    return fuse_file(path_in, path_out, form, **options)

@@ -32,6 +32,7 @@ from ._matches import (
     write_match,
 )
 from ._nodes import name_unknown
+from ._plugins import restore_plugins
 from ._runtimes import Failed, Run
 
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
@@ -118,7 +119,7 @@ def _find_again(matches: list[Match], path: Path) -> list[Match]:
 @dataclass
 class _Checker:
     path: Path
-    file: _file.LoadedFile  # has the matches: the file at `path`, or the original
+    file: _file.LoadedFile  # the file that has the matches: the file at `path`, or the original
     matches: list[Match]
     run: Run
     folder: Path
@@ -179,11 +180,11 @@ class _Checker:
         model, file = _file.load(self.path).model, self.folder / "within.onnx"
         names = arrays.keys() | {match.name for match in self.matches}
         add_outputs(model, (v for v in _file.list_outputs(model) if v.name in names))
-        _file.restore_plugins(model)
+        restore_plugins(model)
         ir.save(model, file, external_data="within.data")
         try:
             outputs = self.run(file, fed)
-        except Failed:  # the runtime may lack memory or refuse more outputs; the other verdicts stand
+        except Failed:  # the runtime may lack memory, or refuse more outputs. The other verdicts stand.
             return []
         return [self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name) for match in self.matches]
 

@@ -44,7 +44,7 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
 def _compute_constant(value: ir.Value) -> Array | None:
     """Return the array of a constant, or of a part or a view of a constant; else None."""
     if (array := read_constant(value)) is not None or read_constant([*walk_sources(value, *MOVES)][-1]) is None:
-        return None if array is None else array.copy()  # a copy, because the file of weights is closed later
+        return None if array is None else array.copy()  # copied, because the file of weights is closed later
     assert value.graph is not None
     try:
         part = ir.Model(ir.convenience.extract(value.graph, [], [value]), ir_version=10)
@@ -70,7 +70,8 @@ def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> ir.TensorProto
     blocks = [_order_axes(array, batch, role) for array in arrays]
     if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) > 1:
         return None
-    dtype = np.float32 if role == "locations" and arrays[0].dtype.itemsize == 2 else arrays[0].dtype  # grid + 1 needs more bits
+    # 16 bits have too few digits for grid + 1.
+    dtype = np.float32 if role == "locations" and arrays[0].dtype.itemsize == 2 else arrays[0].dtype
     return ir.tensor(np.concatenate(blocks, axis).astype(dtype))
 
 

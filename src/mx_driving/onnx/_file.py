@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -20,16 +19,15 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedN
 
 from .._operator.problems import Problem
 from .._operator.rules import first_line
-from ._forms import AGGREGATES, JOINED, NODES, OURS, TENSORRT, WITH_LOGITS, has_logits
-from ._graph import SAID_DOMAIN, are_fixed, dims, is_node, read_constant
+from ._forms import OURS
+from ._graph import are_fixed, dims, is_node, read_constant
 from ._identities import bypass_identities
 from ._order import check_file, sort_nodes, walk_nodes
-from ._pools import POOLS, give_shape
+from ._plugins import give_shape, name_plugins
+from ._pools import POOLS, give_pool_shape
 from ._session import open_session
 
-_FEW = 8192  # most elements of a folded table, as in onnxscript
-# Plugin -> the index of an input with the axis of queries.
-_SHAPED_PLUGINS = {**dict.fromkeys((NODES[TENSORRT], *JOINED, *AGGREGATES), 3), **dict.fromkeys(WITH_LOGITS, 2)}
+_FEW = 8192  # fold tables of at most so many elements, as onnxscript does
 _Sizes = dict[str, list[int | str | None]]
 
 
@@ -115,7 +113,7 @@ def _read(path: Path) -> tuple[ir.Model, dict[str, ir.TensorProtocol]]:
         raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
     try:
         model = ir.serde.deserialize_model(proto)
-        if has_changed := sort_nodes(model) | _name_plugins(model):
+        if has_changed := sort_nodes(model) | name_plugins(model):
             proto = ir.serde.serialize_model(model)
         if proto.functions:
             model = ir.serde.deserialize_model(_inline_functions(proto))
@@ -141,7 +139,7 @@ def _parse(path: Path) -> onnx.ModelProto:
 def _infer_shapes(model: ir.Model) -> ir.Model:
     """Infer shapes with onnx. Inference stops at a plugin: set the shape of the plugin's output and repeat."""
     model = ShapeInferencePass()(model).model
-    while [node for node in model.graph if (give_shape if node.op_type in POOLS else _give_shape)(node)]:
+    while [node for node in model.graph if (give_pool_shape if node.op_type in POOLS else give_shape)(node)]:
         model = ShapeInferencePass()(model).model
     return model
 
@@ -158,7 +156,8 @@ def _ask_onnxruntime(model: ir.Model) -> bool:
         kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
         if kind in ir.DataType.__members__:
             value.dtype = ir.DataType[kind]
-            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape  # [] may mean an unknown number of axes
+            # onnxruntime returns [] for an unknown number of axes, too.
+            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape
     return bool(answers)
 
 
@@ -171,23 +170,6 @@ def _list_outputs_in_session(model: ir.Model, values: list[ir.Value]) -> Any:
             value.const_value = None
             graph.inputs.append(value)
     return open_session(ir.Model(graph, ir_version=model.ir_version), optimise=False).get_outputs()
-
-
-def _give_shape(node: ir.Node) -> bool:
-    output, inputs = node.outputs[0], [v for v in node.inputs if v is not None]
-    if output.shape is not None or len(inputs) != 5 or node.op_type not in _SHAPED_PLUGINS:
-        return False
-    if node.op_type in WITH_LOGITS and not has_logits(node):
-        return False
-    value, (batch, queries, *_) = dims(inputs[0]), (*dims(inputs[_SHAPED_PLUGINS[node.op_type]]), None, None)
-    if len(value) != (3 if node.op_type in AGGREGATES else 4) or queries is None:
-        return False
-    blocks = value[2:]
-    if node.op_type in JOINED:
-        blocks = (math.prod(blocks) if are_fixed(blocks) else None,)
-    output.shape = ir.Shape([value[0] if isinstance(value[0], int) else batch, queries, *blocks])
-    output.type = inputs[0].type
-    return True
 
 
 def list_outputs(model: ir.Model) -> Iterator[ir.Value]:
@@ -209,7 +191,7 @@ def _inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Inline local functions. Return the model unchanged if onnx fails."""
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except Exception:  # such as different opsets: report attention in functions as left
+    except Exception:  # onnx cannot convert every opset. Attention in functions is reported as left.
         return proto
 
 
@@ -230,36 +212,14 @@ def _take_out_defaults(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     return defaults
 
 
-def _name_plugins(model: ir.Model) -> bool:
-    """Move TensorRT's plugins from onnx's domain, in which exporters write them, to the domain of onnxruntime's provider."""
-    plugins = [node for node in walk_nodes(model) if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type)]
-    for node in plugins:
-        node.metadata_props[SAID_DOMAIN] = node.domain
-        node.domain = TENSORRT
-    if plugins:
-        for graph in (model.graph, *model.functions.values()):
-            graph.opset_imports.setdefault(TENSORRT, 1)
-    return bool(plugins)
-
-
-def restore_plugins(model: ir.Model) -> bool:
-    """Restore the plugins' domain as in the file. Return whether there are plugins."""
-    plugins = [node for node in walk_nodes(model) if SAID_DOMAIN in node.metadata_props]
-    for node in plugins:
-        node.domain = node.metadata_props.pop(SAID_DOMAIN)
-    for graph in (model.graph, *model.functions.values()):
-        if not any(node.domain == TENSORRT for node in ir.traversal.RecursiveGraphIterator(graph)):
-            graph.opset_imports.pop(TENSORRT, None)
-    return bool(plugins)
-
-
 def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: bool) -> None:
     """Check inputs of nodes, opsets and names with onnx."""
     try:
         check_file(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
-    if all(node.domain != OURS for node in walk_nodes(model)):  # onnxruntime imports every registered domain
+    # onnxruntime imports every domain that is registered in its process into the files that it saves.
+    if all(node.domain != OURS for node in walk_nodes(model)):
         model.graph.opset_imports.pop(OURS, None)
     version = model.graph.opset_imports.get(OURS, 1)
     if version != 1:
@@ -355,7 +315,7 @@ def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
     onnxruntime may merge two symbols, but it must not replace a free size of an input by a number.
     """
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
-    del proto.graph.value_info[:]  # it has names that onnx's inference invented
+    del proto.graph.value_info[:]  # onnx's inference has invented names for sizes
     names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
     for merge in (True, False):
         inference = _infer_symbolically(proto, merge)

@@ -61,7 +61,7 @@ class Call(NamedTuple):
     starts: ir.Value
     locations: ir.Value
     weights: ir.Value
-    sums_in_float32: bool = False  # true if a 16-bit file sums in float32
+    sums_in_float32: bool = False  # whether a file in 16 bits sums in float32
 
     @property
     def inputs(self) -> tuple[ir.Value, ...]:
@@ -127,7 +127,7 @@ class _Gathers:
         if batch != 1 and self.opset < 11:
             raise Unfit("gathers of more than one scene need opset 11 or later")
         self.output_dtype = call.read_dtype()
-        self.sides, self.starts, self.batch = np.array(maps)[:, ::-1], np.array(starts), batch  # width before height
+        self.sides, self.starts, self.batch = np.array(maps)[:, ::-1], np.array(starts), batch  # sides: width, height
         self.keys, self.heads, self.channels, self.points = sizes
         self.axes = 0, 0, self.heads, len(self.starts) * self.points
 
@@ -190,7 +190,7 @@ class _Gathers:
         row = op("Add", op("Mul", y, widths), op("Mul", x, self.write.table("heads", self.heads)))
         row = op("Where", inside, op("Add", row, bases), self.write.table("zeros", 0))
         parts = op("Mul", op("Gather", rows, row, axis=0), op("Reshape", coefficient, self.write_shape(*self.axes, 1)))
-        if self.opset < 13:  # older opsets have the axis as an attribute
+        if self.opset < 13:  # older opsets have the axes as an attribute
             return op("ReduceSum", parts, axes=[3], keepdims=0)
         return op("ReduceSum", parts, self.write.table("axis", [3]), keepdims=0)
 

@@ -157,7 +157,7 @@ def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, *
             report.left[name] = str(unfit)
 
 
-def _fuse_file(path_in: Path, path_out: Path, form: str, **options: str | None) -> Fused:
+def _fuse(path_in: Path, path_out: Path, form: str, **options: str | None) -> Fused:
     file = load(path_in)
     report = _replace_attention(file, path_out, form, **options)
     if not report.replaced:
@@ -167,13 +167,14 @@ def _fuse_file(path_in: Path, path_out: Path, form: str, **options: str | None) 
     return replace(report, problem=problem) if problem and form in ("onnxruntime", "gather") else report
 
 
-def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
+def fuse_file(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
+    """Write path_in in another form to path_out. `options`: attributes of the new nodes."""
     source, target = check_path("path_in", path_in), check_path("path_out", path_out)
     if os.path.realpath(source) == os.path.realpath(target):
         raise Problem(f"path_out must be another file than path_in; got {target} for both")
     try:
         with silence_libraries():
-            return _fuse_file(source, target, form, **options)
+            return _fuse(source, target, form, **options)
     except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
         cause: BaseException = error
         while cause.__cause__ is not None:

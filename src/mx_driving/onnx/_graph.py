@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 import numpy as np
 import onnx_ir as ir
 
-PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # inserted by int8 tools: the search walks through, the trial refuses
-VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # keep all elements of a tensor
+PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # int8 tools insert them. The search walks through them, the trial refuses them.
+VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # they keep all elements of a tensor
 MOVES = VIEWS | {"Slice", "Split", "Gather"}
 INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
 HALVES = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}

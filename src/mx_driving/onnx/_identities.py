@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from ._graph import are_fixed, dims, is_node, read_attribute, read_constant
 
-_NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1, "Pow": 1}  # kind -> the neutral number
+_NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1, "Pow": 1}  # type of a node -> its neutral number
 _COMMUTATIVE = {"Add", "Mul"}
-_OF_ONE = {"Concat", "Max", "Mean", "Min", "Sum"}  # with a single input, they return it
+_OF_ONE = {"Concat", "Max", "Mean", "Min", "Sum"}  # they return a single input unchanged
 _RESHAPE = {"Flatten", "Reshape", "Squeeze"}  # they keep the number of elements and their order
 _REPEAT = {"Expand", "Tile"}
 

@@ -18,6 +18,7 @@ from . import _file, _find, _trial
 from ._forms import NODES, OURS, has_logits, name_operator
 from ._graph import Unfit, add_outputs, describe_node
 from ._nodes import LogitInputs, is_other, read_inputs, use_our_nodes
+from ._plugins import restore_plugins
 from ._pools import POOLS
 from ._search import Sampling
 
@@ -148,7 +149,7 @@ def write_match(match: Match, arrays: Arrays, path: Path) -> None:
             value.const_value = ir.tensor(arrays[name], name=name)
             graph.register_initializer(value)
     output.name = "output"
-    _file.restore_plugins(match.part)
+    restore_plugins(match.part)
     ir.save(match.part, path)
 
 

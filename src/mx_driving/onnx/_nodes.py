@@ -13,7 +13,7 @@ from .._operator.description import AGGREGATION
 from ._aggregation import write_as_attention
 from ._forms import DOMAIN, NODES, OURS, TENSORRT, WITH_LOGITS, WRITE, Call, has_logits, is_aggregation, is_attention
 from ._graph import Unfit, are_fixed, describe_node, dims, read_constant
-from ._pools import POOLS, rewrite_pool
+from ._pools import POOLS, write_pool
 from ._writer import Writer
 
 _STANDARD = {"", "ai.onnx", "ai.onnx.ml", OURS}
@@ -48,33 +48,30 @@ def is_of_form(node: ir.Node, form: str) -> bool:
 
 
 def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
-    """Replace the node by another form. Return the old node in words."""
+    """Replace the node by nodes of another form. Return the old node in words."""
+    with Writer(model, node.outputs[0]) as write:
+        write.put_in_place(_write_in_form(write, node, form, **options))
+    return f"a {'pool' if node.op_type in POOLS else 'node'} {describe_node(node)}"
+
+
+def _write_in_form(write: Writer, node: ir.Node, form: str, **options: str | None) -> ir.Value:
+    """Write nodes of a form that compute the output of the node. Return the new output."""
     if node.op_type in POOLS:
-        return rewrite_pool(model, node, form)
+        return write_pool(write, node, form)
     if has_logits(node):
-        return _rewrite_with_logits(model, node, form, **options)
-    if is_aggregation(node):
-        return _rewrite_aggregation(model, node, form, **options)
-    if node.domain == OURS and not is_attention(node):
+        inputs = LogitInputs(node)
+        new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.write_call(write), **options)
+        return write.op("Reshape", new, write.table("shape", [0, 0, inputs.heads, inputs.channels]))
+    if node.domain == OURS and not is_attention(node) and not is_aggregation(node):
         raise Unfit(f"it is a node {describe_node(node)}, which no other form has")
-    value, shapes, starts, locations, weights = read_inputs(node)
-    call = Call(value, shapes, starts, locations, weights)
-    with Writer(model, node.outputs[0]) as write:
-        new = WRITE[form](write, call, **options)
-        write.put_in_place(_split_heads(write, new, call.value) if _has_heads_apart(node) else new)
-    return f"a node {describe_node(node)}"
-
-
-def _rewrite_aggregation(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
-    """Replace the node by ours, or by attention in a form that has no node of aggregation."""
-    inputs = read_inputs(node)
-    with Writer(model, node.outputs[0]) as write:
-        if form == "onnxruntime":
-            new = write.op(AGGREGATION, *inputs, domain=OURS)
-        else:
-            new = WRITE[form](write, write_as_attention(write, inputs), **options)
-        write.put_in_place(new)
-    return f"a node {describe_node(node)}"
+    tensors = read_inputs(node)
+    if not is_aggregation(node):
+        value, shapes, starts, locations, weights = tensors
+        new = WRITE[form](write, Call(value, shapes, starts, locations, weights), **options)
+        return _split_heads(write, new, value) if _has_heads_apart(node) else new
+    if form == "onnxruntime":
+        return write.op(AGGREGATION, *tensors, domain=OURS)
+    return WRITE[form](write, write_as_attention(write, tensors), **options)
 
 
 def read_inputs(node: ir.Node) -> list[ir.Value]:
@@ -97,15 +94,6 @@ def _has_heads_apart(node: ir.Node) -> bool:
     if node.op_type in WITH_LOGITS:
         raise Unfit(f"the file does not say how many axes the output of its node {describe_node(node)} has")
     return node.op_type == NODES[TENSORRT]
-
-
-def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
-    """Replace the node by our node with logits; for another form, compute locations and weights first."""
-    inputs = LogitInputs(node)
-    with Writer(model, node.outputs[0]) as write:
-        new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.write_call(write), **options)
-        write.put_in_place(write.op("Reshape", new, write.table("shape", [0, 0, inputs.heads, inputs.channels])))
-    return f"a node {describe_node(node)}"
 
 
 class LogitInputs:

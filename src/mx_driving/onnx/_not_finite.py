@@ -19,7 +19,7 @@ from ._matches import Arrays
 Run = Callable[[ir.Model], Arrays]  # model -> outputs by name
 _INSTEAD = 0.37  # a location on every map; no implementation samples here for NaN
 _FAR = -10.0  # off every map
-_NEAREST, _RUNS = 64, 16  # tensors that a run returns; most runs of `_find_origin`
+_NEAREST, _RUNS = 64, 16  # at most so many tensors of a run, and so many runs of `_find_origin`
 
 
 def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor, ...], Tensor, int]:

@@ -21,19 +21,17 @@ _IGNORED = {"plugin_version", "plugin_namespace"}
 _END = 2**31 - 1
 
 
-def rewrite_pool(model: ir.Model, node: ir.Node, form: str) -> str:
-    """Replace the pool by our node. Return the old node in words."""
+def write_pool(write: Writer, node: ir.Node, form: str) -> ir.Value:
+    """Write our node in place of the pool. Return the new output."""
     if form != "onnxruntime":
         raise Unfit(f"it is a pool, {describe_node(node)}, which only the form onnxruntime has")
     inputs, sizes = _read_pool(node)
-    if model.graph.opset_imports.get("", 0) < 11:
+    if write.model.graph.opset_imports.get("", 0) < 11:
         raise Unfit("pools need opset 11 or later")
-    with Writer(model, node.outputs[0]) as write:
-        write.put_in_place((_write_cumsum if node.op_type == _CUMSUM else _write_intervals)(write, inputs, sizes))
-    return f"a pool {describe_node(node)}"
+    return (_write_cumsum if node.op_type == _CUMSUM else _write_intervals)(write, inputs, sizes)
 
 
-def give_shape(node: ir.Node) -> bool:
+def give_pool_shape(node: ir.Node) -> bool:
     """Set shape and type of a pool's output if the file does not have them. Return whether they were set."""
     try:
         inputs, sizes = _read_pool(node)
@@ -89,7 +87,7 @@ def _write_intervals(write: Writer, inputs: list[ir.Value], sizes: list[int]) ->
     points, firsts = _list_points(write, starts, lengths)
     ranks = op("Gather", ranks_feat, points, axis=0), op("Gather", ranks_depth, points, axis=0)
     rows, elements = op("Flatten", feat, axis=-1), op("Reshape", depth, write.table("flat", [-1]))
-    pool = _write_pool(write, [rows, elements, *ranks, op("Gather", ranks_bev, firsts, axis=0)], [1, 1, *sizes])
+    pool = _write_ours(write, [rows, elements, *ranks, op("Gather", ranks_bev, firsts, axis=0)], [1, 1, *sizes])
     return op("Reshape", pool, write.table("shape", [1, *sizes, -1]))
 
 
@@ -101,10 +99,10 @@ def _write_cumsum(write: Writer, inputs: list[ir.Value], sizes: list[int]) -> ir
     strides = write.table("strides", [width, 1, height * width, layers * height * width])
     cells = op("Gather", op("Cast", cells, to=ir.DataType.INT64.value), firsts, axis=0)
     one = op("Cast", write.table("one", [1.0], np.float32), to=(rows.dtype or ir.DataType.FLOAT).value)
-    return _write_pool(write, [rows, one, points, op("Sub", points, points), op("MatMul", cells, strides)], sizes)
+    return _write_ours(write, [rows, one, points, op("Sub", points, points), op("MatMul", cells, strides)], sizes)
 
 
-def _write_pool(write: Writer, inputs: list[ir.Value], sizes: list[int]) -> ir.Value:
+def _write_ours(write: Writer, inputs: list[ir.Value], sizes: list[int]) -> ir.Value:
     """Return the output of our node with channels last."""
     pool = write.op("bev_pool_v3", *inputs, domain=OURS, **dict(zip(("bs", "d", "h", "w"), sizes, strict=True)))
     return write.op("Transpose", pool, perm=[0, 2, 3, 4, 1])

@@ -22,7 +22,7 @@ from ._session import open_session
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 _FEW = 8  # at most so many columns are compared separately
-_SAME = 1e-5  # a difference below this share of the magnitude needs no explanation
+_SAME = 1e-5  # do not look for NaN locations if outputs differ by less than this share of the magnitude
 _DTYPES = {
     "tensor(float)": np.float32,
     "tensor(double)": np.float64,

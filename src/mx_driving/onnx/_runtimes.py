@@ -21,7 +21,7 @@ from . import _running
 from ._matches import Arrays
 
 Run = Callable[[Path, Arrays], Arrays]
-# Compute in float32: OpenVINO's default may be 16 bits.
+# Settings of a provider. OpenVINO may compute in 16 bits by default.
 _OPTIONS = {"OpenVINOExecutionProvider": {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'}}
 _REGISTERED: set[str] = set()  # providers of plugin libraries, which onnxruntime accepts only once
 

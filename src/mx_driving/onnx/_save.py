@@ -13,11 +13,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from .. import config
 from .._operator.problems import Problem
 from .._operator.rules import first_line
-from ._file import LoadedFile, first_paragraph, list_external, list_outputs, restore_plugins
+from ._file import LoadedFile, first_paragraph, list_external, list_outputs
 from ._forms import NODES, OURS
 from ._graph import dims
 from ._nodes import use_our_nodes
 from ._order import check_file, walk_nodes
+from ._plugins import restore_plugins
 from ._session import is_missing_kernel, open_session
 
 
@@ -33,7 +34,7 @@ def save(file: LoadedFile, path_out: Path) -> str | None:
     RemoveUnusedNodesPass()(model)
     _import_domains(model)
     weights = f"{path_out.name}.data" if list(list_external(model)) else None
-    files = [weights, path_out.name] if weights else [path_out.name]  # the model last: its weights exist first
+    files = [weights, path_out.name] if weights else [path_out.name]  # the model last, so that its weights exist first
     _check_targets(read, path_in, [path_out.with_name(name) for name in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
@@ -61,7 +62,12 @@ def _find_refusal(model: ir.Model, path: Path) -> tuple[str | None, bool]:
     if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
         return None, False
     used = {node.domain for node in nodes} & NODES.keys()
-    return _try_onnxruntime(path if used <= {OURS} else with_ours(path), bool(used))
+    tried = path if used <= {OURS} else with_ours(path)
+    try:
+        open_session(tried, library=str(config.library_path()) if used else "", optimise=False)
+    except Exception as error:  # onnxruntime raises a dozen classes
+        return first_line(error), is_missing_kernel(error)
+    return None, False
 
 
 def with_ours(path: Path) -> Path:
@@ -71,15 +77,6 @@ def with_ours(path: Path) -> Path:
     use_our_nodes(model, [node for node in nodes if node.domain in NODES and node.domain != OURS])
     ir.save(model, tried := path.with_name(f"tried.{path.name}"), format="protobuf")
     return tried
-
-
-def _try_onnxruntime(path: Path, has_ours: bool) -> tuple[str | None, bool]:
-    """Return (onnxruntime's error or None, whether onnxruntime lacks a kernel)."""
-    try:
-        open_session(path, library=str(config.library_path()) if has_ours else "", optimise=False)
-    except Exception as error:  # onnxruntime raises a dozen classes
-        return first_line(error), is_missing_kernel(error)
-    return None, False
 
 
 def _import_domains(model: ir.Model) -> None:

@@ -26,7 +26,7 @@ from ._samples import (
     split_levels,
 )
 
-_MAPS = 1000  # most combinations of level sizes; hardly any adds up to a tensor's number of keys
+_MAPS = 1000  # at most so many combinations of level sizes; few add up to a tensor's number of keys
 Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 
 
@@ -36,7 +36,7 @@ class Sampling:
 
     value: ir.Value  # [bs, num_keys, num_heads, channels], or the last two in one axis
     locations: ir.Value  # [bs, num_queries, num_heads, num_levels, num_points, 2], or levels and points in one axis
-    weights: ir.Value  # the axes of locations without the last
+    weights: ir.Value  # the axes of locations except the last
     output: ir.Value  # [bs, num_queries, num_heads * channels]
     maps: Maps
     points: tuple[int, ...]  # points of each level
@@ -44,7 +44,7 @@ class Sampling:
     channels: int
     dtype: ir.DataType | None  # the dtype of the sum
     broadcasts: bool = False  # a size of 1 in an input may be broadcast to the size in another
-    # After the trial:
+    # Set after the trial:
     shapes: tuple[ir.Value, ...] = ()  # outputs of Shape nodes that the nodes between inputs and output read
     nodes: tuple[str, ...] = ()  # names of the nodes between inputs and output
     part: ir.Graph | None = None  # a copy of these nodes without nodes that change nothing

@@ -22,12 +22,8 @@ def open_session(
 ) -> Any:
     """Open a session of a file or a model.
 
-    Args:
-        library: the path of our library, which registers our nodes.
-        optimise: let onnxruntime optimise the graph.
-        threads: 0 for onnxruntime's choice.
-        devices: devices of a plugin, which run the session in place of `provider`.
-        settings: the plugin's settings.
+    `library` is the path of our library, which registers our nodes. `devices` of a plugin, with its `settings`, run the session
+    in place of `provider`. `threads=0` leaves the number to onnxruntime.
     """
     onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()

@@ -18,12 +18,12 @@ from ._search import Sampling
 Size = int | str | None
 Shapes = tuple[tuple[int, ...], ...]  # the shapes of value, locations and weights
 
-FEW = 2, 7  # batch and queries
+FEW = 2, 7  # batch and queries of a trial, if the file leaves them free
 _AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)  # (index of the tensor in ends, its axis of batch (0) or queries (1))
-_ELEMENTS = 2**26  # most elements of value or samples in a trial: 0.25 GB in float32; a quarter in trials of sizes
-_ENDLESS = 2**31 - 1  # "to the end", in 32 bits or in 64
+_ELEMENTS = 2**26  # at most so many elements of value or samples in a trial (0.25 GB in float32), a quarter in trials of sizes
+_ENDLESS = 2**31 - 1  # exporters write this number or more for "to the end"
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
-_SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide only the shape
+_SHAPED = MOVES | {"Expand", "Pad"}  # inputs after the first decide only the shape
 
 
 def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:

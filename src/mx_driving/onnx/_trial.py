@@ -31,7 +31,7 @@ from ._writer import make_tables
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
 _SIZES = {"Shape", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Range", "Size"}
-# Nodes that are not linear in every input -> the inputs that may depend on value and weights.
+# Node that is not linear in every input -> indices of the inputs that may depend on value and weights.
 _BRANCHES = {
     **dict.fromkeys(("Expand", "Pad", "Div", "GatherElements", "GatherND"), (0,)),
     **dict.fromkeys(("Abs", "And", "Clip", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), ()),
@@ -39,7 +39,7 @@ _BRANCHES = {
     "Where": (1, 2),
 }
 _QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `mx-driving fuse --json` names in the float file"
-_SAMPLES = 500  # least number of samples per level, for each kind of locations
+_SAMPLES = 500  # at least so many samples per level are tried, for each kind of locations
 
 
 def _is_allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
@@ -196,7 +196,7 @@ def _open_session(model: ir.Model, sampling: Sampling) -> tuple[Any, set[ir.Data
         for value in part.graph.inputs:
             part.graph.initializers.pop(str(value.name), None)
             value.const_value = None
-            value.type = value.type or ir.TensorType(ir.DataType.INT64)  # sizes
+            value.type = value.type or ir.TensorType(ir.DataType.INT64)  # sizes have no dtype in some files
         _compute_in_float32(part.graph, dtypes)
         try:
             return open_session(part), dtypes
