@@ -73,15 +73,15 @@ test: $(STAMP) lint
 
 .PHONY: test-quick
 test-quick: $(STAMP)
-	MX_DRIVING_TEST_BACKENDS=native $(BIN)/python -m pytest -n 2 tests/operators/test_values.py tests/operators/test_errors.py \
-		tests/operators/test_autograd.py tests/operators/test_bev_pool_v3.py::test_values \
-		"tests/torch/test_compile.py::test_compile_fullgraph[multi_scale_deformable_attn-True]"
+	MX_DRIVING_TEST_BACKENDS=native $(BIN)/python -m pytest -n 2 tests/ops/test_values.py tests/ops/test_errors.py \
+		tests/ops/test_autograd.py tests/ops/test_bev_pool_v3.py::test_values \
+		"tests/dispatch/test_compile.py::test_compile_fullgraph[multi_scale_deformable_attn-True]"
 
 # `make test` runs a part of these tests. A process can compile Triton kernels for one target only. All tests run for sm_90, those
 # of the attention kernels for sm_100; for sm_86 and sm_120 only stack and spills are checked.
-PTX_TESTS := tests/gpu $(addprefix tests/operators/test_,nonfinite.py memory.py values.py bev_pool_v3.py geometric_kernel_attention.py \
+PTX_TESTS := tests/gpu $(addprefix tests/ops/test_,nonfinite.py memory.py values.py bev_pool_v3.py geometric_kernel_attention.py \
 	multi_scale_deformable_attn.py with_logits.py) \
-	tests/operators/test_autograd.py::test_only_wanted_gradients_are_computed
+	tests/ops/test_autograd.py::test_only_wanted_gradients_are_computed
 .PHONY: test-ptx
 test-ptx: $(STAMP)
 	MX_DRIVING_TEST_BACKENDS=triton $(BIN)/python -m pytest -n 2 --dist loadgroup $(PTX_TESTS)
@@ -100,7 +100,7 @@ $(VENV)/page: $(STAMP)
 .PHONY: test-page
 test-page: $(VENV)/page
 	@test -x "$(BROWSER)" || { echo "$(NO_BROWSER)"; exit 1; }
-	MX_DRIVING_TEST_BROWSER="$(BROWSER)" $(BIN)/python -m pytest tests/programs/test_page_in_a_browser.py
+	MX_DRIVING_TEST_BROWSER="$(BROWSER)" $(BIN)/python -m pytest tests/viz/test_page_in_a_browser.py
 
 # pip does not find torch's CPU wheels by itself, and the CUDA build cannot be imported without NVIDIA's libraries.
 TORCH := 2.6.0
@@ -290,7 +290,7 @@ test-wheel:
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt 'mx-driving-portable[test]' cmake
 	$(TESTED_PYTHON) -m pytest -n 2 --dist loadgroup $(TESTS)
 
-# Records the public names for tests/programs/test_interface.py. Run it when a release is made.
+# Records the public names for tests/package/test_interface.py. Run it when a release is made.
 .PHONY: interface
 interface: $(STAMP)
 	$(BIN)/python tests/helpers/interface.py

@@ -53,7 +53,7 @@ if os.path.isdir(ccache := "/usr/lib/ccache") and ccache not in os.environ["PATH
     os.environ |= {"PATH": os.pathsep.join([ccache, os.environ["PATH"]]), "CCACHE_NOHASHDIR": "1"}
     os.environ.setdefault("CCACHE_BASEDIR", tempfile.gettempdir())
 
-# torch's tracing makes many objects. Python's garbage collection after each 700 of them took 8 % of the time of tests/torch.
+# torch's tracing makes many objects. Python's garbage collection after each 700 of them took 8 % of the time of tests/dispatch.
 gc.set_threshold(50_000, 20, 50)
 
 # Test processes and the programs that they start share the cores, so waiting threads must not spin.

@@ -2,7 +2,7 @@
 them. `compat`, `patch`, `ops` and `replay` read it.
 
 record.py runs on machines without this package, and without importing it, so record.py has a copy of the shared text;
-tests/programs/test_rooms.py compares the two. A zip application would need a build, and could not be edited where it runs.
+tests/package/test_rooms.py compares the two. A zip application would need a build, and could not be edited where it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Private names of torch, each with the reason for its use. tests/torch/test_private_names.py tries them.
+"""Private names of torch, each with the reason for its use. tests/dispatch/test_private_names.py tries them.
 
 No other file of this package uses a private name of torch, except mx_driving_portable/record.py, which people copy alone.
 """

@@ -3,7 +3,7 @@
     python tests/helpers/interface.py
 
 A line for each name that a caller can use: its place, kind, and parameters with their defaults. docs/support/interface.txt
-holds what the last release had; tests/programs/test_interface.py wants each change in CHANGELOG.md.
+holds what the last release had; tests/package/test_interface.py wants each change in CHANGELOG.md.
 """
 
 from __future__ import annotations

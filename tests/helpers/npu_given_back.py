@@ -1,4 +1,4 @@
-"""For tests/models/test_npu.py: installs the stand-in for torch_npu and gives all back, twice; then beside a real one."""
+"""For tests/vendor/test_npu.py: installs the stand-in for torch_npu and gives all back, twice; then beside a real one."""
 
 import operator
 import sys

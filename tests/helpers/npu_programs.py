@@ -1,4 +1,4 @@
-"""Programs for an Ascend device, which tests/models/test_npu.py runs in other processes with the stand-in for torch_npu."""
+"""Programs for an Ascend device, which tests/vendor/test_npu.py runs in other processes with the stand-in for torch_npu."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OTHER_NAMES = {"R": "num_levels", "2 or 4": "box", "num_feat": "num_keys"}
 
 
 # Operator -> (elements, axes) of each input; a number among the axes is a size. Operators whose sizes are attributes are left
-# out: tests/operators/test_bev_pool_v3.py tests their node.
+# out: tests/ops/test_bev_pool_v3.py tests their node.
 INPUTS = {
     name: [(t.elements, [OTHER_NAMES.get(axis, axis) for axis in t.factors]) for t in row.tensors]
     for name, row in OPERATORS.items()

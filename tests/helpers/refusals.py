@@ -1,7 +1,7 @@
 """One table of sentences for all layers of an operator: the public function, torch.ops on each device, the reference and the C
 interface.
 
-Modules have sentences of their own: tests/models/test_nn_errors.py. So have CANN's functions, whose arguments have other names
+Modules have sentences of their own: tests/nn/test_nn_errors.py. So have CANN's functions, whose arguments have other names
 and limits: tests/native/test_aclnn_refusals.py.
 """
 
@@ -73,7 +73,7 @@ ARGUMENTS = [Refusal(*row) for row in [
      f"{LEVELS}[1] must leave room for {2**62} x {2**62} rows among 16; got 12 (needs {12 + 2**124} rows)"),
 ]]  # fmt: skip
 
-# Shapes, dtypes, devices and options, which every layer checks. tests/operators/test_checks.py has every size and dtype.
+# Shapes, dtypes, devices and options, which every layer checks. tests/ops/test_checks.py has every size and dtype.
 SHAPES = [Refusal(*row) for row in [
     (MULTI_SCALE, 1, lambda a: a[0], "value_spatial_shapes must have shape (num_levels=2, 2); got (2,)"),
     (MULTI_SCALE, 2, lambda a: a[:1], f"{LEVELS} must have shape (num_levels=2,); got (1,)"),

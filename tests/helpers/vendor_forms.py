@@ -1,4 +1,4 @@
-"""Tests in the form of the vendor's operator tests: small writings of their calls, for tests/models/test_npu.py to run."""
+"""Tests in the form of the vendor's operator tests: small writings of their calls, for tests/vendor/test_npu.py to run."""
 
 import unittest
 from unittest.mock import Mock

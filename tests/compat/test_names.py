@@ -80,7 +80,7 @@ PATHS_OF_POOLS = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("module", "names"), PATHS_OF_POOLS.items())
 def test_pools_by_every_path(module, names):
-    """tests/operators/test_bev_pool_v3_names.py calls them."""
+    """tests/ops/test_bev_pool_v3_names.py calls them."""
     for name in names:
         assert getattr(importlib.import_module(module), name) is getattr(mx_driving, name)
 
