@@ -87,7 +87,8 @@ int run_by_name(const char *name, const mxd_tensor *tensors, int count, const in
     return run_call(*function, call);
 }
 
-// Returns the reference_axis with which the tensors fit. The plan is the same for both values.
+// Returns the value of the option, 0 or 1, with which the tensors fit, because a description is asked for without options. If
+// both values fit, the plan is the same.
 int64_t fitting_option(const Function &function, Request &request) {
     return !function.option.empty() && !fits(function, request.infos, request.count(), 0, request.sizes) &&
            fits(function, request.infos, request.count(), 1, request.sizes);

@@ -8,8 +8,8 @@
 
 namespace mxd {
 
-// Prepares and plans a call whose tensors fit, and runs the kernel of the instruction set in use. Returns an mxd_status.
-// Changes the call, so a call can run only once.
+// Prepares and plans a call, and runs the kernel of the instruction set in use. `fits` must have returned true for the tensors
+// of the call. Returns an mxd_status. Changes the call, so a call can run only once.
 int run(Call &call);
 
 // Returns the error sentence for a status that `run` returned.

@@ -7,16 +7,20 @@ namespace mxd {
 
 // The position of each axis in its tensor. Code uses these names instead of numbers.
 //
-//   shapes, starts       MAP_CAMERA, MAP_SCALE, of shapes HEIGHT_WIDTH      levels are the scales of one camera
-//   value, output        BATCH, KEY or QUERY, HEAD, CHANNEL
-//   locations, weights   BATCH, QUERY, HEAD, LEVEL, POINT, of locations XY
-//   reference            BATCH, QUERY, REFERENCE or HEAD, COORDINATE
+//   shapes               MAP_CAMERA, MAP_SCALE, HEIGHT_WIDTH (attention: the levels are the scales of one camera)
+//   starts               MAP_CAMERA, MAP_SCALE
+//   value                BATCH, KEY, HEAD, CHANNEL
+//   output               BATCH, QUERY, HEAD, CHANNEL
+//   locations            BATCH, QUERY, HEAD, LEVEL, POINT, XY
+//   weights              BATCH, QUERY, HEAD, LEVEL, POINT
+//   reference            BATCH, QUERY, REFERENCE (with a window: HEAD), COORDINATE
 //   window               PLACE, PLACE_XY
 //
 // In deformable_aggregation a query is an anchor, and value and output have one head:
 //
-//   weights, pair_scale  BATCH, QUERY, KEY_POINT, CAMERA, of weights SCALE, GROUP
-//   locations            BATCH, QUERY, KEY_POINT, CAMERA, PAIR_XY; or key points: BATCH, QUERY, KEY_POINT, XYZ
+//   weights              BATCH, QUERY, KEY_POINT, CAMERA, SCALE, GROUP
+//   pair_scale           BATCH, QUERY, KEY_POINT, CAMERA
+//   locations            BATCH, QUERY, KEY_POINT, CAMERA, PAIR_XY (with logits, key points: BATCH, QUERY, KEY_POINT, XYZ)
 //   projection           BATCH, MATRIX, ROW, COLUMN
 //   image_size           BATCH, MATRIX, EXTENT
 //
@@ -40,7 +44,7 @@ enum Axis {
 enum Operator { MULTI_SCALE, AGGREGATION, GEOMETRIC, POOLING };
 
 struct Level {
-    int64_t height, width, start; // start + height * width <= keys, all three checked
+    int64_t height, width, start; // checked: height > 0, width > 0, start >= 0, start + height * width <= keys
 };
 
 struct Tensor : mxd_tensor {
@@ -49,26 +53,29 @@ struct Tensor : mxd_tensor {
 
 struct Sizes {
     int64_t batch, keys, heads, channels, queries;
-    int64_t levels, points;          // of deformable_aggregation: cameras * scales maps, and key points
-    int64_t cameras, scales;         // 1 and levels, except for deformable_aggregation
-    int64_t groups, group_channels;  // of deformable_aggregation
-    int64_t references, coordinates; // of reference points: R, or heads with a window; 2 for points, 4 for boxes
-    int64_t cells;                   // of bev_pool_v3: bs * d * h * w; here keys is num_feat and points is n
+    int64_t levels, points;         // levels is cameras * scales; in deformable_aggregation the points are key points
+    int64_t cameras, scales;        // cameras is 1, except in deformable_aggregation
+    int64_t groups, group_channels; // deformable_aggregation: group_channels is channels / groups
+    // references: R, the reference points of a query; 0 in a call with a window. coordinates: 2 for points, 4 for boxes.
+    int64_t references, coordinates;
+    int64_t cells; // bev_pool_v3: bs * d * h * w; there `keys` is num_feat, and `points` is n
 };
 
 struct Call {
     Operator op;
     bool backward;
-    // If true, `weights` holds logits, and `locations` holds offsets from reference points, or key points of an anchor.
+    // If true, `weights` holds logits. `locations` then holds offsets from reference points, or an anchor's key points in
+    // deformable_aggregation.
     bool with_logits;
-    bool has_window;         // GEOMETRIC with logits
-    bool reference_by_point; // sample (level, point) reads reference point `point % R`; if false, `level` or the only point
+    bool has_window; // GEOMETRIC with logits
+    // true: sample (level, point) reads reference point `point % R`. false: it reads point `level`, or the only point.
+    bool reference_by_point;
     int num_threads;
     Sizes sizes;
-    Tensor value, shapes, starts, locations, weights; // value: feature_maps of deformable_aggregation, feat of bev_pool_v3
+    Tensor value, shapes, starts, locations, weights; // value is feature_maps in deformable_aggregation, feat in bev_pool_v3
     Tensor reference, window;                         // a call with a window has no locations
-    Tensor projection, image_size, pair_scale;        // of deformable_aggregation; data is null if not given
-    Tensor depth, ranks_feat, ranks_depth, ranks_bev; // of bev_pool_v3
+    Tensor projection, image_size, pair_scale;        // deformable_aggregation; data is null if a tensor is not given
+    Tensor depth, ranks_feat, ranks_depth, ranks_bev; // bev_pool_v3
     Tensor output;                                    // forward: the result
     Tensor grad_output;                               // backward: an input
     // backward: the results; data is null if a gradient is not wanted

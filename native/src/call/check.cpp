@@ -1,4 +1,4 @@
-// Checks shapes, dtypes and sizes. `fits` is a loop of comparisons. Only if it fails, Judge builds a sentence.
+// Checks shapes, dtypes and sizes. `fits` is a loop of comparisons. If it returns false, Judge builds the error sentence.
 #include "call/check.h"
 
 namespace mxd {
@@ -18,7 +18,7 @@ bool dtype_fits(Elements elements, int64_t dtype, int64_t value_dtype) {
 
 bool is_present(const TensorInfo &t) { return t.shape; }
 
-// Returns whether sizes have a product of TOO_MANY or more. A size of 0 counts as `empty`.
+// Returns whether sizes have a product of TOO_MANY or more. `empty` is the number, 0 or 1, that a size of 0 counts as.
 bool too_many_elements(const int64_t *begin, const int64_t *end, int64_t empty = 1) {
     double elements = 1;
     for (const int64_t *size = begin; size < end; ++size) elements *= double(std::max(*size, empty));
@@ -70,7 +70,9 @@ bool fits(const Function &function, TensorInfo *tensors, int count, int64_t opti
         TensorInfo &t = tensors[i];
         if (!is_present(t) && !argument->required) continue;
         if (!is_present(t) || !dtype_fits(argument->elements, t.dtype, value_dtype)) return false;
-        if (t.axes != argument->split.count) continue; // checked below, when the factors of products are known
+        // An axis of this tensor is the product of two sizes (heads * channels), or the tensor has a wrong number of axes.
+        // Check the tensor below, when other tensors have given both sizes.
+        if (t.axes != argument->split.count) continue;
         const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
         uint64_t elements = 1;
         bool side_by_side = t.strides;
@@ -90,7 +92,7 @@ bool fits(const Function &function, TensorInfo *tensors, int count, int64_t opti
             !shape_fits(function.arguments[i], tensors[i], sizes))
             return false;
     const bool may_be_too_many =
-        too_many_elements(sizes.of, sizes.of + sizes::COUNT); // an upper bound: the product of all sizes
+        too_many_elements(sizes.of, sizes.of + sizes::COUNT); // no tensor has more elements than the product of all sizes
     for (int i = 0; may_be_too_many && i < count; ++i)
         if (too_many_elements(tensors[i])) return false;
     return rows_fit(sizes) && groups_fit(sizes) && references_fit(option, sizes);
@@ -119,7 +121,7 @@ std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) {
     return size < 0 ? text : text + "=" + std::to_string(size);
 }
 
-// Finds the error of a call that does not fit: the first tensor that disagrees with earlier ones. Inputs are checked first.
+// Finds the error of a call that does not fit: the first tensor that disagrees with earlier tensors. Inputs are checked first.
 struct Judge {
     const Function &function;
     const TensorInfo *tensors;

@@ -8,7 +8,8 @@
 
 namespace mxd {
 
-// The exclusive bound of a tensor's size. No memory holds as many elements, and sums of smaller sizes in bytes fit in 64 bits.
+// A tensor must have fewer elements than this. No memory holds so many elements, and sums of the sizes of tensors, in bytes,
+// fit in 64 bits.
 constexpr int64_t TOO_MANY = int64_t(1) << 48;
 
 inline int64_t floating_size(int64_t dtype) { return dtype == MXD_FLOAT64 ? 8 : dtype == MXD_FLOAT32 ? 4 : 2; }
@@ -21,7 +22,7 @@ struct TensorInfo {
     int axes;
     int64_t dtype;
     const void *data = nullptr;
-    const int64_t *strides = nullptr; // in elements; check_memory and make_call read them, and the data
+    const int64_t *strides = nullptr; // in elements; check_memory and make_call need strides and data, `fits` does not
     int64_t side_by_side = -1;        // set by `fits`: the number of elements of a contiguous tensor, else -1
     const char *dtype_name = nullptr; // the name of a dtype that mxd_dtype does not have
 };
@@ -52,7 +53,7 @@ Refusal check_memory(const Function &function, const TensorInfo *tensors);
 List<int64_t, MOST_AXES> output_shape(const Function &function, const AxisSizes &sizes);
 
 // Returns an error sentence if an output of this shape is too large, else an empty string. An axis of 0 counts as 1, because
-// strides, too, must fit in 64 bits.
+// the strides of an empty output must fit in 64 bits, too.
 std::string fault_of_output(const List<int64_t, MOST_AXES> &shape);
 
 } // namespace mxd

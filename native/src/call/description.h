@@ -27,7 +27,8 @@ template <class T, int MOST> struct List {
     constexpr const T &operator[](int index) const { return all[index]; }
 };
 
-// The names of sizes, and the members of Sizes with their values. The axes of a Tensor are in this order; see Axis.
+// SIZE(name, member): the name of a size, and the member of Sizes with its value, or nullptr. The axes of a Tensor are in the
+// order of this list; see Axis.
 #define MXD_SIZES(SIZE)                                                                                                        \
     SIZE(bs, &Sizes::batch)                                                                                                    \
     SIZE(num_keys, &Sizes::keys)                                                                                               \
@@ -88,7 +89,7 @@ enum class Elements {
     INDEX,
     NUMBER,
     OF_VALUE
-}; // OF_VALUE: the dtype of the operator's first input, or float32 if that has 16 bits
+}; // OF_VALUE: the dtype of the operator's first input; also float32 if the first input has 16 bits
 
 struct Argument {
     const char *name = "";
@@ -107,7 +108,7 @@ struct Argument {
 
 // The forward or the backward of an operator.
 struct Function {
-    const char *name = "", *op = ""; // "multi_scale_deformable_attn_backward", "multi_scale_deformable_attn"
+    const char *name = "", *op = ""; // name: "multi_scale_deformable_attn_backward"; op: "multi_scale_deformable_attn"
     Operator kernel{};
     bool with_logits = false, backward = false;
     // The arguments, in the order of the C function. Forward: inputs, output. Backward: grad_output, inputs, gradients.

@@ -10,7 +10,7 @@ namespace {
 
 int64_t num_rows(const Level &level) { return level.height * level.width; }
 
-// Returns the size of the computed type: double if any input is double, because prepare.cpp then converts value.
+// Returns the size of the computed type. The type is double if any input is double: prepare.cpp then converts value to double.
 int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
 
 bool needs_samples(const Call &call) {
@@ -19,7 +19,7 @@ bool needs_samples(const Call &call) {
 
 int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
 
-// Returns whether workers can add to grad_value: it has the computed type and contiguous channels.
+// Returns whether workers can sum in grad_value itself, because it has the computed type and contiguous channels.
 bool can_be_added_to(const Call &call) {
     const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
     return call.grad_value.dtype == computed && (call.sizes.channels <= 1 || call.grad_value.strides[CHANNEL] == 1);
@@ -44,16 +44,17 @@ constexpr PackedLevels NONE{nullptr, 0, 0, 0, 0, 0};
 
 bool all_near(const PackedLevels &packed) { return packed.bytes > 0 && packed.far_begin >= packed.far_end; }
 
-// The bytes of packed rows that stay in a core's second-level cache beside all other data. Rows of these levels are not
-// prefetched: a prefetch takes three reads of a core, the row itself six, and the row is near already. Without these prefetches
-// the forward on one thread takes 27.3 instead of 29.0 ms for the encoder, 72.3 instead of 74.6 for BEVFormer spatial
-// (2026-11-23, Zen 3), and 21.1 instead of 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
+// This many bytes of packed rows stay in a core's second-level cache beside all other data. Levels within these bytes are near.
+// Rows of near levels are not prefetched, because they are in the cache already, and a prefetch is not cheap: the prefetch of a
+// row takes three load instructions, the sum of the row takes six. Without these prefetches the forward on one thread takes
+// 27.3 instead of 29.0 ms for the encoder, 72.3 instead of 74.6 for BEVFormer spatial (2026-11-23, Zen 3), and 21.1 instead of
+// 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
 constexpr int64_t NEAR_BYTES = 256 * 1024;
 
 // A level is packed if its rows are read at least PACK_READS times on average. The smallest levels are packed first, as long as
 // all copies take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
-constexpr double PACK_BYTES = 15.5 * (1 << 20); // with all other scratch memory about 16 MB
-constexpr double PACK_SHARE = 0.049;            // 5 %
+constexpr double PACK_BYTES = 15.5 * (1 << 20); // all scratch memory together takes about 16 MB
+constexpr double PACK_SHARE = 0.049;            // all scratch memory together takes about 5 %
 constexpr int64_t PACK_READS = 8;
 
 // Returns the most bytes that one copy of the packed levels may take if there are `copies` copies.
@@ -94,7 +95,8 @@ PackedLevels choose_levels(const Call &call, RowBytes row_bytes, double most_byt
     return {offset.data(), total, far_begin, far_end, row_bytes.far, row_bytes.near};
 }
 
-// With packed levels all threads process one head at a time, so a head needs this many queries for each thread.
+// With packed levels all threads process the same head, one head after the other. So levels are packed only if a head has at
+// least this many queries for each thread.
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 bool value_can_be_packed(const Call &call) {
@@ -110,10 +112,10 @@ PackedLevels choose_packed_value(const Call &call, RowBytes row_bytes, std::vect
     return choose_levels(call, row_bytes, most_packed_bytes(call, 1), PACK_READS, offset);
 }
 
-// Plans packing in the forward. Rows of near levels are widened when they are packed, because a row of float16 would otherwise
-// be widened for each of its samples. Widened levels must begin at a multiple of ROWS samples. bfloat16 gains nothing: two
-// bfloat16 are widened as one word, which costs no more than reading twice the memory. In geometric_kernel_attention any dtype
-// gains, but all levels must be near.
+// Plans packing in the forward. Near levels of float16 are widened when they are packed, because otherwise each sample would
+// widen its rows again. Widened levels must begin at a multiple of ROWS samples. Levels of bfloat16 are not widened: a sum
+// widens two bfloat16 as one word, which costs no more than reading a widened row, which has twice the bytes. In
+// geometric_kernel_attention levels of any dtype are widened, but only if all levels are near.
 void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const bool is_half = call.value.dtype == MXD_FLOAT16;
     plan.near_as_computed = call.op == GEOMETRIC || (is_half && call.sizes.points % ROWS == 0);
@@ -124,9 +126,9 @@ void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &off
     plan.packed_value = choose_packed_value(call, {own, own}, offset);
 }
 
-// Plans packing in the backward. Rows of 16 bits are widened when they are packed, if all levels can be packed so. Otherwise
-// the gradients of samples widen a row, in the order of channels, for each of its samples. The encoder in bfloat16 takes 26.1
-// instead of 31.3 ms, in float32 24.6 (2026-11-27, Intel Xeon 6/207).
+// Plans packing in the backward. Rows of 16 bits are widened when they are packed, if all levels can be packed as widened rows.
+// Otherwise a row is widened for each of its samples, and not in words, because dot products need channels in order. With
+// widened levels the encoder takes 26.1 instead of 31.3 ms in bfloat16, and 24.6 in float32 (2026-11-27, Intel Xeon 6/207).
 void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const int64_t own = own_row_bytes(call), wide = wide_row_bytes(call);
     if (call.op == MULTI_SCALE) plan.packed_value = choose_packed_value(call, {wide, wide}, offset);
@@ -134,12 +136,12 @@ void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &of
     if (!plan.near_as_computed) plan.packed_value = choose_packed_value(call, {own, own}, offset);
 }
 
-// Memory of each thread for the float32 sums of a 16-bit gradient. A whole head fits in nearly every model. With less memory a
-// head would be cut into more bands, and each band reads all queries.
+// The memory of each thread for sums that cannot be made in grad_value itself, such as those of a 16-bit gradient. In nearly
+// every model a whole head fits. With less memory a head would be cut into more bands, and each band reads all queries.
 constexpr int64_t BUFFERED_BYTES = 6 << 20;
 
-// Chooses the levels of the gradient that are packed. If levels overlap, packs none: a row of two levels would be summed in two
-// places, and its bits would depend on the choice of packed levels.
+// Chooses the levels of the gradient that are packed. If levels overlap, packs none: a row that belongs to two levels would be
+// summed in two places, and its bits would depend on which levels are packed.
 PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
     const int64_t size = computed_size(call), row_bytes = call.sizes.channels * size;
     const bool buffered = !can_be_added_to(call);
@@ -167,15 +169,15 @@ int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / 
 
 bool heads_keep_threads_busy(int64_t heads, int64_t threads) { return 4 * heads >= 3 * threads * rounds(heads, threads); }
 
-// Returns the time until all threads are done, as a multiple of the time of a whole head. A band of any size costs a measured
-// 0.15 of a head, because each band reads all queries.
+// Returns the time until all threads are done, as a multiple of the time of a whole head. A band of any size costs an
+// additional 0.15 of a head (measured), because each band reads all queries.
 double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_levels) {
     if (cut.bands > 1) return double(rounds(heads * cut.bands, threads)) * (0.15 + 1.0 / double(cut.bands));
     return double(rounds(heads * cut.parts, threads)) * double(rounds(num_levels, cut.parts)) / double(num_levels);
 }
 
-// Returns whether heads can be cut into parts. A part must begin at a multiple of ROWS samples, as lists of rows do. Levels
-// must not overlap, because a row of two levels would belong to two parts.
+// Returns whether heads can be cut into parts. A part must begin at a multiple of ROWS samples, because lists of rows have
+// groups of ROWS samples. Levels must not overlap, because a row that belongs to two levels would belong to two parts.
 bool levels_can_be_parts(const Call &call) {
     return call.op != AGGREGATION && call.sizes.points % ROWS == 0 && !levels_overlap(call);
 }
@@ -199,14 +201,15 @@ Cut choose_cut(const Call &call, bool in_place) {
 
 // ---- heads that are processed together
 
-// In the forward with a window, all heads of a query are processed together if value of a batch is small. This takes 0.63 of
-// the time for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB, but 1.25 for 24 MB, where packing one head after the other is
-// better (2026-11-23, Zen 3, 512 KB of second-level cache).
+// The forward with a window processes all heads of a query together if value has at most this many bytes per batch. Compared
+// with one head after the other, this takes 0.63 of the time for MapTR tiny (384 KB), 0.83 for 1 MB and 0.95 for 6 MB. For 24
+// MB it takes 1.25: packing one head after the other is better (2026-11-23, Zen 3, 512 KB of second-level cache).
 constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 
 bool heads_can_go_together(const Call &call) { return call.has_window && call.sizes.levels * call.sizes.points > 0; }
 
-// Returns whether it pays to widen all 16-bit rows in advance. Widened rows of an expanded value need more memory than value.
+// Returns whether it pays to widen all 16-bit rows in advance. The rows must also be few in bytes: the widened rows of an
+// expanded value need more memory than value itself.
 bool widening_pays(const Call &call) {
     const Sizes &n = call.sizes;
     if (floating_size(call.value.dtype) == computed_size(call)) return true; // rows need no widening
@@ -235,8 +238,8 @@ int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
 
 // ---- bands
 
-// Writes the first row of each band to `cuts`. Every level is cut into the same number of bands, because every level has the
-// same number of samples. No band has more than `most_rows` rows.
+// Writes the first row of each band, and the end of the last band, to `cuts`. Cuts every level into the same number of bands,
+// because every level has the same number of samples. Then cuts every band that has more than `most_rows` rows.
 void cut_bands(const Call &call, int64_t bands_at_least, int64_t most_rows, std::vector<int64_t> &cuts) {
     cuts = {0, call.sizes.keys};
     if (bands_at_least > 1 || most_rows < call.sizes.keys) {
@@ -274,8 +277,8 @@ bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
            all_rows_are_packed(call, packed);
 }
 
-// Returns whether one pass over the tensors, without packing, pays: if a sample is one row, or if value would not be packed
-// because of few queries or large levels. Value and gradient must have the same layout.
+// Returns whether one pass over the tensors, without packing, pays. It pays if a sample is one row, or if separate passes would
+// not pack value because queries are few or levels are large. Value and gradient must have the same layout.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return needs_samples(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);
@@ -289,7 +292,7 @@ void plan_bands(const Call &call, int64_t bands, bool buffered, Plan &plan, Plan
     plan.band_is_buffered = buffered;
 }
 
-// Takes the first possible way. Whole heads repeat no work, each part rereads grad_output, and each band reads all queries.
+// Takes the first possible way: whole heads repeat no work, each part rereads grad_output, and each band rereads all queries.
 void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &plan, PlanLists &lists) {
     const bool buffered = !can_be_added_to(call);
     const Cut cut = choose_cut(call, !buffered);
@@ -325,7 +328,8 @@ void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 
-// Returns the elements of rows that a call reads, and the elements of grad_value. Assumes that one camera sees each key point.
+// Returns the number of elements in the rows that a call reads, plus the elements of grad_value if it is wanted. Assumes that
+// one camera sees each key point.
 double elements_used(const Call &call) {
     const Sizes &n = call.sizes;
     if (call.op == POOLING) return double(n.points + n.cells) * double(n.channels);

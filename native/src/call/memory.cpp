@@ -46,12 +46,13 @@ struct Step {
 
 // The memory of a tensor, without axes of one element, and with positive strides.
 struct Footprint {
-    int64_t first, element, length; // address, and bytes of an element and from the first to the last byte
-    Step steps[MOST_AXES];          // in ascending order
+    // first: the address of the first byte. element: the bytes of an element. length: the bytes from the first to the last.
+    int64_t first, element, length;
+    Step steps[MOST_AXES]; // in ascending order of bytes
     int axes = 0;
 
     explicit Footprint(const TensorInfo &t) : first(address_of(t)), element(element_size(t.dtype)), length(element) {
-        for (int a = t.axes; a-- > 0;) { // the last axis has the smallest stride if the tensor is contiguous
+        for (int a = t.axes; a-- > 0;) { // in nearly every tensor, strides ascend in this order, and add() moves nothing
             if (t.shape[a] <= 1) continue;
             const int64_t bytes = t.strides[a] * element;
             first += std::min<int64_t>(bytes, 0) * (t.shape[a] - 1);
@@ -66,7 +67,7 @@ struct Footprint {
         length += step.bytes * (step.count - 1);
     }
 
-    // Returns the footprint without steps that are a multiple of the period.
+    // Returns the footprint without the steps whose bytes are a multiple of the period.
     Footprint modulo(int64_t period) const {
         Footprint rest = *this;
         rest.axes = 0;
@@ -93,8 +94,8 @@ bool has_distinct_elements(const TensorInfo &t) {
 // of a contiguous tensor that share no element.
 bool lie_apart(const Footprint &a, const Footprint &b);
 
-// lie_apart for addresses modulo a period. Each footprint must fit into one period. Compares the second footprint twice: at its
-// place after the first, and one period earlier.
+// Returns whether lie_apart holds for addresses modulo a period, or false if a footprint does not fit into one period. Compares
+// the second footprint twice: at its place after the first, and one period earlier.
 bool lie_apart_modulo(const Footprint &a, const Footprint &b, int64_t period) {
     int64_t ahead;
     if (period == 0 || __builtin_sub_overflow(b.first, a.first, &ahead)) return false;

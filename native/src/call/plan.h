@@ -29,15 +29,18 @@ struct PackedLevels {
 
 // Fields that the chosen way does not use are zero.
 struct Plan {
-    PackedLevels packed_value; // read by the forward, and by the gradients of samples if sample_gradients is set
-    bool near_as_computed;     // packed rows have the type of sums: of near levels in the forward, of all in the backward
-    bool sample_gradients;     // the gradients of samples have a separate pass
+    PackedLevels packed_value; // read in the forward, and in the pass for the gradients of samples
+    // Packed rows of value have the computed type: in the forward the rows of near levels, in the backward all packed rows.
+    bool near_as_computed;
+    bool sample_gradients; // the gradients of samples have a separate pass
     ValueGradient value_gradient;
-    PackedLevels packed_gradient; // has the computed type. WITH_SAMPLES: contains all rows or none; value is packed, too
-    bool all_rows_are_packed;     // BY_HEADS, WITH_SAMPLES: grad_value is only written at the end, and needs no memset before
-    int64_t heads_together;       // calls with a window: heads that are processed together; 0 if heads are processed one by one
-    int64_t parts;                // BY_PARTS: parts of each head
-    const int64_t *band_starts;   // BY_BANDS: the first row of each band, and the end of the last
+    // The levels of grad_value that are summed in packed rows of the computed type. WITH_SAMPLES: either all rows of value and
+    // of grad_value are packed in this way, or none.
+    PackedLevels packed_gradient;
+    bool all_rows_are_packed;   // BY_HEADS, WITH_SAMPLES: grad_value is written once, at the end, and needs no memset before
+    int64_t heads_together;     // calls with a window: heads that are processed together; 0 if heads are processed one by one
+    int64_t parts;              // BY_PARTS: parts of each head
+    const int64_t *band_starts; // BY_BANDS: the first row of each band, and the end of the last
     int64_t num_bands;
     bool band_is_buffered; // BY_BANDS: sums are in a buffer, which is converted to grad_value once
 };

@@ -45,7 +45,7 @@ Sizes sizes_of(const AxisSizes &sizes) {
     return n;
 }
 
-// Returns the number of cells, at most INT64_MAX. Without channels an output may have any number of cells.
+// Returns the number of cells, at most INT64_MAX. An output without channels may have more, because it takes no memory.
 int64_t cells_of(const Tensor &t) {
     int64_t cells = 1;
     for (Axis axis : {BATCH, CELL_D, CELL_H, CELL_W})
@@ -55,7 +55,7 @@ int64_t cells_of(const Tensor &t) {
 
 // The most samples of a query. Kernels have scratch memory for all samples of a query, some 300 bytes per sample.
 constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
-// The most points. A list of points has 32-bit indices.
+// The most points of bev_pool_v3. A list of points has 32-bit indices.
 constexpr int64_t MOST_POINTS = UINT32_MAX;
 
 bool too_many_samples(const Call &call, const Tensor &t) {
@@ -65,7 +65,8 @@ bool too_many_samples(const Call &call, const Tensor &t) {
     return samples > MOST_SAMPLES;
 }
 
-// Returns whether an anchor has too many pairs (point, camera). With logits and no scale, no tensor has the pairs as elements.
+// Returns whether an anchor has too many pairs (point, camera). If a call with logits has no scales, its logits are empty, and
+// no tensor limits the number of pairs.
 bool too_many_pairs(const Call &call) {
     int64_t pairs;
     return call.op == AGGREGATION && call.with_logits &&
@@ -78,7 +79,7 @@ bool query_is_too_large(const Call &call) {
     return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }
 
-// Removes the queries of a backward without samples, because the gradient of value is zero for any number of queries.
+// Removes all queries of a backward without samples, because its gradient of value is zero for any number of queries.
 void forget_queries_without_samples(Call &call) {
     if (call.op == POOLING || !call.backward || !is_empty(call.weights)) return;
     for (const Tensor *gradient : {&call.grad_locations, &call.grad_reference})
