@@ -24,10 +24,11 @@ namespace acl {
 namespace {
 
 // Phase one reads no data, because on a device the index tables may not be computed yet. Phase two copies the levels to the
-// workspace, then checks and uses the copy. So a program may write to its tables meanwhile.
+// workspace, then checks and uses the copy. So phase two never uses a level that it has not checked, even if the program writes
+// to its tables meanwhile.
 int64_t bytes_of_levels(const mxd::Call &call) { return call.sizes.levels * int64_t(sizeof(mxd::Level)); }
 
-// Makes an index table point into an array of levels, to the members like `first`.
+// Makes an index table point into an array of levels. `first` is the table's first element, a member of the first level.
 void point_to(mxd::Tensor &table, int64_t *first) {
     table.data = first;
     table.dtype = MXD_INT64;

@@ -93,7 +93,7 @@ void check_dtype(const Arguments &a, int argument) {
     }
 }
 
-// Checks shapes with the operator's description. mxd_dtype and aclDataType have the same numbers.
+// Checks shapes with the operator's description. mxd_dtype and aclDataType have the same numbers, so dtypes need no conversion.
 void check_shapes(Arguments &a) {
     const int count = int(a.tensors.size());
     for (int i = 0; i < count; ++i)

@@ -72,8 +72,8 @@ class Stream {
 // Returns the stream of a handle. NULL is the default stream.
 std::shared_ptr<Stream> find_stream(aclrtStream handle);
 
-// The live objects behind the interface's pointers. Every function looks up its pointers, so a pointer to a destroyed object is
-// an error with a sentence instead of a crash.
+// The live objects behind the interface's pointers. Every function looks up its pointers, so a pointer to a destroyed object
+// causes an error message instead of a crash.
 template <class T> class Handles {
   public:
     T *add(std::unique_ptr<T> object) {

@@ -1,5 +1,5 @@
-// The part of onnxruntime's C interface that we use, version 16 and later, as it lies in memory. New versions only append. No
-// file of onnxruntime is included or linked. tests/onnx/test_onnxruntime.py runs every function.
+// The part of onnxruntime's C interface that we use, with its layout in memory, for version 16 and later. New versions only
+// append functions. No file of onnxruntime is included or linked. tests/onnx/test_onnxruntime.py runs every function.
 #pragma once
 
 #include <cstddef>
@@ -71,7 +71,7 @@ constexpr Slot<OrtStatus *(const OrtKernelContext *, Body *, size_t, size_t, voi
 
 struct OrtApiBase {
     const OrtApi *(*api)(uint32_t version); // null if the runtime is older than `version`
-    const char *(*version)();               // "1.32.0"
+    const char *(*version)();               // such as "1.32.0"
 };
 
 // An operator and its kernel. With `version` 16 the runtime reads no fields after compute_v2.

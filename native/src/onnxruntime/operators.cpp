@@ -72,8 +72,8 @@ struct Instance {
     std::atomic<int> threads{0};  // the most threads that worked in a call so far
 };
 
-// Returns whether a node has an attribute, of any type. onnxruntime finds no whole numbers in an attribute of another type, and
-// has an error only for a missing one.
+// Returns whether a node has an attribute, of any type. Asks for a list of whole numbers: onnxruntime returns an error if the
+// attribute is missing, and an empty list if it has another type.
 bool has_attribute(const OrtApi *api, const OrtKernelInfo *info, const char *name) {
     size_t count = 0;
     OrtStatus *status = ort::int_list_attribute(api, info, name, nullptr, &count);
@@ -234,7 +234,8 @@ void run_on_session(void *lender, int count, Body *body, void *context) {
         size_t(count), 0, &bodies);
 }
 
-// Runs a call on the threads of the session. The plan is for the most threads that worked in earlier calls.
+// Runs a call on the threads of the session. The plan assumes as many threads as worked in the earlier call with the most
+// threads.
 int run_on_lent_threads(Instance &instance, const OrtKernelContext *context, Call &call) {
     const int most = threads_that_pay(call, int(std::thread::hardware_concurrency())), seen = instance.threads.load();
     if (most == 1 || !instance.runtime.has_parallel_for) return run(call);

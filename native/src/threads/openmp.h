@@ -9,7 +9,8 @@ namespace mxd {
 struct OpenMp {
     const char *name; // the name of its file
     void (*gomp_parallel)(void (*region)(void *), void *data, unsigned threads, unsigned flags);
-    // The functions that Clang calls, for runtimes without GOMP_parallel: those of Windows, and libomp without GCC's names.
+    // The functions that Clang calls. We call them if the runtime has no GOMP_parallel, as on Windows, or in a libomp without
+    // GCC's names.
     void (*fork_call)(void *location, int32_t arguments, void (*region)(int32_t *, int32_t *, ...), ...);
     void (*push_num_threads)(void *location, int32_t thread, int32_t threads);
     int32_t (*global_thread_num)(void *location);
@@ -18,7 +19,8 @@ struct OpenMp {
     void run(int threads, Body *body, void *context) const;
 };
 
-// Returns null if the process has no runtime. Searches again after libraries were loaded: torch may come after the first call.
+// Returns null if the process has no runtime. Searches again after libraries were loaded, because a program may import torch
+// after the first call.
 const OpenMp *openmp();
 
 } // namespace mxd

@@ -60,7 +60,7 @@ class Pool {
   public:
     static Pool &here();
 
-    // As run_on_threads. While the pool serves a call, a second call runs on its caller's thread alone.
+    // Runs bodies like run_on_threads. While the pool serves a call, a second call runs on its caller's thread alone.
     void run(int threads, Body *body, void *context);
 
   private:

@@ -1,5 +1,5 @@
-// Runs functions on the threads of the process's OpenMP runtime, or of our own pool without a runtime. This is compiled once,
-// and the kernels of every instruction set call it.
+// Runs functions on the threads of the process's OpenMP runtime. If the process has no runtime, uses our own pool of threads.
+// This code is compiled once, and the kernels of every instruction set call it.
 #pragma once
 
 #include <stdint.h>
@@ -27,14 +27,14 @@ void use_own_threads(bool own);
 // Returns a number that differs between a process and its forked children.
 int64_t this_process();
 
-// Threads that a caller lends for a call, such as a runtime with its own pool.
+// Threads that a caller lends for a call, such as the threads of a session of onnxruntime.
 struct LentThreads {
     // Runs body(context, i) for each i of 0..count-1, on one or several threads. One thread may run bodies one after the other,
     // so a body must not wait for a body that has not begun.
     void (*run)(void *lender, int count, Body *body, void *context);
     void *lender;
-    int most; // the greatest useful count
-    int used; // the largest number of bodies that had work in a loop; loops set it
+    int most; // the largest count that is useful
+    int used; // set by loops: the largest number of bodies that had work in one loop
 };
 
 // Returns the threads that this thread was lent, or null.

@@ -25,9 +25,10 @@ struct Driver {
 Driver driver;
 std::atomic<bool> in_use{false};
 
-// What a kernel is compiled for: function, variant, device, heads, channels, levels, points, references and their size, dtypes.
+// The numbers that a kernel is compiled for: function, variant, device, heads, channels, levels, points, reference points of a
+// query, coordinates of a reference point, and the dtypes of the inputs.
 typedef std::array<int64_t, 15> Key;
-// Never destroyed, because other threads may still launch kernels as the process ends.
+// These two are never destroyed, because other threads may still launch kernels as the process ends.
 std::mutex &mutex = *new std::mutex;
 std::map<Key, GpuKernel> &kernels = *new std::map<Key, GpuKernel>;
 thread_local Key wanted;
@@ -50,13 +51,14 @@ int64_t contiguous_elements(const TensorInfo &t) {
 GpuCall::GpuCall(const Function &of, TensorInfo *tensors, const AxisSizes &known, int on, int64_t which)
     : function(of), infos(tensors), sizes(known), device(on), variant(which) {}
 
-// Returns the strides of batches, rows and heads, in channels. An axis of one element has stride 0.
+// Returns the strides between batches, rows and heads, counted in channels. An axis of one element has stride 0.
 std::array<int64_t, 3> GpuCall::strides_of_value() const {
     const int64_t head = size(sizes::embed_dims), row = size(sizes::num_heads) * head, keys = size(sizes::num_keys);
     return {size(sizes::bs) > 1 ? keys * row : 0, keys > 1 ? row : 0, size(sizes::num_heads) > 1 ? head : 0};
 }
 
-// Returns false for tensors that Python copies, for calls that need a kernel of another kind, and for deterministic sums.
+// Returns false if Python must serve the call: it copies tensors, compiles other kinds of kernels, and makes deterministic
+// sums.
 bool GpuCall::is_usual() const {
     int current;
     if (!in_use || driver.cuCtxGetDevice(&current) || current != device) return false;
@@ -104,11 +106,11 @@ void GpuCall::launch() {
 
     void *parameters[MOST_ARGUMENTS + 10], **next = parameters, *none = nullptr;
     for (int i = 0; i < count; ++i) {
-        if (i == output - 2 && !function.with_logits) *next++ = &infos[i].data; // Only logits come with reference points.
+        if (i == output - 2 && !function.with_logits) *next++ = &infos[i].data; // In place of reference points, without logits.
         *next++ = &infos[i].data;
     }
     for (int i = 0; function.backward && i < 2; ++i)
-        *next++ = &infos[output].data; // Placeholders: only deterministic sums read two more.
+        *next++ = &infos[output].data; // Placeholders for two parameters that only deterministic sums read.
     int32_t queries = int32_t(size(sizes::num_queries)), keys = int32_t(size(sizes::num_keys));
     *next++ = &queries;
     *next++ = &keys;

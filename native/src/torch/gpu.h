@@ -7,7 +7,8 @@
 
 namespace mxd::torch {
 
-// A program has `rows` rows. A thread reads `lane` neighbouring channels at once, and strides count in lanes.
+// `threads` and `shared` are the threads of a program and its bytes of shared memory. A program serves `rows` queries of one
+// head. A thread reads `lane` neighbouring channels at once, so the kernel takes strides in units of `lane` channels.
 struct GpuKernel {
     void *function = nullptr;
     unsigned threads = 0, shared = 0;

@@ -30,7 +30,8 @@ Tensor converted(Tensor &&tensor, int32_t dtype) {
 
 enum class Device { CPU, META, GPU };
 
-// The dtype of the output: value's dtype. AUTOCAST is for `<operator>_autocast`: float32 if value has 16 bits.
+// The dtype of the output. OF_VALUE is value's dtype. AUTOCAST, for `<operator>_autocast`, is float32 if value has 16 bits,
+// else value's dtype.
 enum class OutputDtype { OF_VALUE, AUTOCAST };
 constexpr const char *AUTOCAST_SUFFIX = "_autocast";
 
@@ -74,8 +75,8 @@ class BoxedCall {
     std::vector<int64_t> numbers; // the values of function.numbers
     std::string word;             // the value of the option
     int64_t option = 0;
-    StringHandle text = nullptr; // the option and the mask, as torch gives them
-    ListHandle list = nullptr;
+    StringHandle text = nullptr; // torch's string with the option
+    ListHandle list = nullptr;   // torch's list with the mask
     size_t mask_size = 0;
     bool mask[MOST_ARGUMENTS] = {};
 
@@ -203,7 +204,7 @@ class BoxedCall {
         }
     }
 
-    // Runs on the GPU a call for which is_for_gpu is true.
+    // Runs a call on the GPU. Only functions for which is_for_gpu is true have such calls.
     void run_on_gpu(Value *stack) {
         int64_t variant = 2 * option + int64_t(kind);
         for (size_t i = 0; i < mask_size; ++i) variant = 2 * variant + mask[i];
@@ -296,7 +297,8 @@ void need_api() {
     if (!api) throw Refused{missing};
 }
 
-// The libraries that are registered in this process. torch withdraws their operators when they are deleted.
+// The libraries that are registered in this process; `shapes` has the meta kernels. When a library is deleted, torch withdraws
+// its operators or kernels.
 struct Registered {
     LibraryHandle kernels = nullptr, schemas = nullptr, shapes = nullptr;
 };
