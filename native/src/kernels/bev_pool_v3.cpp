@@ -8,7 +8,7 @@ namespace {
 
 // ---- cells of the bird's-eye view: their channels are far apart in an output [bs, c, d, h, w], and contiguous in a row
 
-// read_elements for floating dtypes, and write_elements. Not inlined: every inlined copy would have 10 KB of code.
+// read_run is read_elements for floating dtypes; write_run is write_elements. Each inlined copy would have 10 KB of code.
 template <class T> __attribute__((noinline)) void read_run(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
     with_elements(const_cast<char *>(from), dtype, [&](auto *elements) { convert_run<T>(elements, stride, to, 1, n); });
 }
@@ -88,7 +88,7 @@ class Cells {
         }
     }
 
-    // Transposes any number of lines and columns, square by square. Not inlined, so that read and write share the code.
+    // Transposes any number of lines and columns, square by square. It is not inlined, so that read and write share the code.
     template <class T>
     __attribute__((noinline)) static void transposed(const T *from, int64_t step, int64_t lines, int64_t columns, T *to,
                                                      int64_t to_step) {

@@ -92,7 +92,7 @@ template <class T> class AnchorGradients {
     SomeAxes<2> points;
     PartialSums<T> sums; // the gradient of projections; each block of anchors is a part
     T *grad_weights = nullptr, *mean = nullptr, *grad_points = nullptr;
-    T *grad_matrices = nullptr; // the sum of this item's anchors; null if it is not wanted
+    T *grad_matrices = nullptr; // sums over this item's anchors; null if the gradient of projections is not wanted
     int64_t num_pairs = 0;
 
     void add_products(const T *grad, const T *weight) {
@@ -300,7 +300,8 @@ bool deformable_aggregation_backward(const Call &call, const Plan &plan) {
         if (!call.with_logits) return all_gradients<V, T>({call, plan});
         const Tensor &grad = call.grad_projection;
         const int64_t totals = SoftmaxTotals<T>::bytes(call), blocks = anchor_blocks(call).per_range;
-        const Memory memory(1 + totals + PartialSums<T>(grad, nullptr).bytes(call.sizes.batch * blocks)); // 0 would be null
+        // Memory of 0 bytes is null, so ask for at least 1.
+        const Memory memory(1 + totals + PartialSums<T>(grad, nullptr).bytes(call.sizes.batch * blocks));
         char *const begin = memory.begin(), *const sums = grad.data ? begin + totals : nullptr;
         if (!begin || !all_gradients<V, T>({call, plan, nullptr, sums, begin})) return false;
         return !sums || add_parts<T>(call.num_threads, {grad, blocks, {grad, sums}});

@@ -5,14 +5,14 @@
 
 namespace mxd {
 
-// The forward or the backward of an operator. Returns false if there is no scratch memory.
+// The forward or the backward of an operator. Returns false if memory runs out.
 typedef bool Kernel(const Call &call, const Plan &plan);
 
 struct Kernels {
     Kernel *forward, *backward;
 };
 
-// Arrays indexed by Operator. A library has the instruction sets that it was built with.
+// Each array `kernels` is indexed by Operator. A library has only the instruction sets that it was built with.
 namespace baseline {
 extern const Kernels kernels[];
 void copy_elements(const Tensor &t, bool as_doubles, char *to); // used by prepare()

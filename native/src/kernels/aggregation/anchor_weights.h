@@ -35,7 +35,7 @@ template <class T> class GroupedSoftmax {
             find_exps(exps, next, int64_t(sizeof(S)), exps, inverse);
     }
 
-    // Computes to[row, group] = exps * factor[group]. Numbers that do not fill STEP are computed in exps first.
+    // Computes to[row, group] = exps * factor[group]. The last numbers, which do not fill STEP, are first computed in exps.
     void multiply(T *exps, const T *factor, T *to) const {
         for (int64_t i = 0; i < used; i += groups) memcpy(lanes + i, factor, size_t(groups) * sizeof(T));
         for (int64_t column = 0; column < used; column += STEP) {

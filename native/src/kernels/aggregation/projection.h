@@ -20,9 +20,9 @@ constexpr int64_t OF_MATRIX = 16; // elements of a 4x4 matrix; its last row is n
 template <class T> struct SeenPoints {
     int64_t room = 0;                            // elements of each coordinate, padded
     T *points = nullptr;                         // [3, room]: all x, then all y, then all z
-    int64_t *pairs = nullptr, *begins = nullptr; // the seen pairs, sorted by camera; the index of each camera's first pair
+    int64_t *pairs = nullptr, *begins = nullptr; // pairs: seen pairs, by camera; begins: the first pair of each camera
     int64_t count = 0;
-    T *xy = nullptr, *depth = nullptr; // the location and d of each seen pair, by the pair's index
+    T *xy = nullptr, *depth = nullptr; // xy: the location of each seen pair; depth: its d; both indexed by the pair
 
     SeenPoints(const Call &call, Arena &arena) {
         if (!call.with_logits) return;
@@ -89,7 +89,7 @@ template <class T> class Cameras {
   private:
     const Call &call;
     Sizes n;
-    T *matrices = nullptr, *image_sizes = nullptr; // [camera, 4, 4], [camera, 2]
+    T *matrices = nullptr, *image_sizes = nullptr; // matrices: [camera, 4, 4]; image_sizes: [camera, 2]
 
     // Reads the key points. Padding is NaN, which no camera sees.
     void read_points(int64_t offset, SeenPoints<T> &to) const {

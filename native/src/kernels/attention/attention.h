@@ -123,7 +123,8 @@ template <template <class> class Rule> inline bool attention_backward(const Call
         typedef __typeof__(*t) T;
         if (!call.grad_reference.data) return all_gradients<V, T, Rule>({call, plan});
         const Sizes &n = call.sizes;
-        const Memory memory(1 + PartialSums<T>(call.grad_reference, nullptr).bytes(n.batch * n.heads)); // 0 would be null
+        // Memory of 0 bytes is null, so ask for at least 1.
+        const Memory memory(1 + PartialSums<T>(call.grad_reference, nullptr).bytes(n.batch * n.heads));
         return memory.begin() && all_gradients<V, T, Rule>({call, plan, nullptr, memory.begin()}) &&
                add_parts<T>(call.num_threads, {call.grad_reference, n.heads, {call.grad_reference, memory.begin()}});
     });

@@ -11,8 +11,8 @@ namespace {
 // The number of samples whose pixels are found at once.
 template <class T> constexpr int PIXELS = VECTOR_BYTES / int(sizeof(T)) >= 8 ? 8 : 4;
 
-// The constants of PIXELS samples: pixels of the window, and maps. All reference points share these constants. Byte offsets
-// count from a head's first row.
+// The constants of PIXELS samples, which all reference points share. x and y are the pixel of the window. The other members
+// describe the map. `start` is the bytes from a head's first row to the map's first row.
 template <class T> struct WindowLanes {
     T width[PIXELS<T>], height[PIXELS<T>], x[PIXELS<T>], y[PIXELS<T>];
     Int<T> last_x[PIXELS<T>], last_y[PIXELS<T>], bytes_of_row[PIXELS<T>], bytes_of_pixel[PIXELS<T>], start[PIXELS<T>];
@@ -24,7 +24,8 @@ template <class T> struct PreparedHeads {
 };
 
 // Finds the rows and computes the weights of queries, for some heads of a batch or for ALL_HEADS. With ALL_HEADS the hardware's
-// prefetcher recognises the accesses, so there are no prefetches. All rows of a batch are within 2 GB.
+// prefetcher recognises the accesses, so there are no prefetches. All rows of a batch must lie within 2 GB, because byte
+// offsets may have 32 bits.
 template <class T, bool ALL_HEADS> class WindowQueries {
     static constexpr int N = PIXELS<T>;
     static constexpr int SOFTMAX_ROWS = 4; // rows of one call of softmax()
@@ -32,9 +33,9 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     typedef Vec<Int<T>, N> Ints;
 
   public:
-    int64_t num_rows;     // rows of a query and head; the padding is zero rows
+    int64_t num_rows;     // rows of a query and head; the padding points to the zero row
     int64_t address_step; // addresses between heads of a prepared query
-    int64_t weight_step;
+    int64_t weight_step;  // weights between heads of a prepared query
 
     // num_heads heads are processed together. first_row(level): bytes from a head's first row to the level's first row. step:
     // bytes between rows.
@@ -288,7 +289,7 @@ inline bool all_heads_together(const Call &call, const Plan &plan) {
 }
 
 // Computes all gradients. An item is (batch, heads that are processed together). The worker packs value and its gradient, head
-// by head. The packed value and the packed gradient end with a zero row, to which padding points.
+// by head. The packed value and the packed gradient end with a zero row. Addresses of padding samples point to it.
 template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together); }
@@ -320,9 +321,9 @@ template <class V, class T> class WindowGradients {
     Sizes n;
     int64_t heads; // heads that are processed together
     char *packed_value, *packed_gradient;
-    T *row;         // a row of grad_output, if it has another dtype or stride
+    T *row;         // memory for a row of grad_output that needs conversion
     T *dots;        // dot products of grad_output with rows, [head, sample]
-    T *grad_logits; // [head, sample], if the tensor cannot be written in whole vectors
+    T *grad_logits; // [head, sample]; used if the tensor cannot be written in whole vectors
     SomeAxes<3> axes;
     WindowQueries<T, false> queries;
 

@@ -14,7 +14,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The number of samples whose locations are computed at once, as pairs (x, y) in one vector. The last vector may have four.
+// The number of samples whose locations, pairs (x, y), are computed in one vector. The last vector may have only four samples.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
 
 // Reads the pair at from + begin[i] for each of four samples. With SHARED all four samples read the first sample's pair.
@@ -106,13 +106,13 @@ template <class T> class Logits {
     bool has_boxes() const { return boxes; }
 
     // Computes the block of COMPUTED_TOGETHER queries that contains q, because the softmax of a single query has too much
-    // latency. Calls copy(begin, end, offsets of the copy, logits of the copy) if the block cannot be read in place. Blocks
-    // begin at multiples of COMPUTED_TOGETHER, so that a block is contiguous in a ring.
+    // latency. Calls copy(begin, end, offsets, logits) to copy the inputs of queries begin..end-1, if they cannot be read in
+    // place. Blocks begin at multiples of COMPUTED_TOGETHER, so that a block is contiguous in a ring.
     template <class Copy> __attribute__((noinline)) void compute(int64_t q, Copy &&copy) {
         q &= -COMPUTED_TOGETHER;
         const int64_t last = q + COMPUTED_TOGETHER < n.queries ? q + COMPUTED_TOGETHER : n.queries;
         computed = last;
-        if (last - 1 > until) { // the inputs have 16 bits, or the block has the last queries
+        if (last - 1 > until) { // the inputs need conversion, or the block has the last queries
             if (copied_from > q) copied_from = q;
             copy(q, last, offset_copies, logit_copies);
         }
@@ -161,19 +161,20 @@ template <class T> class Logits {
     Sizes n;
     bool boxes = false;
     bool shared = true; // true if every group of four samples has one reference point
-    // For each sample: the offset of its reference point in a query, and the offset of that point's gradient in the sums.
+    // For each sample, in elements. begin: where its reference point begins among the reference points of a query. sum_begin:
+    // where the gradient of this point begins in the sums of add_reference.
     int64_t *begin = nullptr, *sum_begin = nullptr;
-    // The divisors of offsets, in pairs. Locations divide by them instead of multiplying by the inverse, to have the same bits
-    // as torch: untrained offsets are whole pixels, where the last bit decides between two slopes.
+    // The divisors of offsets, in pairs (x, y), and their inverses for gradients. Locations are computed by division, to have
+    // the same bits as torch: untrained offsets are whole pixels, where the last bit decides between two slopes.
     T *divisor = nullptr, *inverse = nullptr;
     T *copy = nullptr;                     // a query's reference points as T
     bool in_place = false;                 // reference points are read without a copy
     int64_t reference_run = 0;             // contiguous elements of a query's reference points; 0 if they are not contiguous
-    int64_t first = 0, reference_step = 0; // address and step of a query's reference points, in bytes
-    int64_t samples = 0, first_sample = 0; // samples of the levels in use, and the first one
+    int64_t first = 0, reference_step = 0; // the reference points of query q are at address first + q * reference_step
+    int64_t samples = 0, first_sample = 0; // the levels in use have `samples` samples, from number first_sample on
     int64_t computed = 0;
     Rows offsets_in_place, logits_in_place, offset_copies, logit_copies, located, all_weights;
-    int64_t until = -1, copied_from = 0; // the last query that can be read in place; the first query that was copied
+    int64_t until = -1, copied_from = 0; // queries 0..until can be read in place; queries from copied_from on were copied
 
     struct Places { // the arrays of Logits with these names
         const int64_t *begin;

@@ -13,9 +13,9 @@ namespace {
 constexpr int PIPELINE_DEPTH = 3;
 constexpr int IN_FLIGHT = 4; // slots for prepared queries, a power of two above PIPELINE_DEPTH
 
-// Calls prepare(query, slot) for each query, and PIPELINE_DEPTH queries later finish(query, slot, slot of the query whose rows
-// are to be prefetched). Rows of the second last prepared query are prefetched, because the addresses of the last are still
-// being computed. Slots are 0..IN_FLIGHT-1.
+// Calls prepare(query, slot) for each query. PIPELINE_DEPTH queries later, calls finish(query, slot, next_slot) for it.
+// next_slot holds the query whose rows finish should prefetch: the query prepared before the newest one, because the addresses
+// of the newest are still being computed. Slots are 0..IN_FLIGHT-1.
 template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
     const auto slot = [&](int64_t q) __attribute__((always_inline)) { return (q - begin) & (IN_FLIGHT - 1); };
     for (int64_t q = begin; q < end + PIPELINE_DEPTH; ++q) {
@@ -93,7 +93,7 @@ template <class T> class Query {
 template <class T> class QueryReader {
   public:
     int64_t padded = 0;         // samples of a query, rounded up to a multiple of LANES
-    bool reads_16_bits = false; // only put_sixteen reads the queries, so 16-bit elements are not widened
+    bool reads_16_bits = false; // true: only put_sixteen reads the queries, so 16-bit elements are not widened
 
     QueryReader(const Call &c, Arena &arena)
         : call(c), n(c.sizes), locations(c.locations, {LEVEL, POINT, XY}), weights(c.weights, {LEVEL, POINT}),
@@ -172,7 +172,7 @@ template <class T> class QueryReader {
     Window<T> window_;
     bool references_in_place = false; // with a window: reference points are read without a copy
     int64_t first_level = 0, samples = 0;
-    int64_t weight_samples = 0, weights_padded = 0; // weights or logits of a query, without and with padding
+    int64_t weight_samples = 0, weights_padded = 0; // weights or logits of a query: without padding, with padding
     QueryRows location_rows, weight_rows;
     int64_t locations_until = -1, weights_until = -1; // the last queries whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query that is read without a copy
@@ -217,7 +217,7 @@ template <class T> class QueryReader {
         return reinterpret_cast<const V *>(reinterpret_cast<const char *>(query) + rows.bytes_of_query());
     }
 
-    // Converts `count` elements of int32 or 16 bits, a multiple of LANES, to E. Returns false for other dtypes.
+    // Converts int32 to int64, or 16-bit floats to another E. count must be a multiple of LANES. Returns false for others.
     template <class E> static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, E *to) {
         const auto widen = [&](auto *elements) {
             for (int64_t i = 0; i < count; i += LANES) store<E, LANES>(to + i, load<E, LANES>(elements + i));

@@ -10,7 +10,7 @@ namespace {
 #if defined(__AVX512F__)
 template <class T> constexpr bool SIXTEEN_AT_ONCE = sizeof(T) == 4;
 
-// The corners of sixteen samples: masks of the corners on the map, and the index of the first corner's row.
+// The corners of sixteen samples. `inside` has masks of the corners on the map. `pixel` is the pixel of corner 0.
 struct SixteenCorners {
     __mmask16 inside[4];
     __m512i pixel;

@@ -15,7 +15,7 @@ template <class T> struct alignas(64) PreparedQuery { // aligned, so that its si
 
     template <class Reader>
     PreparedQuery(const Sizes &n, const Reader &reader, Arena &arena)
-        : query(n, reader, arena), // zeros, because addresses are prefetched before the first query is prepared
+        : query(n, reader, arena), // addresses are zeros, because they are prefetched before the first query is prepared
           address(arena.zeros<int64_t>(4 * padded_samples(n))), coefficient(arena.take<T>(4 * padded_samples(n))) {}
 };
 
@@ -47,14 +47,15 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
         find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value, rows);
     }
 
-    // Selects a (batch, head); call find_value or find_levels first. Read only rows and coefficients of its queries.
+    // Selects a (batch, head). Call find_value or find_levels first. Do not read locations or weights of its queries: they may
+    // be left in 16 bits.
     void open_queries(int64_t b, int64_t h) {
         reader.reads_16_bits = CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !rows.far;
         reader.open(b, h);
     }
 
-    // Processes queries begin..end-1 of the open (batch, head). Finds rows, with or without COEFFICIENTS. PIPELINE_DEPTH
-    // queries later calls finish(query, prepared, next): `prepared` belongs to `query`; prefetch the rows of `next`.
+    // Processes queries begin..end-1 of the open (batch, head). Finds the rows of each query, with COEFFICIENTS also their
+    // coefficients. PIPELINE_DEPTH queries later calls finish(query, prepared, next), which should prefetch rows of `next`.
     template <bool COEFFICIENTS, class Finish> MXD_INLINE void queries(int64_t begin, int64_t end, Finish &&finish) {
         ahead(
             begin, end,

@@ -1,7 +1,7 @@
-// Points sorted by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any number
-// of threads. If points are sorted already, as by cell in most models, the sort is skipped.
+// Sorts points by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any number
+// of threads. If points are sorted already, the sort is skipped. In most models they are sorted by cell.
 //
-// Sums coefficient * row over any number of points, MOST points at a time.
+// Sums coefficient * row over any number of points. A Window holds at most MOST points, so it is filled again and again.
 #pragma once
 
 #include "call/call.h"
@@ -18,7 +18,8 @@ template <class Fn> MXD_INLINE auto with_ranks(const Tensor &t, Fn &&fn) {
                                 : fn(static_cast<const int32_t *>(t.data), stride);
 }
 
-// Calls put(i, rank) for n points from position `begin` of the order on. `order` is null if points are sorted already.
+// Calls put(i, rank) for i in 0..n-1, with the rank of point begin + i of the order. `order` is null if points are sorted
+// already.
 template <class Put> MXD_INLINE void each_rank(const Tensor &t, const uint32_t *order, int64_t begin, int64_t n, Put &&put) {
     with_ranks(t, [&](auto *ranks, int64_t stride) {
         if (order)
@@ -153,7 +154,8 @@ class Sorted {
     }
 };
 
-// The rows and coefficients of points: row ranks[i] and coefficient depth[ranks_depth[i]]. Row i is at begin + i * step bytes.
+// Where the rows and coefficients of points lie. Point i has row ranks[i] and coefficient depth[ranks_depth[i]]. Row r is at
+// the address begin + r * step.
 struct Source {
     const Tensor &ranks, &depth, &ranks_depth;
     int64_t begin, step;
@@ -184,8 +186,8 @@ template <class T> class Window {
     }
 };
 
-// Returns a vector of the coefficient. With a single channel GCC would vectorise over points and round products before adding,
-// so the coefficient is hidden from it.
+// Returns the coefficient in all lanes of a vector. With a single channel GCC would vectorise over points and round products
+// before adding them, so the coefficient is hidden from GCC.
 template <class T, int N> MXD_INLINE Vec<T, N> factor_of(T coefficient) {
     if constexpr (N == 1)
         return rounded(coefficient);
@@ -193,7 +195,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> factor_of(T coefficient) {
         return broadcast<T, N>(coefficient);
 }
 
-// Adds coefficient * row of n points, in order. Channels of sums are in the order that each_vector has for rows of Row.
+// Adds coefficient * row of n points, in order. `sums` has its channels in the order in which each_vector reads rows of Row.
 template <class Row, class T>
 inline void add_rows(const int64_t *address, const T *coefficient, int64_t n, int64_t channels, T *sums) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
@@ -223,8 +225,9 @@ inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, cons
     });
 }
 
-// Calls fn(rank, position of the first point in the order, its position in the window, number of points) for the points of
-// ranks first..end-1, window by window. A rank with points in two windows gets two calls. At most MOST_RANKS ranks.
+// Fills the window again and again with the points of ranks first..end-1, in the sorted order. For each run of points of one
+// rank in a window, calls fn(rank, position, place, n). The run has n points. It begins at `position` of the order and at
+// `place` of the window. A rank with points in two windows gets two calls. end - first must be at most MOST_RANKS.
 constexpr int64_t MOST_RANKS = 64;
 
 template <class T, class Fn>

@@ -11,8 +11,8 @@ namespace {
 
 template <class T> class Band {
   public:
-    int64_t begin = 0, end = 0;    // rows of value
-    int64_t address = 0, step = 0; // the address of row `begin`; bytes between rows
+    int64_t begin = 0, end = 0;    // the band has rows begin..end-1
+    int64_t address = 0, step = 0; // row i is at address + (i - begin) * step
 
     Band(const Call &c, const Plan &p, int64_t num_channels, Arena &arena)
         : call(c), plan(p), channels(num_channels),

@@ -4,7 +4,7 @@
 //   grouped_dots   dot[i][group] = sum over the group's channels of  g * row[i]
 //   grouped_add    row[i] += coefficient[i][group] * g
 //
-// Lists of rows are as in rows.h. They have ROWS_AHEAD additional addresses, which are only prefetched.
+// Lists of rows have the form of rows.h, and ROWS_AHEAD additional addresses at the end, which are only prefetched.
 #pragma once
 
 #include "kernels/shared/rows.h"
@@ -25,8 +25,8 @@ template <class T, int K, class Op> inline void for_groups_together(int64_t grou
     for (; g < groups; ++g) op(Count<WIDTH<T>>(), Count<K>(), Count<1>(), g, int64_t(0));
 }
 
-// Calls op(Count<lanes>, Count<vectors of a group>, Count<groups>, first group, first channel in the group) for pieces.
-// Together the pieces cover all groups of `channels` channels.
+// Calls op(Count<lanes>, Count<vectors of a group>, Count<groups>, first group, first channel in the group) for each piece.
+// Together the pieces cover all groups, which have `channels` channels each.
 template <class T, class Op> inline void for_groups(int64_t groups, int64_t channels, Op &&op) {
     if (channels == WIDTH<T>) return for_groups_together<T, 1>(groups, op);
     if (channels == 2 * WIDTH<T>) return for_groups_together<T, 2>(groups, op);
@@ -35,7 +35,7 @@ template <class T, class Op> inline void for_groups(int64_t groups, int64_t chan
         for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) { op(lanes, vectors, Count<1>(), g, c); });
 }
 
-// Partial sums have SUM_ROWS rows, because rounding errors would grow in one sum over thousands of rows.
+// SUM_ROWS rows are summed at a time, and these sums are added: in one sum over thousands of rows, rounding errors would grow.
 constexpr int64_t SUM_ROWS = 32;
 
 template <class V, class T, int N, int K, int G>

@@ -11,7 +11,7 @@ namespace {
 struct Job {
     const Call &call;
     const Plan &plan;
-    // the packed levels of the current head; with heads_together, the widened rows of the current batch; or null
+    // The packed levels of the current head, or null. With heads_together: the widened rows of the current batch, or null.
     const char *packed_value = nullptr;
     char *partial_sums = nullptr;   // PartialSums of the gradient of reference points or projections; null if it is not wanted
     char *softmax_totals = nullptr; // SoftmaxTotals, in the backward of deformable_aggregation_with_logits
@@ -19,7 +19,8 @@ struct Job {
 
 // Blocks of consecutive queries or anchors. An item is (range, block). A range is a batch, or a head of a batch.
 struct Blocks {
-    int64_t length, size, per_range; // queries in a range; queries in a block, at most; blocks in a range
+    // length: the number of queries in a range. size: the most queries in a block. per_range: the number of blocks in a range.
+    int64_t length, size, per_range;
 
     Blocks(int64_t range, int64_t block) : length(range), size(block), per_range((length + size - 1) / size) {}
     int64_t range(int64_t item) const { return item / per_range; }

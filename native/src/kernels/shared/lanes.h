@@ -40,8 +40,8 @@ template <class Mask> MXD_INLINE bool any(Mask mask) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// For each of the 16 subsets of four lanes, a shuffle that moves the lanes of the subset to the front. `halves` has the same
-// shuffles for lanes of 64 bits, as numbers of 32-bit halves.
+// For each of the 16 subsets of four lanes, a shuffle that moves the lanes of the subset to the front. `lanes` is for lanes of
+// 32 bits. `halves` is for lanes of 64 bits: it numbers the 32-bit halves of lanes.
 struct KeptLanes {
     int32_t lanes[16][4], halves[16][8];
 
@@ -58,7 +58,7 @@ struct KeptLanes {
 constexpr KeptLanes KEPT;
 #endif
 
-// Stores the lanes that the mask keeps, without gaps. Returns their number. Always writes four elements.
+// Stores the lanes that the mask keeps, without gaps. Returns the number of these lanes. Always writes four elements.
 template <class T, class Mask>
 MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> coefficient, int64_t *addresses, T *coefficients) {
 #if defined(__AVX512F__)

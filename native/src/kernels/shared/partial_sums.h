@@ -1,5 +1,5 @@
-// Gradients to which several parts of a call add: heads to that of reference points, blocks of anchors to that of projections.
-// Each part has its own sums. They are added in the order of the parts, so the bits do not depend on threads.
+// Gradients to which several parts of a call add. Heads add to the gradient of reference points. Blocks of anchors add to the
+// gradient of projections. The sums of the parts are added in the order of the parts, so the bits do not depend on threads.
 #pragma once
 
 #include "kernels/shared/job.h"
@@ -8,8 +8,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The sums, [part, target, number]. Parts are numbered through all batches. A target is a query or a camera. Its numbers are
-// the last two axes of the gradient.
+// The sums, [part, target, number]. Parts are numbered through all batches. A target is a query or a camera. The numbers of a
+// target are the elements of the last two axes of the gradient.
 template <class T> struct PartialSums {
     int64_t targets, numbers;
     T *all; // null if the gradient is not wanted

@@ -1,4 +1,4 @@
-// Bilinear samples: their corners, which corners are on the map, and the bilinear coefficient of each corner. Lists of rows.
+// Bilinear samples: their corners, which corners are on the map, and their bilinear coefficients. Lists of sampled rows.
 #pragma once
 
 #include "kernels/shared/parallel.h"
@@ -160,7 +160,7 @@ template <class T, int CORNERS> struct SampledRows {
 };
 
 // Returns the index of corner k of a sample in a list of rows. A list has ROWS samples after each other for corner 0, then the
-// same ROWS samples for corner 1, and so on. Sums in list order have the same bits wherever the samples are cut.
+// same ROWS samples for corner 1, and so on. Sums in list order have the same bits for any cut into parts or bands.
 template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
     return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
 }
@@ -203,7 +203,8 @@ MXD_INLINE void find_addresses(const Sampled &sampled, AddressLanes base, Addres
 inline bool is_far(int64_t step) { return step != int32_t(step); }
 
 // The addresses of rows: pixel i of sample s is at base[s] + i * stride[s] bytes. A corner off the map gets the address of the
-// zero row. A row of the map with coefficient 0 would be wrong, because 0 * infinity is NaN.
+// zero row. A row of the map with coefficient 0 would be wrong, because 0 * infinity is NaN. row_bytes[s] is the bytes between
+// two rows of pixels of the map.
 struct RowAddresses {
     int64_t *base, *stride, *row_bytes, zero_row;
     bool far = false; // true if is_far(stride) for a sample
@@ -227,7 +228,8 @@ struct RowAddresses {
         const AddressLanes off_map = broadcast<int64_t, LANES>(zero_row);
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            if constexpr (CORNERS == 1) // clamped pixels are on the map, and the base of padding samples is the zero row
+            // The nearest pixel is clamped to the map, so no corner is off the map. Padding samples have the zero row as base.
+            if constexpr (CORNERS == 1)
                 put_entries<CORNERS>(list, i, k, address[k]);
             else
                 put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address[k], off_map));
@@ -243,7 +245,8 @@ template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *li
         return eight_of<E>(raw_load<E, 4>(from), raw_load<E, 4>(from + CORNERS * ROWS));
 }
 
-// Dot products of g with a sample and its slopes. `d`: dot products of g with the four corner rows; 0 for corners off the map.
+// `sample`: the dot product of g with a sample. `dx` and `dy`: the slopes of this dot product. The argument d has the dot
+// products of g with the four corner rows, and 0 for corners off the map.
 template <class Real> struct CornerSlopes {
     Real sample, dx, dy;
 

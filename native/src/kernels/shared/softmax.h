@@ -49,7 +49,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
     return p * bits_as<Vec<T, N>>(power) * E::DOWN;
 }
 
-// The numbers of one row that are processed at once.
+// How many numbers of a row are processed at once.
 template <class T> constexpr int SOFTMAX_LANES = VECTOR_BYTES / int(sizeof(T)) > LANES ? VECTOR_BYTES / int(sizeof(T)) : LANES;
 
 template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
@@ -149,7 +149,7 @@ __attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t
 
 // Computes the softmax of four rows of `count` > 0 numbers as torch does: the maximum is subtracted, -inf gets weight 0, and a
 // row with a NaN or with an infinite maximum becomes NaN. Four rows are processed together to hide latency. Whole vectors are
-// read and written: the numbers after a row may be anything; their weights become 0 or NaN.
+// read and written. The numbers after a row may be anything. The weights that are written for these numbers are 0 or NaN.
 template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     constexpr int N = SOFTMAX_LANES<T>;
     if constexpr (N == 16 && LANES == 8)
@@ -162,7 +162,7 @@ template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t co
 }
 
 // Computes the gradient of the logits: weights * (grad_weights - sum over the row of weights * grad_weights). Whole vectors of
-// LANES are read and written. Vectors from `in_place` on overwrite grad_weights.
+// LANES are read and written. The gradients of numbers before `in_place` go to grad_logits; the others overwrite grad_weights.
 template <class T>
 MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *grad_weights, int64_t in_place, T *grad_logits) {
     typedef Vec<T, LANES> Lanes;

@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-// For functions with vector arguments: a call would pass the vectors through memory.
+// Functions with vector arguments must be inlined, because a call would pass the vectors through memory.
 #define MXD_INLINE __attribute__((always_inline)) inline
 #define MXD_UNROLL _Pragma("GCC unroll 16")
 
@@ -57,7 +57,7 @@ constexpr int VECTOR_BYTES = 16;
 #endif
 template <class T> constexpr int WIDTH = VECTOR_BYTES / int(sizeof(T));
 
-// The number of samples that are prepared at once: the 64-bit addresses of one vector.
+// The number of samples that are prepared at once: as many as a vector has 64-bit addresses, but at least four.
 constexpr int LANES = VECTOR_BYTES == 64 ? 8 : 4;
 
 template <class To, class From> MXD_INLINE To bits_as(From from) {
