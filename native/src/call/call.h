@@ -74,8 +74,8 @@ struct Call {
     Sizes sizes;
     Tensor value, shapes, starts, locations, weights; // value is feature_maps in deformable_aggregation, feat in bev_pool_v3
     Tensor reference, window;                         // a call with a window has no locations
-    Tensor projection, image_size, pair_scale;        // deformable_aggregation; data is null if a tensor is not given
-    Tensor depth, ranks_feat, ranks_depth, ranks_bev; // bev_pool_v3
+    Tensor projection, image_size, pair_scale;        // only in deformable_aggregation; data is null if a tensor is not given
+    Tensor depth, ranks_feat, ranks_depth, ranks_bev; // only in bev_pool_v3
     Tensor output;                                    // forward: the result
     Tensor grad_output;                               // backward: an input
     // backward: the results; data is null if a gradient is not wanted

@@ -54,7 +54,7 @@ constexpr int64_t NEAR_BYTES = 256 * 1024;
 // A level is packed if its rows are read at least PACK_READS times on average. The smallest levels are packed first, as long as
 // all copies take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
 constexpr double PACK_BYTES = 15.5 * (1 << 20); // all scratch memory together takes about 16 MB
-constexpr double PACK_SHARE = 0.049;            // all scratch memory together takes about 5 %
+constexpr double PACK_SHARE = 0.049;            // all scratch memory together takes about 5 % of value's memory
 constexpr int64_t PACK_READS = 8;
 
 // Returns the most bytes that one copy of the packed levels may take if there are `copies` copies.

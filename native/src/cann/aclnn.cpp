@@ -24,8 +24,7 @@ namespace acl {
 namespace {
 
 // Phase one reads no data, because on a device the index tables may not be computed yet. Phase two copies the levels to the
-// workspace, then checks and uses the copy. So phase two never uses a level that it has not checked, even if the program writes
-// to its tables meanwhile.
+// workspace, then checks and uses the copy. So no level is used unchecked, even if the program writes to its tables meanwhile.
 int64_t bytes_of_levels(const mxd::Call &call) { return call.sizes.levels * int64_t(sizeof(mxd::Level)); }
 
 // Makes an index table point into an array of levels. `first` is the table's first element, a member of the first level.

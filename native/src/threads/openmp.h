@@ -19,8 +19,7 @@ struct OpenMp {
     void run(int threads, Body *body, void *context) const;
 };
 
-// Returns null if the process has no runtime. Searches again after libraries were loaded, because a program may import torch
-// after the first call.
+// Returns null if the process has no runtime. Searches again after libraries were loaded, because torch may be among them.
 const OpenMp *openmp();
 
 } // namespace mxd

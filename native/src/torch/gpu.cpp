@@ -57,8 +57,7 @@ std::array<int64_t, 3> GpuCall::strides_of_value() const {
     return {size(sizes::bs) > 1 ? keys * row : 0, keys > 1 ? row : 0, size(sizes::num_heads) > 1 ? head : 0};
 }
 
-// Returns false if Python must serve the call: it copies tensors, compiles other kinds of kernels, and makes deterministic
-// sums.
+// Returns false if Python must serve the call: it copies tensors, has other kinds of kernels, and makes deterministic sums.
 bool GpuCall::is_usual() const {
     int current;
     if (!in_use || driver.cuCtxGetDevice(&current) || current != device) return false;
@@ -106,7 +105,7 @@ void GpuCall::launch() {
 
     void *parameters[MOST_ARGUMENTS + 10], **next = parameters, *none = nullptr;
     for (int i = 0; i < count; ++i) {
-        if (i == output - 2 && !function.with_logits) *next++ = &infos[i].data; // In place of reference points, without logits.
+        if (i == output - 2 && !function.with_logits) *next++ = &infos[i].data; // A placeholder for reference points.
         *next++ = &infos[i].data;
     }
     for (int i = 0; function.backward && i < 2; ++i)

@@ -212,8 +212,8 @@ template <class T> class AnchorWeights {
         if (!call.with_logits) prefetch(call.weights, offset_of_pair(call, call.weights, b, anchor, pair), n.scales * n.groups);
     }
 
-    // Computes the gradients of all logits of an anchor from those of its pairs' weights, [pair, scales, groups]. mean[group]
-    // is the sum of weights times gradients. Overwrites grad_weights, mean and the anchor's exps.
+    // Computes the gradients of all logits of an anchor from grad_weights, the gradients of the weights of seen pairs, [pair,
+    // scales, groups]. mean[group] is the sum of weights times gradients. Overwrites grad_weights, mean and the anchor's exps.
     void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *grad_weights, T *mean) {
         AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const Tensor &grad = call.grad_weights;
@@ -298,7 +298,7 @@ template <class T> class SampleWeights {
     }
 };
 
-// Computes SoftmaxTotals in calls without SampleGradients, which computes them otherwise. An item is a block of anchor_blocks.
+// Computes SoftmaxTotals in calls without SampleGradients, which would compute them. An item is a block of anchor_blocks.
 template <class T> class Totals {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }

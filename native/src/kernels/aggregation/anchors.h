@@ -227,7 +227,7 @@ template <class V, class T> struct AnchorWorker {
     template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
         locations.read(b, anchor);
         locations.find_seen(anchor, [&](int64_t pair) { skip(anchor, pair); });
-        // The backward computes the softmax even if no camera sees the anchor: a NaN in its logits makes their gradients NaN.
+        // The backward computes the softmax even if no camera sees the anchor: a NaN in the logits makes the gradients NaN.
         if (call.with_logits && (call.backward || locations.num_seen > 0)) weights.compute(b, anchor);
         for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) ask_for_weights(b, anchor, i);
     }

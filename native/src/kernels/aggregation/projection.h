@@ -56,8 +56,8 @@ template <class T> class Cameras {
         }
     }
 
-    // Finds the pairs of an anchor that are strictly inside the images of the cameras first..last-1. Its key points begin at
-    // `offset`.
+    // Finds the pairs of an anchor that are strictly inside the images of the cameras first..last-1. The anchor's key points
+    // begin at `offset`.
     void find_seen(int64_t offset, int64_t first, int64_t last, SeenPoints<T> &to) const {
         read_points(offset, to);
         to.count = 0;
@@ -68,8 +68,9 @@ template <class T> class Cameras {
         to.begins[last] = to.count;
     }
 
-    // Adds the gradient of a location to those of its key point and, unless grad_matrices is null, of its camera's matrix. A
-    // clamped depth has gradient 0; its matrix row is skipped, because 0 times an infinite element would be NaN.
+    // Adds the gradient of a location to the gradient of its key point. Adds it also to the gradient of its camera's matrix,
+    // unless grad_matrices is null. A clamped depth has gradient 0. Then the row of the matrix that gives the depth is skipped,
+    // because 0 times an infinite element would be NaN.
     void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *grad_location, T *grad_point, T *grad_matrices) const {
         const int64_t cam = pair % n.cameras, p = pair / n.cameras;
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam, *location = seen.xy + 2 * pair;

@@ -172,7 +172,7 @@ template <class T> class QueryReader {
     Window<T> window_;
     bool references_in_place = false; // with a window: reference points are read without a copy
     int64_t first_level = 0, samples = 0;
-    int64_t weight_samples = 0, weights_padded = 0; // weights or logits of a query: without padding, with padding
+    int64_t weight_samples = 0, weights_padded = 0; // weights or logits of a query; weights_padded counts padding, too
     QueryRows location_rows, weight_rows;
     int64_t locations_until = -1, weights_until = -1; // the last queries whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query that is read without a copy
@@ -217,7 +217,7 @@ template <class T> class QueryReader {
         return reinterpret_cast<const V *>(reinterpret_cast<const char *>(query) + rows.bytes_of_query());
     }
 
-    // Converts int32 to int64, or 16-bit floats to another E. count must be a multiple of LANES. Returns false for others.
+    // Converts int32 to int64, or 16-bit floats to another E. count: a multiple of LANES. Returns false for other dtypes.
     template <class E> static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, E *to) {
         const auto widen = [&](auto *elements) {
             for (int64_t i = 0; i < count; i += LANES) store<E, LANES>(to + i, load<E, LANES>(elements + i));

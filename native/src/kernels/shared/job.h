@@ -13,7 +13,7 @@ struct Job {
     const Plan &plan;
     // The packed levels of the current head, or null. With heads_together: the widened rows of the current batch, or null.
     const char *packed_value = nullptr;
-    char *partial_sums = nullptr;   // PartialSums of the gradient of reference points or projections; null if it is not wanted
+    char *partial_sums = nullptr;   // PartialSums for the gradient of reference points or projections; null if it is not wanted
     char *softmax_totals = nullptr; // SoftmaxTotals, in the backward of deformable_aggregation_with_logits
 };
 

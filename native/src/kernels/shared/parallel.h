@@ -54,8 +54,9 @@ struct Nothing {};
 
 // The state that the threads of a loop share. A unit is a chunk or an item. Threads take units one by one: stage by stage, and
 // in a stage the chunks before the items. Before a chunk, a thread waits until all earlier stages are done. Before an item, it
-// waits also for the chunks of that stage. Running threads took these units before, so no thread waits forever, for any number
-// of threads and even if bodies run one after the other. If Begin is Nothing, there are no chunks, and no thread waits.
+// waits also for the chunks of that stage. The units that it waits for were taken earlier, by threads that are already running.
+// So the loop ends for any number of threads, even if bodies run one after the other. If Begin is Nothing, there are no chunks,
+// and no thread waits.
 template <class Worker, class Args, class Begin> struct Loop {
     int64_t stages, per_stage;
     const Args &args;

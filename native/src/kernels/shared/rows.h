@@ -227,7 +227,7 @@ template <class T, int N, int K> MXD_INLINE void read_factors(const T *g, Vec<T,
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
 }
-// Multiplies a row by factors and adds its vectors. The sum over the lanes of the result is the dot product.
+// Multiplies a row by factors, and adds the vectors of products. The sum over the lanes of the result is the dot product.
 template <class V, class T, int N, int K> MXD_INLINE Vec<T, N> multiply_row(const V *row, const Vec<T, N> (&factor)[K]) {
     Vec<T, N> products = factor[0] * load<T, N>(row);
     MXD_UNROLL
@@ -316,7 +316,7 @@ struct OtherRows {
 
     MXD_INLINE int64_t of(int64_t address) const { return address == zero_row ? zero_row : address + distance; }
 };
-// As OtherRows, but value and its gradient each have a zero row, at the same distance as the other rows.
+// Does the same if value and its gradient have a zero row each. The two zero rows have the same distance as other rows.
 struct SameDistance {
     int64_t distance;
 
@@ -324,7 +324,8 @@ struct SameDistance {
 };
 
 // Computes one piece of dots and of scatter_add, ROWS rows at a time. It reads ROWS rows of value before it adds to a row of
-// the gradient: a load waits for an earlier store whose address has the same low bits, as rows of both tensors may.
+// the gradient: a load waits for an earlier store to an address with the same low bits, and the two rows may have such
+// addresses.
 template <class T, int N, int K, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, Others others,
                                            int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {

@@ -12,7 +12,7 @@ template <class T> using IntLanes = Vec<Int<T>, LANES>;
 typedef Vec<int64_t, LANES> AddressLanes;
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-// Samples of one query and head, rounded up to whole vectors.
+// Returns the number of samples of one query and head, rounded up to whole vectors.
 inline int64_t padded_samples(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
 
 // The maps of N samples. The arrays are in one struct, so that one register addresses all of them.
@@ -103,7 +103,7 @@ template <class T, class Real> MXD_INLINE Real pixel_of(Real location, Real size
 template <class Real> MXD_INLINE auto is_inside(Real x, Real y) { return (x > 0) & (x < 1) & (y > 0) & (y < 1); }
 
 // Returns the bilinear coefficient of corner k. Bit 0 of k selects the right column, bit 1 the lower row. `right` and `below`
-// are the distances of the sample from corner 0, lw and lh.
+// are the distances of the sample from corner 0 (lw and lh in mmcv).
 template <class Real> MXD_INLINE Real corner_coefficient(int k, Real right, Real below) {
     return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below);
 }
@@ -165,7 +165,7 @@ template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
     return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
 }
 
-// As entry_of, without divisions; i must be a multiple of ROWS.
+// Returns entry_of(i, k), without divisions. i must be a multiple of ROWS.
 template <int CORNERS> MXD_INLINE int64_t first_entry_of(int64_t i, int k) { return i * CORNERS + k * ROWS; }
 
 // Writes the entries of corner k of samples i..i+LANES-1 to a list, where i is a multiple of ROWS.

@@ -68,7 +68,7 @@ template <class To, class From> MXD_INLINE To bits_as(From from) {
 }
 
 template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) {
-    // GCC 12 widens the two halves separately, so we use intrinsics. It warns of intrinsics without maskz.
+    // GCC 12 widens the two halves separately, so we use intrinsics: those with maskz, because GCC 12 warns of others.
 #if defined(__AVX512F__)
     if constexpr (same_type<To, int64_t> && same_type<From, Vec<int32_t, 8>>)
         return (Vec<int64_t, 8>)_mm512_maskz_cvtepi32_epi64(0xff, (__m256i)from);
