@@ -45,7 +45,7 @@ class OverExtension(ExactForm):
         return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.foreign
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether operators take the call. They sum points, and have no other method."""
+        """Return whether the operators take the call. Pooling operators sum points, and have no other method."""
         if self.foreign.operator != POOL:
             return True
         named = dict(zip(self.foreign.words.split(), arguments.values(), strict=True))
