@@ -215,7 +215,7 @@ class _Checker:
             outputs = self.run(self.path, fed)
         except Failed as failed:
             return [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
-        arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # sequences are lists
+        arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # without outputs that are sequences
         near_by_name = {name: [outputs[name] for outputs in near] for name in arrays}
         return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), finite.get(n)) for n in arrays]
 
