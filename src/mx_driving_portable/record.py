@@ -1,6 +1,6 @@
 """Record calls of sampling operators and of bev_pool_v3 where they run. `mx-driving replay` judges them on any other machine.
 
-This file needs torch and nothing else of ours, so that it can be copied to a machine with a device:
+This file needs torch and no other file of ours, so that it can be copied to a machine with a device:
 
     python record.py --out calls program.py its arguments
     python -m mx_driving_portable.record --out calls program.py its arguments
@@ -10,13 +10,13 @@ or, around a part of a program that runs already:
     with record.recording("calls", every=101):
         train()
 
-Copy every `every`-th call of each function to the host and write it: inputs, output and, if backward() runs, the gradients.
-The recorder adds nothing to the autograd graph, so results stay the same. It counts the calls that it cannot record, and
+The recorder copies every `every`-th call of each function to the host and writes it: inputs, output and, if backward() runs,
+the gradients. It adds nothing to the autograd graph, so results stay the same. It counts the calls that it cannot record, and
 prints the reason. A full disk ends the recording, not the program. Code under torch.compile runs compiled, and is not recorded.
 A process that the program starts is recorded if it calls `recording` itself.
 
-Written for Python 3.8 and later. The first wrapped function imports torch, because the import has effects: a program may set
-OMP_NUM_THREADS before its own import.
+Written for Python 3.8 and later. torch is imported only when the first function is wrapped, because the import has effects: a
+program may set OMP_NUM_THREADS before it imports torch itself.
 """
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ class _WrappedFunction:
         self.name, self.entry = name, entry
         self.number = itertools.count()  # next() of an itertools.count is atomic
         self.num_calls = self.num_recorded = 0
-        self.num_lost, self.last_reason = 0, ""  # calls and gradients that could not be recorded, and the last reason
+        # num_lost counts calls and gradients that could not be recorded. last_reason says why the last of them could not.
+        self.num_lost, self.last_reason = 0, ""
 
     @contextlib.contextmanager
     def counting_losses(self) -> Iterator[None]:
@@ -469,7 +470,8 @@ class Recorder:
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
         self._process = os.getpid()
-        self.num_bytes, self.reserved = 0, 0  # bytes written; bytes written or reserved for gradients
+        # num_bytes counts the bytes written; reserved adds the bytes of gradients that may follow.
+        self.num_bytes, self.reserved = 0, 0
         self.why = ""  # the reason why sampling has ended
         self.failed = self._stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()

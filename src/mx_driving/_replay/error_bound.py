@@ -52,14 +52,14 @@ class ErrorBound:
     def error(
         self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
     ) -> Tensor:
-        """Return the difference of each entry from `expected`, the truth or a suspected result, in units of the allowed error.
-        The difference is infinite if one entry is finite and the other entry is not.
+        """Return |got - expected| of each entry, in units of the allowed error; infinite if only one of the two is finite.
+        `expected` is the truth, or the result that a suspected mistake would give.
 
         Args:
             compute: the dtype of the sums; by default the operator's: float64 if an input is float64, else float32.
             queries: the queries of `got` and `expected`; None for all.
         """
-        extent = self._extent if compute is None else 0  # sums tried in 16 bits have exact positions
+        extent = self._extent if compute is None else 0  # A caller that tries sums in 16 bits takes positions as exact.
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))

@@ -17,7 +17,7 @@ from .._operator.description import OPERATORS
 from .._show import print_json
 from .options import Json
 
-LABELS = {"native": "native C++", "triton": "Triton", "reference": "reference"}  # of the backends that `choose` returns
+LABELS = {"native": "native C++", "triton": "Triton", "reference": "reference"}  # backend that `choose` returns -> its label
 PACKAGES = (__distribution__, "torch", "numpy", "triton", "onnx", "onnxruntime", "transformers")
 
 

@@ -142,7 +142,7 @@ def _name_layer() -> str:
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Turn torch.compile off. Under a dispatch mode, it would skip or split functions, and keep to that after the block."""
+    """Turn torch.compile off. Under a dispatch mode, it would skip or split functions, and do so even after the block."""
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
     try:
