@@ -1,4 +1,4 @@
-"""The forms in which libraries write an attention module around a sampling core, each over the operator with logits.
+"""The forms in which libraries write an attention module around a sampling core. Each form calls the operator with logits.
 
 A form calls a module's linear layers as the module's own code calls them, so hooks, adapters and quantised layers keep working.
 The operator computes the softmax and the locations.
@@ -208,7 +208,7 @@ def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Ten
 
 
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
-    """Call the operator. Expand the reference points first: some libraries pass one for all batches or queries."""
+    """Call the operator. Expand the reference points first: some libraries pass the same ones for all batches or queries."""
     reference = reference.expand(*offsets.shape[:2], -1, -1)
     if torch.is_grad_enabled():  # The modules' own code does not save the reference, so a caller may write to it.
         reference = reference.clone()

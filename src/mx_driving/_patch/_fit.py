@@ -24,7 +24,7 @@ class Fit:
 
     Attributes:
         owner: the class of the layer. Subclasses with the same methods are served, too.
-        flags: attributes of the layer that its code reads beside sizes and linear layers -> the values that the form serves.
+        flags: attributes of the layer that its code reads, except sizes and linear layers -> the values that the form serves.
         options: parameters without a role -> the values that the form serves.
         holders: attributes of the layer that hold its core.
         cores: the functions and classes that these attributes may hold.

@@ -69,8 +69,8 @@ class Form:
 
     kind: str
     reads_all: bool  # whether the form gets arguments that the original's code does not read
-    needs: frozenset[str] = frozenset()  # roles that parameters must have
-    roles: frozenset[str] = frozenset()  # roles that parameters which the code reads may have
+    needs: frozenset[str] = frozenset()  # roles that parameters must fill
+    roles: frozenset[str] = frozenset()  # roles that are allowed for the parameters that the code reads
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         """Return whether a function or class of this kind, name and parameters may be written in this form."""

@@ -23,7 +23,7 @@ class Known(NamedTuple):
         form: the name of the form.
         seen: project, version or commit, and class or function.
         difference: the largest difference of outputs and gradients in float64.
-        flags: the layer's attributes that the code reads, but for sizes and layers -> the values that the form serves.
+        flags: attributes of the layer that the code reads, except sizes and linear layers -> the values that the form serves.
         options: parameters without a role that the code reads -> the values that the form serves.
         widths: last sides of the reference points that the code takes.
         masked: whether the code takes a mask.

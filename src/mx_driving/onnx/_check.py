@@ -205,7 +205,7 @@ class _Checker:
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, finite: Arrays) -> list[_outputs.Output]:
-        """Judge the whole file's outputs. `others` has outputs with finite locations in place of NaN and infinity."""
+        """Judge the whole file's outputs. `finite` has outputs with finite locations in place of NaN and infinity."""
         eps = torch.finfo(self.precision).eps if self.precision else 0.0
         near = []
         for moved in _outputs.change_by_ulps(self.file.model, fed, eps):

@@ -39,7 +39,7 @@ class Match:
         inputs: role -> tensor. These tensors are the inputs of the match's file.
         tables: name -> tensor of sizes, or index table. These tensors are constants in the match's file.
         nodes: the names of the nodes.
-        part: the model that `write` writes to the match's file.
+        part: the model that `write_match` writes to the match's file.
         source: the sampling or the node.
     """
 
