@@ -661,7 +661,7 @@ class Recorder:
         """Write the gradients of a call. This runs during the program's backward."""
         if call.stem:
             self._write(f"{call.stem}-gradients", call.about, _copy_to_host(gradients))
-        elif self._copy_inputs_of_first_nan(call, gradients):  # the first NaN is a gradient's
+        elif self._copy_inputs_of_first_nan(call, gradients):  # the first NaN is in a gradient
             self._write_call(call, gradients)
 
     def _write_call(self, call: _OpenCall, results: dict[str, Tensor]) -> None:
@@ -735,7 +735,7 @@ def _find_program(module: str) -> Any:
 
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # the parent package is missing; an empty name
+    except (ImportError, ValueError):  # ImportError: there is no parent package. ValueError: the name is empty.
         return None
     return _find_program(f"{module}.__main__") if spec and spec.submodule_search_locations is not None else spec
 
@@ -745,7 +745,7 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     import pkgutil
 
     path, spec = os.path.join(os.getcwd(), program), None
-    importer: Any = None if module else pkgutil.get_importer(path)  # of a folder or a zip application; None for a file
+    importer: Any = None if module else pkgutil.get_importer(path)  # It imports a folder or a zip application; None for a file.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(path))
     if module or importer:

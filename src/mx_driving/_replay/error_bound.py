@@ -14,7 +14,7 @@ from .calls import RecordedCall
 from .compute import compute
 
 _DRAWS = 4  # two draws of the same rounding errors may differ by this factor
-_LATTICE = 16  # ulps; a position this close to a pixel centre may be on its other side in float32
+_LATTICE = 16  # ulps; a position this close to a pixel centre may be on the centre's other side in float32
 
 
 def _count_terms(call: RecordedCall) -> dict[str, int]:
@@ -27,10 +27,13 @@ def _count_terms(call: RecordedCall) -> dict[str, int]:
 
 
 class ErrorBound:
-    """The float64 results of a call, and the device's errors in units of the allowed error. An entry is wrong if its error is
-    more than one unit. The allowed error is relative to the largest entry, because the largest sum of absolute terms is at
-    least as large. The gradient of a location is a difference; its allowed error is relative to its terms: size of the map *
-    weight * gradient of the weight. If all entries cancel, the allowed error is a multiple of float32's own error."""
+    """The float64 results of a call, and the device's errors in units of the allowed error.
+
+    An entry is wrong if its error is more than one unit. The allowed error is relative to the largest entry, because rounding
+    errors grow with the sum of an entry's absolute terms, and the largest of these sums is at least as large as any entry. The
+    gradient of a location is a difference. Its allowed error is relative to the terms of the difference: size of the map *
+    weight * gradient of the weight. If all entries cancel, the allowed error is a multiple of float32's own error.
+    """
 
     def __init__(self, call: RecordedCall) -> None:
         self.call = call

@@ -30,7 +30,7 @@ def _find_version(package: str) -> str | None:
 
 
 def _collect() -> dict[str, Any]:
-    """Return the facts that `--json` prints. Only `torch.__version__` has the version of CUDA."""
+    """Return the facts that `--json` prints. Only `torch.__version__` also names the version of CUDA."""
     versions = {package: _find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
     return {
         "versions": {"python": platform.python_version(), **versions},

@@ -179,7 +179,7 @@ def _check_looks(name: str, entry: Any) -> tuple[Look, ...]:
 
 
 def _check_levels(calls: Sequence[SampledCall], cameras: Sequence[_pictures.Camera]) -> None:
-    """Check that every call has as many levels as a camera has pictures of levels."""
+    """Check that a camera with a picture for each level has as many pictures as each call has levels."""
     for camera in cameras:
         for call in calls:
             if camera.apart and len(camera.pictures) != call.sizes[1]:
