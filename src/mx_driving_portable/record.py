@@ -1,6 +1,6 @@
 """Record calls of sampling operators and of bev_pool_v3 where they run. `mx-driving replay` judges them on any other machine.
 
-This file needs torch and nothing else of ours, so that it can be copied to a machine with a device:
+This file needs torch and no other file of ours, so that it can be copied to a machine with a device:
 
     python record.py --out calls program.py its arguments
     python -m mx_driving_portable.record --out calls program.py its arguments
@@ -10,13 +10,13 @@ or, around a part of a program that runs already:
     with record.recording("calls", every=101):
         train()
 
-Copy every `every`-th call of each function to the host and write it: inputs, output and, if backward() runs, the gradients.
-The recorder adds nothing to the autograd graph, so results stay the same. It counts the calls that it cannot record, and
+The recorder copies every `every`-th call of each function to the host and writes it: inputs, output and, if backward() runs,
+the gradients. It adds nothing to the autograd graph, so results stay the same. It counts the calls that it cannot record, and
 prints the reason. A full disk ends the recording, not the program. Code under torch.compile runs compiled, and is not recorded.
 A process that the program starts is recorded if it calls `recording` itself.
 
-Written for Python 3.8 and later. The first wrapped function imports torch, because the import has effects: a program may set
-OMP_NUM_THREADS before its own import.
+Written for Python 3.8 and later. torch is imported only when the first function is wrapped, because the import has effects: a
+program may set OMP_NUM_THREADS before it imports torch itself.
 """
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ class _WrappedFunction:
         self.name, self.entry = name, entry
         self.number = itertools.count()  # next() of an itertools.count is atomic
         self.num_calls = self.num_recorded = 0
-        self.num_lost, self.last_reason = 0, ""  # calls and gradients that could not be recorded, and the last reason
+        # num_lost counts calls and gradients that could not be recorded. last_reason says why the last of them could not.
+        self.num_lost, self.last_reason = 0, ""
 
     @contextlib.contextmanager
     def counting_losses(self) -> Iterator[None]:
@@ -469,7 +470,8 @@ class Recorder:
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
         self._process = os.getpid()
-        self.num_bytes, self.reserved = 0, 0  # bytes written; bytes written or reserved for gradients
+        # num_bytes counts the bytes written; reserved adds the bytes of gradients that may follow.
+        self.num_bytes, self.reserved = 0, 0
         self.why = ""  # the reason why sampling has ended
         self.failed = self._stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
@@ -659,7 +661,7 @@ class Recorder:
         """Write the gradients of a call. This runs during the program's backward."""
         if call.stem:
             self._write(f"{call.stem}-gradients", call.about, _copy_to_host(gradients))
-        elif self._copy_inputs_of_first_nan(call, gradients):  # the first NaN is a gradient's
+        elif self._copy_inputs_of_first_nan(call, gradients):  # the first NaN is in a gradient
             self._write_call(call, gradients)
 
     def _write_call(self, call: _OpenCall, results: dict[str, Tensor]) -> None:
@@ -733,7 +735,7 @@ def _find_program(module: str) -> Any:
 
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # the parent package is missing; an empty name
+    except (ImportError, ValueError):  # ImportError: there is no parent package. ValueError: the name is empty.
         return None
     return _find_program(f"{module}.__main__") if spec and spec.submodule_search_locations is not None else spec
 
@@ -743,7 +745,7 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     import pkgutil
 
     path, spec = os.path.join(os.getcwd(), program), None
-    importer: Any = None if module else pkgutil.get_importer(path)  # of a folder or a zip application; None for a file
+    importer: Any = None if module else pkgutil.get_importer(path)  # It imports a folder or a zip application; None for a file.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(path))
     if module or importer:

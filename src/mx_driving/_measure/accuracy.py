@@ -46,7 +46,7 @@ class WorkloadErrors(NamedTuple):
 
 
 def _query_counts(workload: Workload) -> tuple[int, int]:
-    """Return (most queries of a call of the reference, queries that --quick checks). Pooling has channels for queries."""
+    """Return (most queries of a call of the reference, queries that --quick checks). Channels are the queries of pooling."""
     return (CHUNK, QUICK) if workload.description.kind != "pooling" else (CHANNELS, CHANNELS)
 
 

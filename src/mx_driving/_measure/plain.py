@@ -1,6 +1,6 @@
 """The operators as people write them in plain torch. Measurements compare with them; correctness checks do not use them.
 
-Multi-scale attention and aggregation through grid_sample, geometric attention through a gather, pooling through index_add_.
+Multi-scale attention and aggregation use grid_sample, geometric attention a gather, and pooling index_add_.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Implementations of a workload: ours, the bare operator if ours has logits, and plain torch."""
+"""The implementations that are timed on a workload: our operator and plain torch.
+
+An operator with logits is also timed beside its bare operator, which has no logits: it gets computed locations and weights.
+"""
 
 from __future__ import annotations
 

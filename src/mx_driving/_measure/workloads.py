@@ -82,7 +82,7 @@ def _make_tables(sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def _draw_attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tensor, points: int, spread: float):
-    """Draw 8 heads of 32 channels, and points normally distributed around each query's centre by `spread` pixels."""
+    """Draw 8 heads of 32 channels. Points lie around their query's centre, with a standard deviation of `spread` pixels."""
     shapes, starts = _make_tables(sizes)
     levels, queries = len(sizes), centres.shape[-2]
     value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
@@ -150,8 +150,8 @@ def _round_to_sixteen_bits(t: Tensor) -> Tensor:
 def _draw_attention_with_logits(
     generator: torch.Generator, bs: int, sizes: Sizes, reference: Tensor, points: int, spread: float, axis: str = "level"
 ) -> Args:
-    """Draw the inputs of `_draw_attention` with offsets and logits. reference: [bs, queries, levels or pillars, 2]. Keep
-    samples away from pixel centres, where the gradient of a location jumps."""
+    """Draw inputs like those of `_draw_attention`, but with offsets and logits. Keep samples away from pixel centres, where the
+    gradient of a location jumps. reference: [bs, queries, levels or pillars, 2]."""
     shapes, starts = _make_tables(sizes)
     levels, queries = len(sizes), reference.shape[1]
     value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
@@ -247,8 +247,8 @@ def _find_points_near_a_jump(
 def draw_lifted(
     generator: torch.Generator, grid: tuple[int, int], depths: int, cells: int, reach: float, channels: int
 ) -> tuple[Any, ...]:
-    """Return the points of six cameras, half a metre apart along each pixel's ray, that lie in a square of `cells` x `cells`
-    within `reach` metres. They are sorted by cell, as models have them; `grid` is (height, width) of a camera's features."""
+    """Return the points of six cameras that lie within `reach` metres, in a square of `cells` x `cells`. Points are half a
+    metre apart along each pixel's ray, and sorted by cell, as in models. `grid` is (height, width) of a camera's features."""
     projection, image_size = make_ring_of_cameras()
     frustum = calibration.frustum(tuple(image_size[0].tolist()), (grid[1], grid[0]), 1 + torch.arange(depths) / 2)
     positions, side, pixels = calibration.unproject(frustum, projection)[None], 2 * reach / cells, math.prod(grid)
@@ -284,7 +284,7 @@ def _draw_geometric_example(generator: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def _draw_aggregation_example(generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Draw 1 x 2816 x 256, one camera with one 32 x 88 map, 10 anchors x 2000 points, 8 groups."""
+    """Draw features 1 x 2816 x 256 of one camera with one 32 x 88 map, for 10 anchors x 2000 points in 8 groups."""
     features = torch.rand(1, 2816, 256, generator=generator)
     locations = torch.rand(1, 10, 2000, 1, 2, generator=generator)
     weight = torch.rand(1, 10, 2000, 1, 1, 8, generator=generator)
@@ -308,7 +308,7 @@ def _add_logits(name: str, bare: str, make: Callable[[torch.Generator], Args], *
     return Workload(f"{name}, with logits", f"{bare}_with_logits", make, constant)
 
 
-GRID = "reference_points"  # `constant` of workloads whose reference points are a fixed grid
+GRID = "reference_points"  # the `constant` input of workloads whose reference points are a fixed grid
 
 # Operators with logits. A workload has the sizes of the bare workload of the same name, without ", with logits".
 WITH_LOGITS = (

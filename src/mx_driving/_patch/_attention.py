@@ -1,4 +1,4 @@
-"""The forms in which libraries write an attention module around a sampling core, each over the operator with logits.
+"""The forms in which libraries write an attention module around a sampling core. Each form calls the operator with logits.
 
 A form calls a module's linear layers as the module's own code calls them, so hooks, adapters and quantised layers keep working.
 The operator computes the softmax and the locations.
@@ -40,7 +40,7 @@ from ._parameters import find_source
 
 LEVELS = 0  # in a shape: the number of levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that every forward of these modules names
-# Attributes that every attention form reads as modules do, or that change no number.
+# Attributes without a check: every attention form reads them as the modules do, or they change no number.
 READ = LINEAR_LAYERS | {
     *("n_heads", "num_heads", "n_levels", "num_levels", "n_points", "num_points", "batch_first", "im2col_step"),
     *("d_model", "embed_dims", "embed_dim", "hidden_size", "head_dim", "ratio", "value_proj", "output_proj"),
@@ -58,16 +58,16 @@ class Attention(Form):
     """One way to write an attention module.
 
     Attributes:
-        sample: samples, and returns the output before its projection.
+        sample: the function that samples. Its output is not projected yet.
         keeps: whether the mask is True for keys that count, instead of for hidden keys.
         weights: whether forward returns its weights, too.
-        residual: whether forward applies dropout to its output, and adds `identity` or else the query.
+        residual: whether forward applies dropout to its output, and adds `identity`, or the query if there is no identity.
         references: last sides of the reference points.
-        uneven: arguments of the constructor that are the numbers of points of each level.
-        queue: batches of memory for each batch of queries.
+        uneven: arguments of the constructor that list the number of points of each level.
+        queue: how many batches of value there are for each batch of queries.
         reads: attributes of the layer that the form reads, in addition to `READ`.
         mark: a name in the code of such a forward, to choose which form to suggest.
-        layout: of memory. In all layouts but ROWS memory has an axis of heads already.
+        layout: how value lies in memory. In all layouts but ROWS, value already has an axis of heads.
     """
 
     sample: Callable[[Any, Arguments], Sampled]
@@ -91,7 +91,7 @@ class Attention(Form):
     )
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        # Some libraries multiply values by a mask of any numbers, and some use the fractions of floating tables.
+        # Refuse a mask of numbers, by which some libraries multiply values, and a table of floats, whose fractions some use.
         mask, tables = arguments.get("mask"), (arguments.get("shapes"), arguments.get("starts"))
         is_mask = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
         if not is_mask or not all(is_table(t) for t in tables if isinstance(t, Tensor)):
@@ -106,7 +106,7 @@ class Attention(Form):
 
     def _takes(self, module: Any, count: int, last: int) -> bool:
         """Return whether the form takes these last sides of the reference points."""
-        if self.sample is _sample_pillars:  # There may be any number of heights that divides the number of points.
+        if self.sample is _sample_pillars:  # Any number of heights that divides the number of points will do.
             return last == 2 and _get_levels_and_points(module)[1] % max(count, 1) == 0
         sides = [(get_levels(module) if number == LEVELS else number, width) for number, width in self.references]
         return (count, last) in sides
@@ -140,7 +140,7 @@ class Attention(Form):
         return not getattr(module, "batch_first", True) and self.sample is not _sample_trajectories
 
     def reads_points_of(self, module: Any) -> bool:
-        """Return whether the module has a number of points for each level and the form reads one, or neither does."""
+        """Return whether module and form agree: each level has its own number of points, or all levels have the same."""
         return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
 
 
@@ -208,7 +208,7 @@ def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Ten
 
 
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
-    """Call the operator. Expand the reference points first: some libraries pass one for all batches or queries."""
+    """Call the operator. Expand the reference points first: some libraries pass the same ones for all batches or queries."""
     reference = reference.expand(*offsets.shape[:2], -1, -1)
     if torch.is_grad_enabled():  # The modules' own code does not save the reference, so a caller may write to it.
         reference = reference.clone()
@@ -217,7 +217,8 @@ def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logi
 
 def _sample_evenly(module: Any, arguments: Arguments, axis: str = "level") -> Sampled:
     """Sample the same number of points on each level, as nearly all libraries do."""
-    sides, inputs = _get_levels_and_points(module), _make_inputs(module, arguments)  # Call layers in this order, for dropout.
+    # Call the layers in the module's own order, so that dropout in a layer draws the same random numbers.
+    sides, inputs = _get_levels_and_points(module), _make_inputs(module, arguments)
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), *sides, 2))
     logits = module.attention_weights(arguments["query"]).unflatten(-1, (get_heads(module), -1))
     return _sample(inputs, arguments["reference"], offsets, logits, axis), logits, sides
@@ -231,16 +232,16 @@ def _sample_pillars(module: Any, arguments: Arguments) -> Sampled:
 def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
     """Sample as RT-DETR v2, D-FINE and DEIM: each level has its own number of points, and the reference is a box.
 
-    A level with more points than another is listed several times. The operator divides a box by twice the points of one list
-    entry. These modules multiply the box by offset_scale, and divide it by the level's number of points. Most of them have a
-    buffer with the inverses of these numbers.
+    A level with more points than another is listed several times. The operator divides the box by twice the points of one
+    entry of this list. These modules multiply the box by offset_scale, and divide it by all points of the level. Most of them
+    have a buffer with the inverse of each level's number of points.
     """
     counts = _get_counts(module)
     points, order = math.gcd(*counts), repeat_levels(counts)
     value, shapes, starts = _make_inputs(module, arguments)
     value = value if hasattr(module, "value_proj") else put_keys_last(value)
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), len(order), points, 2))
-    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX has the number in its code.
+    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX has the scale in its code.
     inverses = getattr(module, "num_points_scale", getattr(module, "n_points_scale", None))
     if inverses is not None:
         offsets = offsets * (inverses.to(offsets) * factor).view(-1, points, 1)
@@ -252,7 +253,7 @@ def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
 
 
 def _sample_two_maps(module: Any, arguments: Arguments) -> Sampled:
-    """Sample as BEVFormer's TemporalSelfAttention: the mean of an earlier map and the queries' own."""
+    """Sample as BEVFormer's TemporalSelfAttention: the mean of samples of an earlier map and of the queries' own map."""
     query, maps = arguments["query"], module.num_bev_queue
     sides, both = (get_heads(module), maps), torch.cat([arguments["value"][: len(query)], query], -1)
     inputs = _make_inputs(module, arguments)
@@ -282,7 +283,7 @@ def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
 
 
 def _has_levels_apart(module: Any, value: Any) -> bool:
-    """Return whether value is a list of levels. For deployment LibreYOLO's GTR merges linear layers and levels."""
+    """Return whether value is a list of levels. LibreYOLO's GTR merges its levels and its linear layers for deployment."""
     by_level = isinstance(value, (list, tuple)) and all(level.dim() == 4 for level in value)
     return by_level and not getattr(module, "_fused_offset_weight", False)
 
@@ -292,7 +293,7 @@ _CONFIGURED = frozenset(("decoder_n_points",))
 _TRAJECTORIES = frozenset(("query", "value", "trajectories", "boxes"))
 _COUNTED = frozenset(("num_points_list", "n_points_list", "num_points_scale", "n_points_scale", "offset_scale", "total_points"))
 _DROPOUT = frozenset(("dropout",))
-# With points instead of a box these modules run for few shapes, by accidental broadcasting.
+# References are boxes: with points, these modules run for few shapes only, by accidental broadcasting.
 _UNEVEN: dict[str, Any] = {
     "sample": _sample_unevenly,
     "mark": "num_points_list",

@@ -25,12 +25,13 @@ import torch
 from ._parameters import find_source, list_code, read_names, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
-# A test that calls no other functions has no effect, so a branch on such a test that only raises may be dropped.
+# A test that calls only these functions has no effect. So a branch that only raises after such a test may be dropped.
 _HARMLESS = {"size", "sum", "dim", "len", "isinstance", "numel", "prod", "item", "all", "any", "type", "format"}
+# functions that an assert may call in addition
 _ASSERTED = {"set", "list", "sorted", "min", "max", "hasattr", "allclose", "equal", "isfinite", "is_floating_point", "issubset"}
 _WORDS = {"print", "warn", "torch_compilable_check"}  # functions that only print or check
 _KNOWN_PACKAGES = {"torch", "math", "numpy", "typing", "builtins", "torchvision", "functools", "itertools", "warnings"}
-_STATEMENT = re.compile(r"[^\s#)\]}]")  # the first character of a statement at the top of a file
+_STATEMENT = re.compile(r"[^\s#)\]}]")  # the first character of a statement at the top level of a file
 _DEFINES = ("@", "def ", "class ", "async ")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _ABSENT = object()
@@ -48,7 +49,7 @@ class Code:
         key: equal for equal code.
         cores: the sampling cores that the code calls. They are not read.
         functions: the functions that were read -> the path to them, such as "calls helper, which ", and the syntax tree.
-        values: global names that stand for no function, and for nothing of a known library -> the path to them.
+        values: global names that stand neither for a function nor for a member of a known library -> the path to them.
         builtins: names of builtins -> the path to them.
         attributes: names of the layer's attributes that the code reads, without methods.
         methods: names of the layer's methods that the code calls.
@@ -154,7 +155,7 @@ class Reader:
 
 
 class _File:
-    """A Python file's syntax trees. A definition at the top of the file is parsed only if it is asked for, to save time."""
+    """A Python file's syntax trees. To save time, a definition at the top level is parsed only if it is asked for."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lines = name, linecache.getlines(name)
@@ -174,7 +175,7 @@ class _File:
     def _parse(self, line: int) -> tuple[ast.Module, list[types.CodeType]]:
         """Return the tree and the compiled functions of the definition that has a line.
 
-        The tree also has the statements at the top of the file that define nothing: imports change how calls are compiled.
+        The tree also has the top-level statements that define nothing, because imports change how calls are compiled.
         """
         start = next((a for a, b in self._blocks if a <= line < b), 0)
         if start not in self._parsed:
@@ -204,7 +205,7 @@ def _parse(text: str) -> ast.Module | None:
 
 
 def _list_statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Return the statements at the top of a file, also those in `try` and `if`."""
+    """Return the statements at the top level of a file, also those in `try` and `if`."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, (ast.stmt, ast.excepthandler)) and not isinstance(child, _DEFINITIONS):
             yield child
@@ -246,7 +247,10 @@ def is_of_known_library(value: Any) -> bool:
 
 
 class _Text:
-    """Writes a syntax tree as lists, without docstrings, checks, empty fields and the fields of some Python versions.
+    """Writes a syntax tree as nested lists.
+
+    Drops docstrings, annotations, statements that only check or print, empty fields, and fields that only some Python versions
+    have.
 
     Attributes:
         names: the names that are loaded.

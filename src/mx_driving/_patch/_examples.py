@@ -31,8 +31,8 @@ class Sizes:
     levels: int
     counts: tuple[int, ...]  # points of each level, for code whose levels have different numbers of points
     points: int
-    maps: tuple[tuple[int, int], ...]  # more than there are levels, for classes of fixed sizes
-    spread: float  # of parameters, and with them of offsets and logits
+    maps: tuple[tuple[int, int], ...]  # (H, W); more maps than levels, for classes that fix their levels
+    spread: float  # scale of a module's parameters, so also of its offsets and logits; scale of a core's value and weights
 
     @property
     def width(self) -> int:
@@ -90,7 +90,7 @@ def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Ex
     elif getattr(form, "example", None) is not None:
         yield Example([dict(zip(map(find_role, form.parameters), form.example(), strict=True))])
     else:
-        core = form if isinstance(form, Core) else CORES["layer"]  # whose arguments an autograd function has
+        core = form if isinstance(form, Core) else CORES["layer"]  # An autograd function has its arguments.
         for sizes in SIZES_OF_CORES:
             yield from _make_core_calls(core, sizes)
 
@@ -125,7 +125,8 @@ def make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
 def _make_module_calls(form: Attention, module: Any, parameters: Parameters, maps: Sequence[Any]) -> Iterator[Example]:
     """Return calls with a value and a mask, with a value alone, and with the needed arguments alone, for each reference width.
 
-    Some references lie outside. A module that reads its own query has as many queries as keys, and so have some others.
+    Some references lie outside the maps. A module that reads its own query must have as many queries as keys, and some others
+    must, too.
     """
     rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), _get_width(form, module)
     batches = SMALL.batches

@@ -1,7 +1,7 @@
 """Autograd functions over compiled extensions: a form for each entry of the table of foreign functions.
 
-A compiled file for CUDA that is given memory of a CPU may end the process, so such a function cannot be tried. Either its code
-is known, or `patch` checks its name, its parameters, and the compiled function that its forward calls, with the module's name.
+A compiled file for CUDA may end the process if it gets memory of a CPU, so such a function cannot be tried. Either its code is
+known, or `patch` checks its name, its parameters, and the name and module of the compiled function that its forward calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OverExtension(ExactForm):
         return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.foreign
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether operators take the call. They sum points, and have no other method."""
+        """Return whether the operators take the call. Pooling operators sum points, and have no other method."""
         if self.foreign.operator != POOL:
             return True
         named = dict(zip(self.foreign.words.split(), arguments.values(), strict=True))

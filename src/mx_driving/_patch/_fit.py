@@ -24,14 +24,14 @@ class Fit:
 
     Attributes:
         owner: the class of the layer. Subclasses with the same methods are served, too.
-        flags: attributes of the layer that its code reads beside sizes and linear layers -> the values that the form serves.
+        flags: attributes of the layer that its code reads, except sizes and linear layers -> the values that the form serves.
         options: parameters without a role -> the values that the form serves.
         holders: attributes of the layer that hold its core.
         cores: the functions and classes that these attributes may hold.
         methods: names of the layer's methods that its forward calls.
         widths: last sides of the reference points that the form serves.
         masked: whether the form serves a mask.
-        starts: whether the code reads level_start_index. Plain torch takes the levels one after the other.
+        starts: whether the code reads level_start_index. A core in plain torch takes the levels one after the other.
     """
 
     form: Form
@@ -133,7 +133,7 @@ def _is_exported_by_tracing() -> bool:
 
 
 def _select_names(fit: Fit, parameters: Parameters) -> list[str]:
-    """Return the parameters that a form gets: those that the code reads, and tables, because to make tables takes time."""
+    """Return the parameters that a form gets: those that the code reads, and the table of shapes, which takes time to make."""
     names = parameters.all if fit.form.reads_all else parameters.read
     tables = [name for name in parameters.all if find_role(name) == "shapes"] if fit.form.kind != FUNCTION else []
     names = [name for name in parameters.all if name in names or name in tables]

@@ -69,16 +69,16 @@ class Form:
 
     kind: str
     reads_all: bool  # whether the form gets arguments that the original's code does not read
-    needs: frozenset[str] = frozenset()  # roles that parameters must have
-    roles: frozenset[str] = frozenset()  # roles that parameters which the code reads may have
+    needs: frozenset[str] = frozenset()  # roles that parameters must fill
+    roles: frozenset[str] = frozenset()  # roles that are allowed for the parameters that the code reads
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         """Return whether a function or class of this kind, name and parameters may be written in this form."""
         return kind == self.kind and self._has(parameters)
 
     def _has(self, parameters: Parameters) -> bool:
-        """Return whether there are all roles that the form needs, no two parameters of one role, and no parameter that the form
-        does not know and that a call must give."""
+        """Return whether all roles that the form needs are there, and whether it can serve the parameters that the code reads:
+        each has a role of the form or a plain default, and no two have the same role."""
         read = parameters.read
         is_known = all(find_role(name) in self.roles or parameters.has_option(name) for name in read)
         return is_known and self.needs <= collect_roles(parameters.all) and len(collect_roles(read)) == len(read)
@@ -160,7 +160,8 @@ class _KeysLast(torch.autograd.Function):
 class ValueLayout:
     """How a core's value lies in memory. Our value is [bs, num_keys, num_heads, channels].
 
-    `ours` takes their value and the number of heads. `theirs` takes our value and the levels' (H, W), for a trial.
+    `ours` converts a value from this layout to ours; it takes the value and the number of heads. `theirs` converts our value to
+    this layout, for a trial; it takes the value and the (H, W) of each level.
     """
 
     ours: Callable[[Any, int], Tensor]
@@ -211,7 +212,8 @@ IMAGES = ValueLayout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each 
     lambda value, heads: _join([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _split_images
 )
 LAYOUTS = {"rows": ROWS, "keys_last": KEYS_LAST, "by_level": BY_LEVEL, "images": IMAGES}
-SPLIT, _MERGED = 6, 5  # axes of sampling_locations: levels and points have one each, or share one
+# The number of axes of sampling_locations. SPLIT: levels and points have an axis each. _MERGED: they share one.
+SPLIT, _MERGED = 6, 5
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Core(Form):
     """One way to write a core, which is a function or a layer without parameters.
 
     Attributes:
-        layout: of value.
+        layout: how value lies in memory.
         axes: the numbers of axes that sampling_locations may have.
         methods: "discrete" is RT-DETR v2's method: the nearest pixel, clamped to the border.
         pixels: whether locations are whole pixels, like MapTR's.
@@ -239,14 +241,14 @@ class Core(Form):
 
     @property
     def uneven(self) -> bool:
-        """Whether a level has its own number of points."""
+        """Whether each level has its own number of points."""
         return "counts" in self.needs
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         locations, starts = arguments["locations"], arguments.get("starts")
         known = arguments.get("value_shape", "default") == "default" and arguments.get("method", "default") in self.methods
         known = known and (starts is None or is_table(starts))
-        # MapTR's code rounds fractions, and its compiled kernel truncates them.
+        # Refuse fractions of pixels: MapTR's code in plain torch rounds them, but its compiled kernel truncates them.
         whole = not self.pixels or not locations.is_floating_point()
         return (
             known
@@ -266,7 +268,7 @@ class Core(Form):
         locations = arguments["locations"]
         value = self.layout.ours(arguments["value"], locations.shape[2])
         shapes, starts = read_tables(arguments, value.device, self.kind == FUNCTION)
-        if self.uneven:  # List a level with more points than another several times: levels may overlap.
+        if self.uneven:  # List a level with more points than another several times: the operator lets levels overlap.
             value, order = put_keys_last(value), repeat_levels(arguments["counts"])
             shapes, starts = shapes[order], starts[order]
         if locations.dim() == _MERGED:

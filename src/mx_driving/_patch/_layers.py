@@ -15,7 +15,8 @@ from ._parameters import collect_words, find_source, list_attributes, unwrap
 from ._search import is_core
 
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
-_DEPTH = 4  # functions between a layer's forward and a core: mmcv's have two
+# How many functions deep the search goes, the layer's forward included. mmcv's layers have two between forward and core.
+_DEPTH = 4
 
 
 def find_layers(model: torch.nn.Module, is_replaced: Callable[[Any], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -46,7 +47,7 @@ def _select_called(cores: list[Any], module: torch.nn.Module) -> list[Any]:
 def list_cores(kind: type, attributes: Mapping[str, Any] | None = None) -> list[Any]:
     """Return the cores that the forward and the constructor of a class name, without the code of inner layers.
 
-    The search reads bytecode, so it also serves classes whose code has no key. `attributes` are those of an instance.
+    The search reads bytecode, so it also serves classes whose code has no key. `attributes` has those of an instance.
     """
     cores: list[Any] = []
     seen: set[int] = set()
@@ -72,7 +73,7 @@ def _list_named(function: Any, kind: type, attributes: Mapping[str, Any]) -> Ite
 
 
 def _resolve(member: Any) -> Any:
-    """Return the function of a functools.partial, the class of a layer, and the class of an autograd function's `apply`."""
+    """Return the function of a functools.partial, the class of a layer, or the class of an autograd function's `apply`."""
     while isinstance(member, functools.partial):
         member = member.func
     if isinstance(member, torch.nn.Module):

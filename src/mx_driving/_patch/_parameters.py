@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-STAND_IN = "mx_driving.patch"  # the file name of code that calls an operator in place of a function's own
+STAND_IN = "mx_driving.patch"  # the file name of code that calls an operator instead of a function's own code
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that read arguments whose names are not in the bytecode
 Binder = Callable[[tuple[Any, ...], Mapping[str, Any]], "dict[str, Any] | None"]
@@ -26,7 +26,7 @@ def unwrap(function: Any) -> Any:
 
 
 def find_source(function: Any) -> Any:
-    """Return the function below its decorators. Of a function that `patch` has changed, return a copy with the own code."""
+    """Return the function below its decorators. If `patch` has changed it, return a copy that has its own code."""
     return inspect.unwrap(unwrap(function))
 
 
@@ -41,7 +41,7 @@ class Parameters:
     Attributes:
         names: the parameters that a caller may give by position.
         keyword_only: the parameters that a caller gives by name alone.
-        all: both.
+        all: names and keyword_only.
         variadic: *args and **kwargs, with their stars.
         defaults: name -> default.
     """
@@ -75,9 +75,9 @@ class Parameters:
         return f"({', '.join([*self.names, *more, *self.keyword_only, *words])})"
 
     def binder(self, roles: Mapping[str, str]) -> Binder:
-        """Return a function that takes the arguments of a call, and returns those with a role, by role.
+        """Return a function that takes the arguments of a call, and returns those that `roles` names, by role.
 
-        It returns None if the call has arguments in *args or **kwargs that the code reads.
+        It returns None if the call has arguments in *args, or in **kwargs that the code reads.
         """
         named_roles, by_place, by_name = list(roles.items()), self.names, self.keyword_only
         ignores_more = any(v[:2] == "**" and v[2:] not in self._names_read for v in self.variadic)

@@ -31,9 +31,10 @@ from ._search import Candidate, find, find_elsewhere, find_network, is_core
 
 @dataclass
 class _Change:
-    """A function or class that was changed in place: how to undo it, and the originals for which patches hold it.
+    """A function or class that was changed in place, and the function that changes it back.
 
-    Several module classes may share one forward. The change keeps the holder alive, so that no other object gets its id.
+    `originals` has an entry for each patch that holds the change: the function or class that the patch replaced. Several module
+    classes may share one forward. The change keeps the holder alive, so that no other object gets its id.
     """
 
     holder: Any
@@ -249,7 +250,7 @@ def _get_name(target: Any) -> str:
 
 
 def _hold(fit: Fit | None, original: Any) -> None:
-    """Replace an original, or count one more patch that holds it: then the fit is None."""
+    """Replace an original. If fit is None, it is replaced already: count one more patch that holds it."""
     holder = find_holder(original)
     change = _changes.get(id(holder))
     if change is None:

@@ -25,20 +25,20 @@ _FEATURES = {"depth", "feat", "feats", "x", "input_features"}
 
 @dataclass(frozen=True)
 class Pool(ExactForm):
-    """A function of these parameters that sums points into cells, and our function of the same arguments."""
+    """A function of another library that sums points into cells, and our function, `run`, that takes the same arguments."""
 
     parameters: tuple[str, ...]
     run: Callable[..., Any]
-    pattern: str  # of its name
+    pattern: str  # regular expression that finds its name
     example: Callable[[], tuple[Any, ...]]  # makes the arguments of a trial
-    single: bool = False  # sums in float32, whatever the dtypes
+    single: bool = False  # whether it sums in float32, whatever the dtypes
     kind = FUNCTION
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         return re.search(self.pattern, name) is not None and super().fits(name, kind, parameters)
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether operators take the call. They refuse features without coordinates."""
+        """Return whether the operators take the call. They need as many coordinates as features."""
         return are_fit(arguments) and ("coords" not in arguments or len(arguments["coords"]) == len(arguments["feats"]))
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
@@ -61,7 +61,7 @@ def _pool_bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -
 
 
 def _pool_alike(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
-    """Sum as forks in plain torch, whose results have the dtype of the products."""
+    """Sum as the forks in plain torch do: the result has the dtype of depth * feat."""
     return bev_pool_v2(depth, feat.to(torch.promote_types(depth.dtype, feat.dtype)), *ranks_shape_and_intervals)
 
 
@@ -92,7 +92,7 @@ def make_frustum() -> tuple[Any, ...]:
 
 
 def make_image() -> tuple[Any, ...]:
-    """Return a frustum of 2 cameras, 3 depths and 2 x 2 pixels of a batch."""
+    """Return a batch of one frustum: 2 cameras, 3 depths and 2 x 2 pixels."""
     geometry, features, sizes = make_frustum()
     depth, context = (features.flatten()[first : first + 24].view(2, 3, 2, 2) for first in (0, 24))
     return geometry[:1, :24].view(1, 2, 3, 2, 2, 3), depth, context, sizes

@@ -1,4 +1,4 @@
-"""Whether an unknown core can be tried: a pure function whose branches a trial can take.
+"""Decide whether an unknown core can be tried: it must be a pure function, and a trial must be able to take its branches.
 
 A pure function of tensors has no state. If it gives our numbers on small examples that take every branch, it gives our numbers
 on all inputs. The examples of a trial take branches on optional arguments, on the number of axes, and on whether a size is 1.

@@ -1,7 +1,8 @@
 """Decide whether a core, an autograd function, a pool or an attention module is replaced, and by which form.
 
-In this order: its code is known; a user has named its form, which is tried; it is an unknown core in plain torch that is pure,
-which is tried; it is an unknown autograd function over a known compiled function. All other code stays.
+The first case that applies decides. A user names the form: it is tried. The code is known: the table has its form. It is an
+unknown, pure core in plain torch: forms are tried. It is an unknown autograd function: it must call a known compiled function.
+All other code stays.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ._search import Candidate
 from ._trial import Finding, try_forms
 from .known import Known, read_table
 
-# The name that a user writes -> the form, or the forms to try.
+# FORMS: the name that a user writes -> the form. GROUPS: the name that a user writes -> the forms to try.
 FORMS: Mapping[str, Form] = {**ATTENTION_FORMS, **CORES, **EXTENSIONS, **POOLS}
 GROUPS: Mapping[str, Mapping[str, Form]] = {"core": CORES, "pool": POOLS}
 _CASTS = {"half", "float16", "float", "float32", "double", "float64", "bfloat16", "type_as", "to", "type"}
@@ -41,7 +42,7 @@ def recognize(
 
     Args:
         named: the form that a user names. It is tried, even if the code is known.
-        tries_all: whether code is tried that `patch` tries only if its form is named.
+        tries_all: whether to try all code, also code that `patch` tries only if a user names its form.
     """
     try:
         code, reason = reader.read(candidate.original), "its code is not known"
@@ -121,5 +122,5 @@ def _find_compiled_function(candidate: Candidate, reader: Reader, forms: Mapping
 
 
 def _is_module(name: str, known: str) -> bool:
-    """Return whether a module, or the text that binds it, has a known last part of its name."""
+    """Return whether the name of a module, or the text that binds it, ends in the last part of a known name."""
     return re.search(rf"(^|[.' ]){re.escape(known.rpartition('.')[2])}('|$)", name) is not None

@@ -191,7 +191,7 @@ def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
         with torch.enable_grad():
             outputs = run(*args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # A second output has coordinates.
+            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # A second output is coordinates.
         return tuple(next(gradients) if needed else None for needed in needs_grad)
 
     return apply, forward, backward

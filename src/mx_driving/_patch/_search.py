@@ -36,7 +36,7 @@ _FILES = {
 }
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
-# The first words are in the text of every file with a core, the second ones in that of every file with an attention module.
+# Words in the text of every file with a core; words in the text of every file with an attention module.
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
 
@@ -96,7 +96,7 @@ class Candidates:
         else:
             return False
         for name in original.__code__.co_names if is_pool else ():
-            # The autograd function of a pool may be imported nowhere but where the pool is defined.
+            # Perhaps no other module than the pool's own imports the autograd function that the pool calls.
             if isinstance(core := original.__globals__.get(name), type):
                 self.consider(core)
         return True
@@ -174,7 +174,7 @@ def find(target: Any, with_modules: bool) -> Candidates:
 
 
 def find_elsewhere(candidates: Candidates) -> list[str]:
-    """Return the modules with a core from which the searched modules import something."""
+    """Return the other modules that have a core and from which the searched modules import something."""
     members = [member for module in candidates.searched for member in vars(module).values()]
     names = {m.__name__ if isinstance(m, types.ModuleType) else getattr(m, "__module__", None) for m in members}
     others = [sys.modules[name] for name in sorted(n for n in names if isinstance(n, str)) if name in sys.modules]
@@ -183,7 +183,7 @@ def find_elsewhere(candidates: Candidates) -> list[str]:
 
 
 def _search_loaded(name: str, candidates: Candidates) -> None:
-    """Search the loaded ones of a module and its submodules."""
+    """Search a module and its submodules, as far as they are loaded."""
     for loaded in sorted(sys.modules):
         module = sys.modules[loaded]
         if (loaded == name or loaded.startswith(name + ".")) and isinstance(module, types.ModuleType):

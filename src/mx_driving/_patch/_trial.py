@@ -28,13 +28,13 @@ from ._layers import list_cores
 from ._pools import Pool
 from ._search import Candidate
 
-CLOSE = 1e-10
-_SINGLE = 1e-4  # for a core that computes in float32, whatever its inputs
-_Run = Callable[[Arguments], Any]  # of arguments by role, with value in our layout
+CLOSE = 1e-10  # A smaller difference of the results counts as agreement.
+_SINGLE = 1e-4  # the same for a core that computes in float32, whatever its inputs
+_Run = Callable[[Arguments], Any]  # runs a function on arguments by role, with value in our layout
 
 
 class Refused(Exception):
-    """The form is refused: `args[0]` is the reason. Of several forms, the reason of the lowest rank is reported."""
+    """The form is refused: `args[0]` is the reason. If all forms are refused, the reason of the lowest rank is reported."""
 
     rank, difference = 3, math.inf
 
@@ -46,7 +46,7 @@ class Differs(Refused):
 
 
 class DiffersBy(Refused):
-    """The results of the form have other numbers."""
+    """The results of the form have the shapes of the original's, but other numbers."""
 
     rank = 1
 
@@ -66,8 +66,8 @@ class Finding:
     """Which form a candidate has.
 
     Attributes:
-        name: of the function or class, with its Python module.
-        key: of its code, or nothing.
+        name: the name of the function or class, with its Python module.
+        key: the key of its code, or nothing.
         state: "known", "by name", "tried" or "unknown".
         form: the name of the form, or of the nearest one.
         difference: the largest difference of the results, in float64; inf if they cannot be compared, nan without a trial.
@@ -146,7 +146,7 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
 
 
 def _check_state(form: Any, code: Code) -> None:
-    """Check that a module does not change itself. A core that is a layer has no attributes either."""
+    """Check that a module does not set its attributes or pass itself on. A core that is a layer must read none either."""
     if form.kind == MODULE and not isinstance(form, Attention) and (code.attributes or code.writes or code.passes_self):
         raise Differs(f"its code uses its attributes {', '.join(sorted(code.attributes | code.writes)) or 'in an unknown way'}")
     if form.kind == MODULE and code.writes:
@@ -241,7 +241,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 def _check_dtypes(runs: tuple[_Run, _Run], examples: Iterable[Example], is_pool: bool) -> None:
-    """Check that results in bfloat16 and under autocast have the dtypes of the original's, if the original runs there.
+    """Check that results in bfloat16 and under autocast have the same dtypes as the original's, if the original runs there.
 
     A pool is not tried under autocast: its autograd function is over a compiled file, which has no autocast, and it may be
     replaced already.

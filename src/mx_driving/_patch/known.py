@@ -1,7 +1,7 @@
 """The table of code that `patch` knows: attention modules, cores, autograd functions and pools of other projects.
 
 known.jsonl has an entry per line. `make known` tries the code of packages, and prints new entries. The outputs and gradients of
-each entry were compared with those of its form in float64. Autograd functions over a compiled one were read instead.
+each entry were compared with those of its form in float64. Autograd functions over a compiled function were read instead.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Known(NamedTuple):
         form: the name of the form.
         seen: project, version or commit, and class or function.
         difference: the largest difference of outputs and gradients in float64.
-        flags: the layer's attributes that the code reads, but for sizes and layers -> the values that the form serves.
+        flags: attributes of the layer that the code reads, except sizes and linear layers -> the values that the form serves.
         options: parameters without a role that the code reads -> the values that the form serves.
         widths: last sides of the reference points that the code takes.
         masked: whether the code takes a mask.
-        casts: of an autograd function: the dtype to which its code converts all inputs, or "value" for the dtype of value.
+        casts: the dtype to which an autograd function's code converts all inputs, or "value" for the dtype of value.
     """
 
     form: str

@@ -13,7 +13,9 @@ from .. import reference
 from .._operator.description import OPERATORS
 from .calls import RecordedCall
 
-NUMBERS = 2**22  # most numbers in the samples of a part: the reference holds several copies of a level's samples
+# Queries are computed in parts. The samples of a part on one level have at most so many elements: the reference keeps several
+# copies of them.
+NUMBERS = 2**22
 Core = Callable[..., Tensor]
 Results = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ from .calls import RecordedCall
 from .compute import compute
 
 _DRAWS = 4  # two draws of the same rounding errors may differ by this factor
-_LATTICE = 16  # ulps; a position this close to a pixel centre may be on its other side in float32
+_LATTICE = 16  # ulps; a position this close to a pixel centre may be on the centre's other side in float32
 
 
 def _count_terms(call: RecordedCall) -> dict[str, int]:
@@ -27,10 +27,13 @@ def _count_terms(call: RecordedCall) -> dict[str, int]:
 
 
 class ErrorBound:
-    """The float64 results of a call, and the device's errors in units of the allowed error. An entry is wrong if its error is
-    more than one unit. The allowed error is relative to the largest entry, because the largest sum of absolute terms is at
-    least as large. The gradient of a location is a difference; its allowed error is relative to its terms: size of the map *
-    weight * gradient of the weight. If all entries cancel, the allowed error is a multiple of float32's own error."""
+    """The float64 results of a call, and the device's errors in units of the allowed error.
+
+    An entry is wrong if its error is more than one unit. The allowed error is relative to the largest entry, because rounding
+    errors grow with the sum of an entry's absolute terms, and the largest of these sums is at least as large as any entry. The
+    gradient of a location is a difference. Its allowed error is relative to the terms of the difference: size of the map *
+    weight * gradient of the weight. If all entries cancel, the allowed error is a multiple of float32's own error.
+    """
 
     def __init__(self, call: RecordedCall) -> None:
         self.call = call
@@ -52,14 +55,14 @@ class ErrorBound:
     def error(
         self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
     ) -> Tensor:
-        """Return the difference of each entry from `expected`, the truth or a suspected result, in units of the allowed error.
-        The difference is infinite if one entry is finite and the other entry is not.
+        """Return |got - expected| of each entry, in units of the allowed error; infinite if only one of the two is finite.
+        `expected` is the truth, or the result that a suspected mistake would give.
 
         Args:
             compute: the dtype of the sums; by default the operator's: float64 if an input is float64, else float32.
             queries: the queries of `got` and `expected`; None for all.
         """
-        extent = self._extent if compute is None else 0  # sums tried in 16 bits have exact positions
+        extent = self._extent if compute is None else 0  # A caller that tries sums in 16 bits takes positions as exact.
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))

@@ -36,7 +36,7 @@ class Verdict:
 
     call: RecordedCall
     nans: int  # number of NaN in the inputs
-    infinities: int
+    infinities: int  # number of infinities in the inputs
     results: list[Judged]
     notes: list[str]
 

@@ -80,7 +80,7 @@ def _channels_last(core: Core, *arguments: Any) -> Tensor:
 
 
 _BORDER = "samples beyond the border read the border's pixels{}, where zeros are the rule".format
-_MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # of several mistakes that give the same numbers, the first is named
+_MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # If several give the same numbers, the first is named.
     (MULTI_SCALE, AGGREGATION, GEOMETRIC): {
         "x and y are swapped in the locations": lambda core, v, s, t, l, w: core(v, s, t, l.flip(-1), w),
         "shapes are read as (W, H)": lambda core, v, s, t, l, w: core(v, s.flip(-1), t, l, w),
@@ -160,7 +160,7 @@ def list_mistakes(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str
 
 def _permute_levels(operator: str, levels: int) -> Iterator[tuple[str, Mistake]]:
     """Yield the mistakes of reading the levels of an attention in another order, in weights, locations or both. Yield at most
-    23 orders, which are all orders of four levels."""
+    23 orders: four levels have no more wrong orders."""
     orders = itertools.permutations(range(levels)) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
         for name, i, j in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):

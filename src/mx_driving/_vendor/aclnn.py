@@ -190,7 +190,7 @@ def _raise(status: int, kind: type[Exception] | None = None) -> NoReturn:
 
 
 def _dtypes_fit(operator: str, tensors: tuple[Any, ...]) -> bool:
-    """Return whether phase one accepts the dtypes. It checks all dtypes first; CANN has one status for dtypes and shapes."""
+    """Return whether phase one accepts the dtypes. It checks them before shapes, for which CANN has the same status."""
     value, shapes, starts, *others = tensors
     floating = rules.FLOATING - {torch.float64}
     if operator == _FORWARD and os.environ.get("MX_DRIVING_CANN_PRODUCT") == "310P":

@@ -23,8 +23,8 @@ def _make_table(results: list[WorkloadErrors]) -> Any:
     """Return a table within 80 columns. The operator, workload and dtype of a result stand above its errors."""
     table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for result in results:
-        title = re.sub(r" (?=[\[\d])", "\n", result.workload.name, count=1)  # sizes on a new line
-        operator = result.workload.operator.replace("_with_logits", "\n  _with_logits")  # room for times
+        title = re.sub(r" (?=[\[\d])", "\n", result.workload.name, count=1)  # The sizes get a line of their own.
+        operator = result.workload.operator.replace("_with_logits", "\n  _with_logits")  # leaves room for the times
         table.add_row(f"[bold]{operator}[/]\n{escape(title)}\n{result.dtype}")
         errors = "\n".join(
             f"[{'red' if not error <= result.allowed[name] else 'green'}]{error:.1e}[/] / {result.allowed[name]:.1e}"

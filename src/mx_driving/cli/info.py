@@ -17,7 +17,7 @@ from .._operator.description import OPERATORS
 from .._show import print_json
 from .options import Json
 
-LABELS = {"native": "native C++", "triton": "Triton", "reference": "reference"}  # of the backends that `choose` returns
+LABELS = {"native": "native C++", "triton": "Triton", "reference": "reference"}  # backend that `choose` returns -> its label
 PACKAGES = (__distribution__, "torch", "numpy", "triton", "onnx", "onnxruntime", "transformers")
 
 
@@ -30,7 +30,7 @@ def _find_version(package: str) -> str | None:
 
 
 def _collect() -> dict[str, Any]:
-    """Return the facts that `--json` prints. Only `torch.__version__` has the version of CUDA."""
+    """Return the facts that `--json` prints. Only `torch.__version__` also names the version of CUDA."""
     versions = {package: _find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
     return {
         "versions": {"python": platform.python_version(), **versions},

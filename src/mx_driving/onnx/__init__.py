@@ -40,13 +40,14 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
                 Samples that are not on the map contribute exactly 0, even where weights or values are NaN.
             "grid_sample": GridSample per level, for runtimes that have a fast one (opset_version 16 or later; TensorRT has
                 miscompiled such graphs of opset 20). geometric_kernel_attention does not interpolate and stays a gather.
-            "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter, cast to
-                float32 and its two index tables to int32. The vendor has no node for the other operators, which stay gathers.
+            "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter. Its
+                floating inputs are cast to float32, and its two index tables to int32. The vendor has no node for the other
+                operators, which stay gathers.
             "onnxruntime": each operator is one node `mx_driving::<operator>`, which onnxruntime runs with our CPU kernels after
                 `options.register_custom_ops_library(mx_driving.onnx.library())`.
             "tensorrt": multi_scale_deformable_attn is one node `trt.plugins::MultiscaleDeformableAttnPlugin_TRT`, NVIDIA's
-                plugin that TensorRT brings, its two index tables cast to int32. The plugin computes in float32, or in float16
-                where all three floating inputs have it. There is no plugin for the other operators, which stay gathers.
+                plugin that TensorRT brings. Its two index tables are cast to int32. The plugin computes in float32, or in
+                float16 if all three floating inputs are float16. No plugin has the other operators, which stay gathers.
 
     Returns:
         A dictionary from operator to function, which you can merge with your own. It is empty for "gather".
@@ -135,8 +136,8 @@ def fuse(
         path_out: the file to write. Weights outside path_in go to a file beside it, path_out with ".data" behind.
         form:
             "onnxruntime": our node, which onnxruntime runs with the library that `library` names.
-            "tensorrt": NVIDIA's plugin, as of `translations`.
-            "npu": the vendor's node, as of `translations`. Here and with "tensorrt" float64 is refused: a cast loses digits.
+            "tensorrt": NVIDIA's plugin, as in `translations`. A file in float64 is refused: a cast would lose digits.
+            "npu": the vendor's node, as in `translations`. A file in float64 is refused, too.
             "gather": standard operators without GridSample, for runtimes that lack it or have a wrong one.
         plugin_version: with "tensorrt", the attribute `plugin_version` of each node, "2" say; none by default.
 

@@ -1,7 +1,7 @@
 """Write deformable_aggregation as multi_scale_deformable_attn, for forms without a node of aggregation.
 
 A map of a camera becomes a level, a group of channels becomes a head. Aggregation drops samples with a centre off the image;
-attention drops samples only if no pixel is on the map. So move the locations that aggregation drops far away.
+attention drops samples only if no pixel is on the map. So move far away the locations that aggregation drops.
 """
 
 from __future__ import annotations

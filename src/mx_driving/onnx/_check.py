@@ -205,7 +205,7 @@ class _Checker:
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, finite: Arrays) -> list[_outputs.Output]:
-        """Judge the whole file's outputs. `others` has outputs with finite locations in place of NaN and infinity."""
+        """Judge the whole file's outputs. `finite` has outputs with finite locations in place of NaN and infinity."""
         eps = torch.finfo(self.precision).eps if self.precision else 0.0
         near = []
         for moved in _outputs.change_by_ulps(self.file.model, fed, eps):
@@ -215,7 +215,7 @@ class _Checker:
             outputs = self.run(self.path, fed)
         except Failed as failed:
             return [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
-        arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # sequences are lists
+        arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # without outputs that are sequences
         near_by_name = {name: [outputs[name] for outputs in near] for name in arrays}
         return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), finite.get(n)) for n in arrays]
 

@@ -218,7 +218,7 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
         check_file(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
-    # onnxruntime imports every domain that is registered in its process into the files that it saves.
+    # A file that onnxruntime saved imports every domain that was registered in its process. Ignore the import without a node.
     if all(node.domain != OURS for node in walk_nodes(model)):
         model.graph.opset_imports.pop(OURS, None)
     version = model.graph.opset_imports.get(OURS, 1)
@@ -254,7 +254,7 @@ def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
 
 
 def _find_fault(tensor: ir.ExternalTensor) -> str | None:
-    """Return the fault of a tensor's file, or None. As in onnx_ir, the file must be in the model's folder and no link."""
+    """Return the fault of a tensor's file, or None. As in onnx_ir, the file must be in the model's folder, and no hard link."""
     end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
     if not Path(os.path.realpath(tensor.path)).is_relative_to(os.path.realpath(tensor.base_dir)):
         return f"{tensor.location}, which lies in another folder"
@@ -315,7 +315,7 @@ def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
     onnxruntime may merge two symbols, but it must not replace a free size of an input by a number.
     """
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
-    del proto.graph.value_info[:]  # onnx's inference has invented names for sizes
+    del proto.graph.value_info[:]  # Drop the names that onnx's inference invented for sizes.
     names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
     for merge in (True, False):
         inference = _infer_symbolically(proto, merge)

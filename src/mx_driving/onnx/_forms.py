@@ -21,7 +21,7 @@ OURS, NPU, TENSORRT = "mx_driving", "npu", "trt.plugins"
 NODES = {OURS: MULTI_SCALE, NPU: "MultiScaleDeformableAttn", TENSORRT: "MultiscaleDeformableAttnPlugin_TRT"}
 # Nodes of mmdeploy for mmcv, and of NVIDIA's DL4AGX and Autoware. Their output is [bs, queries, heads * channels].
 JOINED = {"MMCVMultiScaleDeformableAttention", "MultiScaleDeformableAttentionPlugin"}
-# Plugins of BEVFormer_tensorrt and Autoware: value, spatial shapes, reference points, offsets, logits.
+# Plugins of BEVFormer_tensorrt and Autoware. Their inputs are value, spatial shapes, reference points, offsets and logits.
 WITH_LOGITS = {"MultiScaleDeformableAttnTRT", "MultiScaleDeformableAttnTRT2"}
 # Nodes of deformable_aggregation: NVIDIA TAO's Sparse4D, SparseEnd2End, and deployments of SparseDrive.
 AGGREGATES = {"MSDA", "DeformableAttentionAggrPlugin", "DeformableAggregation", "DeformableAggregationPlugin"}
@@ -29,14 +29,14 @@ _FLOAT, _HALF, _DOUBLE = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOU
 
 
 def is_attention(node: ir.Node) -> bool:
-    """Return whether the node has the operator's five inputs. The domain of a plugin is the exporter's choice."""
+    """Return whether the node has the operator's five inputs. A plugin may have any domain: the exporter chooses it."""
     if node.op_type in WITH_LOGITS:
         return not has_logits(node)
     return node.op_type in {NODES[TENSORRT], *JOINED} or node.op_type == NODES.get(node.domain)
 
 
 def has_logits(node: ir.Node) -> bool:
-    """Return whether the node has offsets and logits. Plugins of this name in forks of BEVFormer_tensorrt have locations."""
+    """Return whether the node has offsets and logits. In forks of BEVFormer_tensorrt, such nodes have locations."""
     inputs = [v for v in node.inputs if v is not None]
     return node.op_type in WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 

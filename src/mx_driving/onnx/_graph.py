@@ -38,7 +38,7 @@ def describe_node(node: ir.Node) -> str:
 
 
 def is_node(node: ir.Node | None, *op_types: str) -> TypeGuard[ir.Node]:
-    """Return whether the node is a standard node of these types. Before opset 16, GridSample was onnxruntime's."""
+    """Return whether the node is a standard node of these types. Before opset 16, GridSample is a node of onnxruntime."""
     if node is None or node.op_type not in op_types:
         return False
     return node.domain in ("", "ai.onnx") or (node.domain, node.op_type) == ("com.microsoft", "GridSample")

@@ -12,7 +12,7 @@ import onnx
 from onnxscript import opset18
 
 # The oldest opset that torch.onnx.export writes. torch converts nodes to newer opsets: the mode "bilinear" becomes "linear".
-op: Any = opset18  # Any: its annotations require one tensor type per call, but our constants have several
+op: Any = opset18  # Any: opset18's annotations require one tensor type per call, but our constants have several
 _OUTSIDE = -3.0  # a normalised location whose four corners are off any map
 
 

@@ -1,7 +1,7 @@
 """Bypass nodes that return one of their inputs, such as Identity, x * 1 and x + 0.
 
 Exporters write such nodes anywhere: paddle2onnx writes 2 * x - 1 as ((x * 2) + 0) * 1 - 1. Only copies of a file's model are
-changed: `fuse` must keep the nodes that it does not replace, and -0.0 + 0 is 0.0.
+changed, for two reasons: `fuse` must keep the nodes that it does not replace, and x + 0 turns -0.0 into 0.0.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ class Match:
     Attributes:
         name: the name of the computed tensor.
         words: a description of the nodes.
-        inputs: role -> tensor; an input of the match's file.
-        tables: name -> sizes or index table; a constant of the match's file.
+        inputs: role -> tensor. These tensors are the inputs of the match's file.
+        tables: name -> tensor of sizes, or index table. These tensors are constants in the match's file.
         nodes: the names of the nodes.
-        part: the model that `write` writes to the match's file.
+        part: the model that `write_match` writes to the match's file.
         source: the sampling or the node.
     """
 
@@ -182,7 +182,7 @@ def _read_logits(
 
 
 def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
-    """Return arrays of the same sizes with locations across every border of the maps; None for other operators."""
+    """Return arrays of the same sizes with locations across every border of the maps; None if the operator is not SCALE."""
     if match.operator != SCALE:
         return None
     sampling = match.source if isinstance(match.source, Sampling) else _make_sampling(match, arrays)

@@ -18,7 +18,7 @@ from ._writer import Writer
 
 _STANDARD = {"", "ai.onnx", "ai.onnx.ml", OURS}
 _LIKE_OURS = re.compile("deform|msda|bev_?pool|voxel_?pool|cumsum", re.IGNORECASE)
-_AXES, _AGGREGATION_AXES = (4, 2, 1, 6, 5), (3, 3, 2, 5, 6)  # number of axes of each input
+_AXES, _AGGREGATION_AXES = (4, 2, 1, 6, 5), (3, 3, 2, 5, 6)  # how many axes each input of attention, of aggregation has
 _IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes without influence on the result
 
 

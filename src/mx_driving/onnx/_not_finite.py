@@ -1,4 +1,4 @@
-"""Locations that are NaN or infinite. torch's older exporter writes them: a linspace of one step for a level of one row.
+"""Locations that are NaN or infinite. torch's older exporter writes them for a level of one row: a linspace of one step.
 
 Implementations sample different numbers at such locations. So leave out every number that depends on them.
 """
@@ -19,11 +19,13 @@ from ._matches import Arrays
 Run = Callable[[ir.Model], Arrays]  # model -> outputs by name
 _INSTEAD = 0.37  # a location on every map; no implementation samples here for NaN
 _FAR = -10.0  # off every map
-_NEAREST, _RUNS = 64, 16  # at most so many tensors of a run, and so many runs of `_find_origin`
+# `_find_origin` runs the model at most _RUNS times, and reads at most _NEAREST tensors in a run.
+_NEAREST, _RUNS = 64, 16
 
 
 def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor, ...], Tensor, int]:
-    """Move queries with NaN or infinite locations off the map, and zero their output. Return inputs, output, their number."""
+    """Move queries with NaN or infinite locations off the map, and zero their output. Return inputs, output, and the number of
+    these queries."""
     value, shapes, starts, locations, weights = inputs
     left_out = ~locations.isfinite().flatten(2).all(2)
     locations = torch.where(left_out.reshape(*left_out.shape, *[1] * (locations.ndim - 2)), _FAR, locations)

@@ -70,7 +70,7 @@ def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
 
 
 def _complete(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with a name, with shapes, and with inputs in place of external tensors, whose files the checker opens."""
+    """Return a copy with a name and shapes, and with inputs instead of external tensors, whose files the checker would open."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     graph = copy.graph

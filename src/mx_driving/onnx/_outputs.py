@@ -22,7 +22,7 @@ from ._matches import Array, Arrays
 
 _SEEDS = 3
 _ULPS = 4.0  # the largest change of weights and inputs
-_FURTHER = 16.0  # allowed error as a multiple of the usual change; changes within a tensor vary less
+_FURTHER = 16.0  # allowed error as a multiple of the usual change; within a tensor, changes vary by a smaller factor
 _SOME = 0.02  # the share of an output's numbers that may be off because of near ties in a ranking
 
 
@@ -120,9 +120,9 @@ def find_distances(a: Array, b: Array) -> Array:
 
 
 def _usual_change(changes: Array) -> Array:
-    """Return the median over queries, the longer of the last two axes.
+    """Return the median over the queries.
 
-    The shorter axis has boxes and scores, which move by different amounts.
+    The longer of the last two axes has the queries. The shorter has boxes and scores, which move by different amounts.
     """
     axis = max(range(-min(2, changes.ndim), 0), key=lambda axis: changes.shape[axis], default=None)
     return np.nan_to_num(np.median(changes, axis=axis, keepdims=True), posinf=0.0)

@@ -1,7 +1,8 @@
 """Rewrite pools of other libraries as our bev_pool_v3: bev_pool_v2 of BEVDet's plugins, and Autoware's QuickCumsumCuda.
 
 Their sums follow intervals: the kernel adds all points of an interval to the cell of its first point. Our node adds a point to
-the point's own cell. So write standard operators that list the points of all intervals, and for each point its first point.
+the point's own cell. So write standard operators that list the points of all intervals, and for each point the first point of
+its interval.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """`difference` is a share of the largest magnitude. It leaves out queries that are off: near ties move them."""
+    """`difference` is a share of the largest magnitude. It leaves out the `off` queries, which change places at near ties."""
 
     difference: float
     off: int
@@ -52,7 +52,7 @@ class Compared:
 
 
 def open_with_library(path: Path, **options: Any) -> Any:
-    """Return a session with our nodes and torch's number of threads. `options` as of open_session."""
+    """Return a session with our nodes and torch's number of threads. `options` go to open_session."""
     return open_session(path, library=mx_driving.onnx.library(), threads=torch.get_num_threads(), **options)
 
 
@@ -64,7 +64,10 @@ def run_session(running: Any, arrays: Arrays) -> dict[str, Any]:
 
 
 def make_inputs(running: Any, arrays: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """Return `arrays`; they must contain all inputs without a default. If empty, make random floats, ones, and a batch of 1."""
+    """Return `arrays`, which must contain all inputs without a default.
+
+    If `arrays` is empty, make inputs: random floats, ones of other dtypes, and a batch of 1.
+    """
     defaults, random = defaults or {}, np.random.default_rng(0)
     required = {described.name: described for described in running.get_inputs()}
     allowed = required | {described.name: described for described in running.get_overridable_initializers()}

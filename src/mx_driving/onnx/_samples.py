@@ -163,7 +163,11 @@ def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Candidates:
 
 
 def _list_map_sizes(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
-    """Return possible (height, width): sizes of two axes, or a factorisation of one axis with a Mul's constant as width."""
+    """Return the possible (height, width) of the maps.
+
+    In an image of 4 axes, height and width are two axes. In an image of 3 axes, one axis has height * width pixels, and the
+    width is a constant by which an index is multiplied.
+    """
     axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
     areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
     products = [v.producer() for index in indices for v in _walk_index(index) if v.dtype in INTEGER]

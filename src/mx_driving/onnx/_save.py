@@ -25,7 +25,8 @@ from ._session import is_missing_kernel, open_session
 def save(file: LoadedFile, path_out: Path) -> str | None:
     """Write the model. If onnxruntime lacks a kernel for another node of the file, return its error.
 
-    Weights stay in the model's file or in a file beside it. Sizes are those of the original file; our nodes get fixed sizes.
+    Weights stay in the model's file or in a file beside it. Sizes are those of the original file. Outputs of the
+    nodes that replace others have no sizes there, and get their fixed sizes.
     """
     model, path_in = file.model, file.path
     _restore_defaults(file)

@@ -26,7 +26,7 @@ from ._samples import (
     split_levels,
 )
 
-_MAPS = 1000  # at most so many combinations of level sizes; few add up to a tensor's number of keys
+_MAPS = 1000  # at most so many combinations of level sizes are tried; few add up to a tensor's number of keys
 Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 
 
@@ -47,7 +47,7 @@ class Sampling:
     # Set after the trial:
     shapes: tuple[ir.Value, ...] = ()  # outputs of Shape nodes that the nodes between inputs and output read
     nodes: tuple[str, ...] = ()  # names of the nodes between inputs and output
-    part: ir.Graph | None = None  # a copy of these nodes without nodes that change nothing
+    part: ir.Graph | None = None  # a copy of these nodes, except for those that change nothing
 
     @property
     def ends(self) -> tuple[ir.Value, ir.Value, ir.Value]:

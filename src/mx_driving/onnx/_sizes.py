@@ -1,7 +1,7 @@
 """Choose the batch and the number of queries for a trial, if a file leaves them free.
 
 A graph specialised to at most 100 queries would pass a trial with 7. So also try a size above every number with which a
-node cuts, picks, pads or compares a free size. If such a size is too large for a trial, leave the attention.
+node cuts, picks, pads or compares a free size. If such a size is too large for a trial, do not replace the attention.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ Size = int | str | None
 Shapes = tuple[tuple[int, ...], ...]  # the shapes of value, locations and weights
 
 FEW = 2, 7  # batch and queries of a trial, if the file leaves them free
-_AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)  # (index of the tensor in ends, its axis of batch (0) or queries (1))
-_ELEMENTS = 2**26  # at most so many elements of value or samples in a trial (0.25 GB in float32), a quarter in trials of sizes
+# (tensor, axis). Tensor 0 is value, 1 locations, 2 weights. Axis 0 is the batch, 1 the queries, which value lacks.
+_AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)
+# At most so many elements of value or of samples in the first trial (0.25 GB in float32); a quarter of this in later trials.
+_ELEMENTS = 2**26
 _ENDLESS = 2**31 - 1  # exporters write this number or more for "to the end"
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
-_SHAPED = MOVES | {"Expand", "Pad"}  # inputs after the first decide only the shape
+_SHAPED = MOVES | {"Expand", "Pad"}  # the inputs of these nodes after the first decide only the shape
 
 
 def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:

@@ -257,7 +257,7 @@ def prove(file: LoadedFile, sampling: Sampling) -> Sampling:
 
 
 def _check_broadcasting(session: tuple[Any, set[ir.DataType]], sampling: Sampling) -> bool:
-    """Return whether the subgraph broadcasts sizes of 1. The operator does not broadcast, and most subgraphs fail."""
+    """Return whether the subgraph broadcasts sizes of 1. The operator does not, and most subgraphs fail at such sizes."""
     runs = False
     for shapes in _sizes.vary_ones(sampling):
         try:

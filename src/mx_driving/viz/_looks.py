@@ -30,7 +30,7 @@ class Look:
     starts: Tensor
     locations: Tensor
     weights: Tensor
-    layer: str = ""  # name of the innermost module that made the call, within the outermost called module; "" if unknown
+    layer: str = ""  # the innermost module that made the call, by its name in the outermost module that runs; "" if unknown
 
     def samples(self, query: int, camera: int = 0, scene: int = 0) -> tuple[Tensor, Tensor]:
         """Return the samples of a query as `sampling_points` draws them.
@@ -129,7 +129,7 @@ def recording() -> Iterator[Looks]:
 
 
 def _name_layer() -> str:
-    """Return the name of the innermost running module within the outermost running module; "" outside of modules.
+    """Return the innermost running module, by its name in the outermost running module; "" outside of modules.
 
     Read the modules from the stack. Hooks on all modules would turn off fast paths, such as that of TransformerEncoderLayer.
     """
@@ -142,7 +142,7 @@ def _name_layer() -> str:
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Turn torch.compile off. Under a dispatch mode, it would skip or split functions, and keep to that after the block."""
+    """Turn torch.compile off. Under a dispatch mode, it would skip or split functions, and do so even after the block."""
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
     try:

@@ -27,7 +27,7 @@ from ._plane import Plane, PlaneLayout
 from ._samples import SampledCall, Samples
 
 CallLooks = Look | Sequence[Look]  # a call, or a call for each camera
-_NOTHING = 65535  # the location of a sample that reads nothing; 0..65534 stand for -0.5..1.5
+_NOTHING = 65535  # stands for the location of a sample that reads nothing; 0..65534 stand for -0.5..1.5
 _LARGEST = 32767  # the largest weight of a call; other weights are scaled in proportion
 
 
@@ -150,7 +150,7 @@ def _make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
 
 
 def _join_cameras(calls: Sequence[SampledCall], cameras: int) -> Iterator[SampledCall]:
-    """Join successive calls of a layer that has a call for each camera. No such call alone fits the cameras."""
+    """Join successive calls of a layer that has a call for each camera. Alone, such a call does not fit the cameras."""
 
     def make_key(call: SampledCall) -> Any:
         look = call.looks[0]
@@ -179,7 +179,7 @@ def _check_looks(name: str, entry: Any) -> tuple[Look, ...]:
 
 
 def _check_levels(calls: Sequence[SampledCall], cameras: Sequence[_pictures.Camera]) -> None:
-    """Check that every call has as many levels as a camera has pictures of levels."""
+    """Check that a camera with a picture for each level has as many pictures as each call has levels."""
     for camera in cameras:
         for call in calls:
             if camera.apart and len(camera.pictures) != call.sizes[1]:

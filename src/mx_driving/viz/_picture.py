@@ -1,4 +1,4 @@
-"""A figure and axes that a notebook shows as a picture without pyplot. Imports matplotlib, so only viz imports this."""
+"""A figure and axes that notebooks show as a picture without pyplot. `_draw` imports this module late: it needs matplotlib."""
 
 from __future__ import annotations
 

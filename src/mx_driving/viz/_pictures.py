@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._operator import rules
 
-LONGEST = 960  # most pixels of a side; a page shows no more
+LONGEST = 960  # the longest side of a picture, in pixels; a page shows no more
 EXACT = 256  # pictures up to this side are feature maps, and keep every pixel
 _RULE = "be a torch.Tensor [H, W, 3], [3, H, W] or [H, W], or a Pillow image"
 _BYTES = "hold bytes, or floats from 0 to 1"

@@ -86,7 +86,7 @@ class SampledCall(NamedTuple):
             yield Samples(queries, locations[indices], weights[indices])
 
     def _entry(self, camera: int, look: Look) -> int:
-        """Return the index of a camera in the batch; for aggregation, of its scene."""
+        """Return the entry of the batch for a camera. It is the scene for aggregation, and if each camera has its own look."""
         if len(self.looks) > 1 or OPERATORS[look.operator].kind == "aggregation":
             return self.scene
         return self.scene * self.cameras + camera

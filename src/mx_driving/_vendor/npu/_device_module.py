@@ -85,7 +85,7 @@ def _free_and_total_memory(device: Any = None) -> tuple[int, int]:
         return 1, 1
 
 
-# The vendor's tests skip devices whose name does not begin as that of an Atlas A2.
+# The vendor's tests skip a device unless its name begins like the name of an Atlas A2.
 _NAME = "Ascend910B, mx_driving's stand-in on a CPU"
 _stream = Stream()
 _ANSWERS = {

@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 _Device = torch.device  # torch's own class
 _types = {"npu"}
-_scripted: list[int] = []  # wrappers registered with torch.jit.script
+_scripted: list[int] = []  # ids of the wrappers that are registered with torch.jit.script
 
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "normal")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
@@ -169,7 +169,8 @@ def _make_proxy(real: type, make: Function) -> _Proxy:
     return _Proxy(real.__name__, (), own)
 
 
-# An entry for torch.serialization.register_package: priority, tag, place of a storage. Torch's own entries begin with 10.
+# An entry for torch.serialization.register_package: a priority, a function that tags a storage, and a function that moves a
+# storage to a place. The priorities of torch's own entries begin with 10.
 _package = (5, lambda storage: None, lambda storage, location: storage if stands_for_cpu(location) else None)
 
 
