@@ -66,7 +66,7 @@ def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function like that of a compiled extension: it ignores autocast, so the output has value's dtype."""
 
     def function(*inputs: Any, **named: Any) -> Tensor:
-        # Torch 2.6 cannot compile next with a default.
+        # Torch 2.6 cannot compile `next` with a default.
         device = [*(i.device.type for i in (*inputs, *named.values()) if isinstance(i, Tensor)), "cpu"][0]
         if not autocasts(device):
             return public(*inputs, **named)
