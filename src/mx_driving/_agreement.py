@@ -1,10 +1,10 @@
 """Differences of two results of one computation, and the limits that rounding sets.
 
-`rounding_limit` is for an operator beside float64 truth. Errors are relative to the sum of the absolute values of the terms,
-because the rounding error of a sum is proportional to this sum, even if terms cancel. Truth is computed from inputs that are
-rounded to the dtype, so only the arithmetic is judged:
-- arithmetic in float32 or float64: a sum of n terms in any order loses at most about n ulps and typically sqrt(n); terms
-  are products of at most five factors; 16 ulps + 2 sqrt(n) covers it;
+`rounding_limit` is for an operator that is compared with float64 truth. Errors are relative to the sum of the absolute values
+of the terms, because the rounding error of a sum is proportional to this sum, even if terms cancel. Truth is computed from
+inputs that are rounded to the dtype, so only the arithmetic is judged:
+- arithmetic is in float32 or float64: a sum of n terms in any order loses at most about n ulps, and typically sqrt(n) ulps. A
+  term is a product of at most five factors. 16 + 2 sqrt(n) ulps cover the sum and the products;
 - a position is a product and a difference: its error of about an ulp of the map's size moves weight from a corner to the next,
   so the error of the result grows with the largest extent in pixels;
 - the result is rounded once to its own dtype: half an ulp of the result.
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 ULPS = 16  # allowed rounding error of a product of at most five factors
-_LEAST_SCALE = 1e-3  # a model's gradients count as zero below this fraction of the largest gradient
-_TIE = 1e-3  # a query with a larger difference has exchanged its rank
+_LEAST_SCALE = 1e-3  # the least scale of a tensor, as a fraction of the largest magnitude of all of a model's tensors
+_TIE = 1e-3  # a query has exchanged its rank if it differs by more than this fraction of the largest magnitude
 
 
 def rounding_limit(
     result_dtype: torch.dtype, compute_dtype: torch.dtype, magnitude: Any, scale: float, terms: int, extent: int
 ) -> Any:
-    """Return the allowed error of each entry beside float64 truth.
+    """Return the allowed difference of each entry from float64 truth.
 
     Args:
         result_dtype: the dtype of the result.
@@ -71,7 +71,7 @@ def _largest(t: Tensor) -> float:
 
 def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Return the largest difference over a model's tensors, as a fraction of the largest magnitude of the tensor, or of a
-    thousandth of the largest magnitude of all tensors if that is more: some gradients are zero within rounding."""
+    thousandth of the largest magnitude of all tensors if that is more, because some gradients are zero except for rounding."""
     assert ours.keys() == theirs.keys()
     least_scale = max(map(largest_magnitude, theirs.values())) * _LEAST_SCALE
     return max(output_difference(ours[name], t, least_scale) for name, t in theirs.items())

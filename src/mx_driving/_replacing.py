@@ -65,8 +65,8 @@ class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Call `action` now if the module is imported already, else right after its import: a registration need not import a slow
-    module of torch."""
+    """Call `action` now if the module is imported already, else right after its import. So we register with
+    slow modules of torch without importing them."""
     if name in sys.modules:
         action()
     else:
