@@ -43,14 +43,14 @@ def rounding_limit(
 
 
 def entry_differences(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return absolute differences. A difference is infinite if an entry is NaN or infinite and the other is not the same."""
+    """Return absolute differences. If one of two entries is NaN or infinite and the other is not the same, return infinity."""
     ours, theirs = _to_floating(ours), _to_floating(theirs)
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0, (ours - theirs).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def output_difference(ours: Tensor, theirs: Tensor, least_scale: float = 0.0) -> float:
-    """Return the largest difference, as a fraction of the largest finite magnitude of theirs, at least `least_scale`.
+    """Return the largest difference, divided by the largest finite magnitude of theirs, or by `least_scale` if that is larger.
 
     Return infinity if the shapes differ.
     """
@@ -70,8 +70,8 @@ def _largest(t: Tensor) -> float:
 
 
 def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Return the largest difference over a model's tensors, as a fraction of the largest magnitude of the tensor, or of a
-    thousandth of the largest magnitude of all tensors if that is more, because some gradients are zero except for rounding."""
+    """Return the largest `output_difference` of a model's tensors. The least scale is a thousandth of the largest magnitude of
+    all tensors, because some gradients are zero except for rounding."""
     assert ours.keys() == theirs.keys()
     least_scale = max(map(largest_magnitude, theirs.values())) * _LEAST_SCALE
     return max(output_difference(ours[name], t, least_scale) for name, t in theirs.items())
@@ -80,7 +80,7 @@ def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> floa
 def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     """Return True for queries of outputs [1, queries, ..] that differ by more than rounding. Two-stage models rank queries.
     If two scores nearly tie, a rounding error exchanges their ranks, and both queries get the other rank's embedding.
-    If only one output is NaN, the query is not off, and the difference is infinite."""
+    A query of which only one output is NaN is not off, so `difference_beside_ties` returns infinity for it."""
     off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
     for name, out in theirs.items():
         difference = (ours[name] - out)[0].reshape(len(off), -1).nan_to_num().abs()

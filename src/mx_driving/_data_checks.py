@@ -22,7 +22,7 @@ from ._operator import composition, geometry
 from ._operator.description import OPERATORS, Operator, SamplingInputs
 from ._operator.rules import flag
 
-# The number of open data_checks(), plus 1 if the environment turns the checks on. Process-wide, as in limits.py.
+# The number of open data_checks(), plus 1 if the environment turns the checks on. It is process-wide, as in limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
 _when_enabled: list[Callable[[], None]] = []  # called once, when the checks are first enabled
 _warned: set[tuple[str, str]] = set()  # (operator, kind) of past warnings, which are not repeated
@@ -31,7 +31,7 @@ _SOME = 0.1  # "some": more than this fraction
 _MOST = 0.5  # "most": more than this fraction
 _PIXELS = (2, 16384)  # bounds of a pixel's larger coordinate; few normalised locations have a coordinate above 2
 _OBLONG = math.log(1.25)  # a map is clearly wide or clearly high if the ratio of its sides is larger
-_FEW_ROWS, _FEW_NUMBERS = 8, 256  # a map with fewer rows, or fewer numbers at row ends, is too small to judge
+_FEW_ROWS, _FEW_NUMBERS = 8, 256  # a map with fewer rows or columns, or fewer numbers at row ends, is too small to judge
 # The mean difference of neighbours at the ends of rows, divided by that of all neighbours on the map, is large above _STEP and
 # usual below _NO_STEP. We measured 1.2 to 8 for photographs through a convolution and for smooth random maps (2026-11-22).
 _STEP, _NO_STEP = 1.5, 1.1
@@ -293,7 +293,7 @@ def _find_missing_softmax(call: SamplingInputs, names: SamplingInputs) -> Iterat
 
 
 def _find_wrong_pool_inputs(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
-    """Find logits as depth, and D and H exchanged, in bev_pool_v3."""
+    """Find depth that looks like logits, and D and H that look exchanged, in bev_pool_v3."""
     if (fraction := _fraction(depth < 0)) > _SOME:
         fact = f"{_percent(fraction)} below 0, as if they were logits"
         yield "logits", "depth", "say how much of a pixel lies at each depth, 0..1", fact

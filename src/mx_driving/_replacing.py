@@ -24,7 +24,7 @@ class Changes:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore all attributes, the last one first. A class inherits again what it had inherited."""
+        """Restore all attributes, the last one first. Delete those that the owner inherits or did not have."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is _ABSENT:

@@ -36,12 +36,12 @@ def is_traced_by_make_fx() -> bool:
 
 
 def is_transformed(t: Tensor) -> bool:
-    """Return whether torch.vmap or torch.func has wrapped t. Its type is Tensor nevertheless."""
+    """Return whether torch.vmap or torch.func has wrapped t. A wrapped tensor also has the type Tensor."""
     return _functorch.is_functorch_wrapped_tensor(t)
 
 
 def has_no_memory(t: Tensor) -> bool:
-    """Return whether a tensor of the plain type has no numbers: torch's zero tensors, and those of functionalization."""
+    """Return whether a tensor of the plain type has no numbers: torch's zero tensors, and tensors of functionalization."""
     return t._is_zerotensor() or torch._is_functional_tensor(t)  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -54,8 +54,8 @@ for _entry in FUNCTIONS:
 
 
 def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
-    """Return a module's `__getattr__`. It returns functions that raise when called, because mmcv checks at import that its
-    functions exist."""
+    """Return a module's `__getattr__`. It returns functions that raise when called, because mmcv checks at import that the
+    functions of mmcv._ext exist."""
     replaced = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
 
     def absent(name: str) -> Function:

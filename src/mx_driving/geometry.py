@@ -97,7 +97,7 @@ def augmentation_matrix(
 
 
 def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> tuple[Tensor, Tensor]:
-    """Project points into each camera, as `sample_locations` of :func:`mx_driving.deformable_aggregation`.
+    """Project points into each camera. The locations serve as `sample_locations` of :func:`mx_driving.deformable_aggregation`.
 
     Args:
         points: [..., 3].

@@ -173,7 +173,7 @@ def _truncated(location: Tensor) -> Tensor:
 
 
 def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Truncate locations, and return their rows of value and a mask of rows that exist."""
+    """Truncate locations and clamp them to the map. Return their rows of value, and a mask of rows that exist."""
     height, width = shape[0].long(), shape[1].long()
     x, y = _truncated(location).unbind(-1)
     x, y = torch.minimum(x, width - 1).clamp(min=0), torch.minimum(y, height - 1).clamp(min=0)

@@ -13,7 +13,7 @@ from .._operator.description import OPERATORS, Operator
 
 
 def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple[str, str]:
-    """Return (backend, reason) of a call. Only the reference has a reason, else "". Without inputs, answer for usual calls."""
+    """Return (backend, reason) of a call; the reason is "" except for the reference. Without inputs, answer for usual calls."""
     if device == "cpu":
         if reason := _backends.native.why_not():
             return "reference", reason

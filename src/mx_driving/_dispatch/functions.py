@@ -24,7 +24,7 @@ class OperatorFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Call the public function, with arguments by position or by name, or a derived class's own forward and backward."""
+        """Call the public function: arguments may have names. If a derived class has its own forward or backward, run these."""
         base = next(c for c in cls.__mro__ if "public" in vars(c))
         if cls.forward is base.forward and cls.backward is base.backward:
             return cls.public(*args, **kwargs)

@@ -196,7 +196,7 @@ class Registered:
         return _backends.triton.kernel(self.operator.name, self.value > 0)(*args)
 
     def run_reference(self, *args: Any) -> Any:
-        """Run the reference. First check the contents of index tables on a CPU, where this is free, or in data_checks()."""
+        """Run the reference. First check the numbers in index tables: on a CPU, where reading is free, and in data_checks()."""
         names = ("grad_output", *self.operator.inputs)[1 - self.value :]
         rules.need_tensors(*((n, a) for n, a in zip(names, args[: self.count], strict=True) if a is not None))
         if args[self.value].device.type == "cpu" or _data_checks.enabled():

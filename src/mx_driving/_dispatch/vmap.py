@@ -36,7 +36,7 @@ def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int 
         for i, (a, dim) in enumerate(zip(args, dims, strict=True))
     ]
     locations = value + 3
-    count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # batches or queries
+    count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # number of batches or queries
     return _unfold(op(*folded), (size, count), joined, mask)
 
 

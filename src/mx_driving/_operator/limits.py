@@ -108,7 +108,7 @@ def _releases_of_environment() -> list[str]:
     return [NEWEST if word.lower() in rules.ON else word]
 
 
-# The release of the environment, then the releases of all open atlas_limits(). Process-wide, like torch.backends' flags.
+# The release of the environment, then the releases of all open atlas_limits(). It is process-wide, like torch.backends' flags.
 open_releases: list[str] = _releases_of_environment()
 
 

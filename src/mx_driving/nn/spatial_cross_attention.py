@@ -202,7 +202,7 @@ class SpatialCrossAttention(nn.Module):
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return the mean, [bs, num_queries, embed_dims]. In each scene a camera is sampled only by queries that it sees."""
+        """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Queries sample only these."""
         bs, cams, queries = seen.shape
         if bs * cams == 0:  # _mean_of_all gives the layers gradients of zero
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
@@ -230,7 +230,7 @@ class SpatialCrossAttention(nn.Module):
     def _mean_of_all(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return the same mean with sizes that do not depend on the data: all cells sample all cameras."""
+        """Return the same mean, but with sizes that do not depend on the data: all queries sample all cameras."""
         inner, cams = self.deformable_attention, seen.shape[1]
         rows, pillars = value.flatten(0, 1), reference_points.flatten(0, 1)
         # Call a modified module as a whole, although it then repeats its layers for each camera.

@@ -76,7 +76,7 @@ def _int(size: Any) -> int | torch.SymInt | None:
 def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: int) -> tuple[Tensor, ...]:
     need_dtype("ranks_bev", ranks_bev, INDEX, INDEX_RULE)
     if ranks_bev.dim() != 2:
-        refuse(ValueError, "ranks_bev", "ranks_bev must be 2D when running without depth")  # the vendor's words
+        refuse(ValueError, "ranks_bev", "ranks_bev must be 2D when running without depth")  # the vendor's sentence
     need_shape("ranks_bev", ranks_bev, "n, 4", None, 4)
     count = ranks_bev.shape[0]
     rows = feat.numel() // channels if channels else math.prod(feat.shape[:-1])

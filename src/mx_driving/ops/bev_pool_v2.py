@@ -72,7 +72,7 @@ def bev_pool_v2(
 
 def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the points of all intervals, and for each point the first point of its interval."""
-    if starts.is_meta:  # the number of points depends on data
+    if starts.is_meta:  # the number of points depends on data, which starts lacks
         return starts[:0], starts[:0]
     if starts.device.type == "cpu":
         _check_intervals(starts, lengths, count)

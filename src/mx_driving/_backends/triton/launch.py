@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     """The parameters of a launch. Plans are cached by layout, because computing a plan takes a third of a small call."""
 
     queries: int  # queries of a program
-    parts: int  # programs that share these queries: heads, or points
+    parts: int  # programs that share these queries: a program for each head, or for each point
     strides: tuple[int, ...]
     options: dict[str, int]  # constants of the compiled kernel: the model's sizes, never batch, queries or map sizes
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import launch
 
-# Row indices have 32 bits. A value with more rows than this goes to the reference. On a larger level no sample is valid.
+# Row indices have 32 bits. A value with more than MOST_ROWS rows goes to the reference. On a larger level no sample is valid.
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 _MOST_PER_THREAD = tl.constexpr(launch.MOST_PER_THREAD)
