@@ -2,7 +2,7 @@
 
 import sys as _sys
 
-__version__ = "0.4.0"  # the native library must have the same
+__version__ = "0.4.0"  # the native library must have the same version
 __distribution__ = "mx-driving-portable"  # _import_guard.py looks for it
 
 # `python -m mx_driving.config` imports this file first. The command prints paths, and must not wait seconds for torch.

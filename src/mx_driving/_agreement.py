@@ -1,10 +1,10 @@
 """Differences of two results of one computation, and the limits that rounding sets.
 
-`rounding_limit` is for an operator beside float64 truth. Errors are relative to the sum of the absolute values of the terms,
-because the rounding error of a sum is proportional to this sum, even if terms cancel. Truth is computed from inputs that are
-rounded to the dtype, so only the arithmetic is judged:
-- arithmetic in float32 or float64: a sum of n terms in any order loses at most about n ulps and typically sqrt(n); terms
-  are products of at most five factors; 16 ulps + 2 sqrt(n) covers it;
+`rounding_limit` is for an operator that is compared with float64 truth. Errors are relative to the sum of the absolute values
+of the terms, because the rounding error of a sum is proportional to this sum, even if terms cancel. Truth is computed from
+inputs that are rounded to the dtype, so only the arithmetic is judged:
+- arithmetic is in float32 or float64: a sum of n terms in any order loses at most about n ulps, and typically sqrt(n) ulps. A
+  term is a product of at most five factors. 16 + 2 sqrt(n) ulps cover the sum and the products;
 - a position is a product and a difference: its error of about an ulp of the map's size moves weight from a corner to the next,
   so the error of the result grows with the largest extent in pixels;
 - the result is rounded once to its own dtype: half an ulp of the result.
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 ULPS = 16  # allowed rounding error of a product of at most five factors
-_LEAST_SCALE = 1e-3  # a model's gradients count as zero below this fraction of the largest gradient
-_TIE = 1e-3  # a query with a larger difference has exchanged its rank
+_LEAST_SCALE = 1e-3  # the least scale of a tensor, as a fraction of the largest magnitude of all of a model's tensors
+_TIE = 1e-3  # a query has exchanged its rank if it differs by more than this fraction of the largest magnitude
 
 
 def rounding_limit(
     result_dtype: torch.dtype, compute_dtype: torch.dtype, magnitude: Any, scale: float, terms: int, extent: int
 ) -> Any:
-    """Return the allowed error of each entry beside float64 truth.
+    """Return the allowed difference of each entry from float64 truth.
 
     Args:
         result_dtype: the dtype of the result.
@@ -43,14 +43,14 @@ def rounding_limit(
 
 
 def entry_differences(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return absolute differences. A difference is infinite if an entry is NaN or infinite and the other is not the same."""
+    """Return absolute differences. If one of two entries is NaN or infinite and the other is not the same, return infinity."""
     ours, theirs = _to_floating(ours), _to_floating(theirs)
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0, (ours - theirs).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def output_difference(ours: Tensor, theirs: Tensor, least_scale: float = 0.0) -> float:
-    """Return the largest difference, as a fraction of the largest finite magnitude of theirs, at least `least_scale`.
+    """Return the largest difference, divided by the largest finite magnitude of theirs, or by `least_scale` if that is larger.
 
     Return infinity if the shapes differ.
     """
@@ -70,8 +70,8 @@ def _largest(t: Tensor) -> float:
 
 
 def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Return the largest difference over a model's tensors, as a fraction of the largest magnitude of the tensor, or of a
-    thousandth of the largest magnitude of all tensors if that is more: some gradients are zero within rounding."""
+    """Return the largest `output_difference` of a model's tensors. The least scale is a thousandth of the largest magnitude of
+    all tensors, because some gradients are zero except for rounding."""
     assert ours.keys() == theirs.keys()
     least_scale = max(map(largest_magnitude, theirs.values())) * _LEAST_SCALE
     return max(output_difference(ours[name], t, least_scale) for name, t in theirs.items())
@@ -80,7 +80,7 @@ def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> floa
 def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     """Return True for queries of outputs [1, queries, ..] that differ by more than rounding. Two-stage models rank queries.
     If two scores nearly tie, a rounding error exchanges their ranks, and both queries get the other rank's embedding.
-    If only one output is NaN, the query is not off, and the difference is infinite."""
+    A query of which only one output is NaN is not off, so `difference_beside_ties` returns infinity for it."""
     off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
     for name, out in theirs.items():
         difference = (ours[name] - out)[0].reshape(len(off), -1).nan_to_num().abs()

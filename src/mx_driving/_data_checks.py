@@ -22,7 +22,7 @@ from ._operator import composition, geometry
 from ._operator.description import OPERATORS, Operator, SamplingInputs
 from ._operator.rules import flag
 
-# The number of open data_checks(), plus 1 if the environment turns the checks on. Process-wide, as in limits.py.
+# The number of open data_checks(), plus 1 if the environment turns the checks on. It is process-wide, as in limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
 _when_enabled: list[Callable[[], None]] = []  # called once, when the checks are first enabled
 _warned: set[tuple[str, str]] = set()  # (operator, kind) of past warnings, which are not repeated
@@ -31,9 +31,9 @@ _SOME = 0.1  # "some": more than this fraction
 _MOST = 0.5  # "most": more than this fraction
 _PIXELS = (2, 16384)  # bounds of a pixel's larger coordinate; few normalised locations have a coordinate above 2
 _OBLONG = math.log(1.25)  # a map is clearly wide or clearly high if the ratio of its sides is larger
-_FEW_ROWS, _FEW_NUMBERS = 8, 256  # a map with fewer rows, or fewer numbers at row ends, is too small to judge
-# Differences of neighbours, divided by their mean: above _STEP is large, below _NO_STEP is usual. At the ends of rows we
-# measured 1.2 to 8, for photographs through a convolution and for smooth random maps (2026-11-22).
+_FEW_ROWS, _FEW_NUMBERS = 8, 256  # a map with fewer rows or columns, or fewer numbers at row ends, is too small to judge
+# The mean difference of neighbours at the ends of rows, divided by that of all neighbours on the map, is large above _STEP and
+# usual below _NO_STEP. We measured 1.2 to 8 for photographs through a convolution and for smooth random maps (2026-11-22).
 _STEP, _NO_STEP = 1.5, 1.1
 _NOT_THE_CALLER = (*(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__)), "<eval_with_key>")
 _SUMS = (0.75, 1.33)  # bounds of the median sum of a query's weights after a softmax, with room for dropout
@@ -200,7 +200,8 @@ def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterat
         yield "normalised", names.locations, "be pixels of each level", fact
         return
     off, swapped = (_fraction(~_on_map(call, sides)) for sides in (sizes, sizes.flip(-1)))
-    reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()  # the smaller reach of x and y, if swapped
+    # How far x and y reach over maps whose shapes are swapped; the smaller of both.
+    reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()
     if off > 0.05 and swapped < 0.1 * off and reach > 0.75:
         fact = f"{_percent(off)} of samples off their maps, and {_percent(swapped)} if the shapes were (W, H)"
         yield "swapped", names.shapes, "be (H, W)", fact
@@ -243,7 +244,7 @@ def _steps_at_ends(value: Tensor, start: int, height: int, width: int) -> Tensor
 
 
 def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find maps stored scale by scale in deformable_aggregation: only scale by scale do neighbours differ at row ends."""
+    """Find maps stored scale by scale in deformable_aggregation: neighbours differ at row ends only if maps are read so."""
     camera_major = geometry.starts_of(call.shapes)
     if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
         return
@@ -253,7 +254,8 @@ def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
         return
 
     def steps_of_cameras(starts: Tensor) -> list[float]:
-        """Return the step at row ends of each second map: the smaller mean of even and odd rows. A larger map's match half."""
+        """Return the step at the row ends of each camera's second map. If the rows belong to a map twice as wide, every second
+        of these ends is an end of the wide map, too. So take the smaller mean of even and odd ends."""
         steps = [_steps_at_ends(call.value, start, *size) for size, start in zip(sizes, starts[:, 1].tolist(), strict=True)]
         return [min(step[::2].mean().item(), step[1::2].mean().item()) for step in steps]
 
@@ -266,7 +268,7 @@ def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
 def _find_overlapping_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find maps that overlap while other rows are in no map: a sign of wrong starts. Overlaps or gaps alone may be intended."""
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
-    begins, ends = maps.unique(dim=0).unbind(1)  # cameras may share a whole map
+    begins, ends = maps.unique(dim=0).unbind(1)  # unique, because cameras may share a whole map
     rows = call.value.shape[1]
     covered = (torch.bincount(begins, minlength=rows + 1) - torch.bincount(ends, minlength=rows + 1)).cumsum(0)[:rows]
     unread = int((covered == 0).sum())
@@ -282,7 +284,8 @@ def _find_missing_softmax(call: SamplingInputs, names: SamplingInputs) -> Iterat
         yield "no softmax", name, "come from a softmax, 0..1", f"{_percent(fraction)} below 0, as if they were logits"
         return
     if _has_cameras(call) and weights.shape[2] == 1:
-        return  # anchors of a single point: if a model sums points later, their weights sum to 1 together
+        # A model may sum points after the operator. Then an anchor has one point, and only weights of several anchors sum to 1.
+        return
     sums = weights.sum((2, 3, 4) if _has_cameras(call) else (3, 4))
     median = sums[sums != 0].nanmedian().item() if sums.any() else 1.0
     if not _SUMS[0] <= median <= _SUMS[1]:
@@ -290,7 +293,7 @@ def _find_missing_softmax(call: SamplingInputs, names: SamplingInputs) -> Iterat
 
 
 def _find_wrong_pool_inputs(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterator[Finding]:
-    """Find logits as depth, and D and H exchanged, in bev_pool_v3."""
+    """Find depth that looks like logits, and D and H that look exchanged, in bev_pool_v3."""
     if (fraction := _fraction(depth < 0)) > _SOME:
         fact = f"{_percent(fraction)} below 0, as if they were logits"
         yield "logits", "depth", "say how much of a pixel lies at each depth, 0..1", fact

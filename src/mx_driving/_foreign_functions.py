@@ -1,8 +1,9 @@
 """The table of foreign functions: functions of the vendor's library and of compiled extensions, and autograd functions over
 them. `compat`, `patch`, `ops` and `replay` read it.
 
-record.py runs on machines without this package, and without importing it, so record.py has a copy of the shared text;
-tests/package/test_rooms.py compares the two. A zip application would need a build, and could not be edited where it runs.
+record.py never imports this package, because it also runs on machines without it. So record.py has a copy of the shared text;
+tests/package/test_rooms.py compares the two. A zip application would need no copy, but it would need a build, and nobody could
+edit it where it runs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Function(NamedTuple):
 
     @property
     def outputs(self) -> list[str]:
-        """The names of the tensors that the function changes; without `memo`, which is no result of an operator."""
+        """Return the names of the tensors that the function changes, except `memo`, which is no result of an operator."""
         return [name[:-1] for name in self.parameters.split() if name[-1] in "=+"]
 
 
@@ -56,9 +57,11 @@ _GRADIENTS = f"{_SAMPLES} grad_output grad_value= grad_locations= grad_weights="
 _RANKS = "ranks_depth ranks_feat ranks_bev interval_lengths interval_starts"
 _SUM = "interval_lengths interval_starts B D H W"
 _LIFT = "depth feat ranks_depth ranks_feat ranks_bev bev_feat_shape"
-# A line at the margin has an operator, the layout of a pool, and parameters. The lines below it have modules and names of the
-# functions with these parameters. `deformable_aggregation_ext` is also called with value [bs, cam, num_feat, c]: Sparse4D
-# before v3, GaussianFormer, Far3D. `MultiScaleDeformableAttention` is also called without starts: TrackFormer, TransTrack.
+# Grammar: an unindented line is "operator [layout]: parameters"; only pools have a layout. An indented line below it is
+# "modules: functions": each of these modules has each of these functions, with these parameters.
+#
+# Sparse4D before v3, GaussianFormer and Far3D call `deformable_aggregation_ext` with value [bs, cam, num_feat, c]. TrackFormer
+# and TransTrack call `MultiScaleDeformableAttention` without starts.
 _TABLE = f"""
 multi_scale_deformable_attn: {_SAMPLES}
     mx_driving: multi_scale_deformable_attn npu_multi_scale_deformable_attn_function MultiScaleDeformableAttnFunction.apply
@@ -149,10 +152,10 @@ def insert_starts(args: Any) -> list[Any]:
 
 
 class AutogradFunction(NamedTuple):
-    """An autograd function of repositories over these extensions, which `patch` replaces.
+    """An autograd function that repositories write over these extensions. `patch` replaces it.
 
-    pattern: of its name.
-    parameters: its own, without ctx.
+    pattern: a regular expression for the function's name.
+    parameters: the function's own names of its parameters, without ctx.
     words: our names of the same parameters.
     """
 

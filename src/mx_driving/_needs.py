@@ -29,7 +29,7 @@ def is_older_than(version: str) -> bool:
 
 
 def lacks(feature: str) -> str | None:
-    """Return why this torch does not have a feature, as a sentence; None if it has it."""
+    """Return why this torch does not have a feature, as a sentence; None if it has the feature."""
     need = NEEDS[feature]
     if not is_older_than(need.torch):
         return None

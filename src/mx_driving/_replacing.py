@@ -24,7 +24,7 @@ class Changes:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore all attributes, the last one first. A class inherits again what it had inherited."""
+        """Restore all attributes, the last one first. Delete those that the owner inherits or did not have."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is _ABSENT:
@@ -65,8 +65,8 @@ class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Call `action` now if the module is imported already, else right after its import: a registration need not import a slow
-    module of torch."""
+    """Call `action` now if the module is imported already, else right after its import. So we register with
+    slow modules of torch without importing them."""
     if name in sys.modules:
         action()
     else:

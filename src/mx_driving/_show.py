@@ -32,7 +32,7 @@ def show(console: Any, table: Any) -> None:
 
 
 def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
-    """Make a table of text columns (`left`) and number columns (`right`), header -> least width. Equal widths align tables."""
+    """Make a table. `left` (text) and `right` (numbers) are columns: header -> least width. Tables of equal widths align."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

@@ -25,7 +25,7 @@ __all__ = ["FakeTensor", "FunctionOfOneLevel", "TorchDispatchMode", "allow_funct
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 # Under torch.jit.trace sizes are tensors, and the numbers of tensors become constants of the graph.
 is_tracing = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
-# FakeTensorMode and other modes see every operation: under them the numbers of tensors are not read.
+# FakeTensorMode and other modes see every operation, so we do not read the numbers of tensors under a mode.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 # torch.vmap and torch.func call our kernels level by level.
 are_transforms_active = torch._C._are_functorch_transforms_active
@@ -36,12 +36,12 @@ def is_traced_by_make_fx() -> bool:
 
 
 def is_transformed(t: Tensor) -> bool:
-    """Return whether torch.vmap or torch.func has wrapped t. Its type is Tensor nevertheless."""
+    """Return whether torch.vmap or torch.func has wrapped t. A wrapped tensor also has the type Tensor."""
     return _functorch.is_functorch_wrapped_tensor(t)
 
 
 def has_no_memory(t: Tensor) -> bool:
-    """Return whether a tensor of the plain type has no numbers: torch's zero tensors, and those of functionalization."""
+    """Return whether a tensor of the plain type has no numbers: torch's zero tensors, and tensors of functionalization."""
     return t._is_zerotensor() or torch._is_functional_tensor(t)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -60,8 +60,9 @@ def is_batched(t: Tensor) -> bool:
 # ---- kernels of the Autograd key, which serve reverse mode, forward mode and torch.func
 
 DispatchKey = torch._C.DispatchKey
-# The keyset of a redispatch, and a context without the Autograd keys: operations of Python kernels must not be recorded.
+# The keys that a redispatch from our Autograd kernel may choose from.
 BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+# A context without the Autograd keys, because operations of Python kernels must not be recorded.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # Compiled autograd asks a function for this key. Older torch has none.
 compiled_autograd_key = getattr(torch.autograd.Function, "_compiled_autograd_key", None)
@@ -116,7 +117,7 @@ def has_hooks(layer: nn.Module) -> bool:
     return bool(own) or any(GLOBAL_HOOKS)
 
 
-# The code of every frame that calls a layer.
+# The code of the frame in which torch calls a layer. It is the same for all layers.
 CALL_OF_A_LAYER = nn.Module._call_impl.__code__
 
 
@@ -134,7 +135,8 @@ def local_tensor(t: Any) -> Tensor:
 
 
 def cache_shardings_by_mask(op: Any, first: int) -> None:
-    """Let DTensor cache shardings of a backward by its mask, argument `first`: a gradient that is not needed is empty."""
+    """Let DTensor cache the shardings of a backward by its options and mask, too: the arguments from `first` on. The mask
+    matters, because a gradient that is not needed is empty, and has another sharding."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 

@@ -4,8 +4,8 @@ After `mx_driving.compat.install()` these imports give the operators of this pac
 package that would hold the compiled file (`from . import deformable_aggregation_ext`):
 
 - `MultiScaleDeformableAttention` (Deformable-DETR, DINO, Mask2Former, Mask DINO, ...): ms_deform_attn_forward, _backward;
-  TrackFormer's and TransTrack's without level starts, too. A file of this name that `torch.ops.load_library` loads, as NVIDIA
-  TAO does: torch.ops.nvidia.MultiscaleDeformableAttnPlugin_TRT, DMHA_backward
+  TrackFormer's and TransTrack's without level starts, too. If `torch.ops.load_library` loads a file of this name, as NVIDIA TAO
+  does, it defines torch.ops.nvidia.MultiscaleDeformableAttnPlugin_TRT and DMHA_backward
 - `deformable_aggregation_ext` (Sparse4D, SparseDrive; its older interface, too: GaussianFormer, Far3D):
   deformable_aggregation_forward, _backward
 - `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
@@ -43,9 +43,9 @@ __all__ = ["NAMES", "install", "uninstall"]
 Function = Callable[..., Any]
 
 
-# Stand-ins by the last part of a module's name, and by the module's whole name. A compiled module of _PARTS comes before our
-# stand-in, because it has more functions.
+# Last part of a module's name -> stand-ins of its functions. These stand-ins come before a compiled module.
 _EXTENSIONS: dict[str, dict[str, Function]] = {}
+# Module -> stand-ins of a part of its functions. A compiled module comes before these stand-ins, because it has all functions.
 _PARTS: dict[str, dict[str, Function]] = {"deformable_aggregation_with_depth_ext": {}}
 for _entry in FUNCTIONS:
     if _entry.module != "mx_driving":
@@ -54,8 +54,8 @@ for _entry in FUNCTIONS:
 
 
 def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
-    """Return a module's `__getattr__`. It returns functions that raise when called, because mmcv checks at import that its
-    functions exist."""
+    """Return a module's `__getattr__`. It returns functions that raise when called, because mmcv checks at import that the
+    functions of mmcv._ext exist."""
     replaced = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
 
     def absent(name: str) -> Function:
@@ -128,13 +128,13 @@ _last = MadeModules(functools.partial(_find, _PARTS))
 def install(what: str = "extensions") -> tuple[str, ...]:
     """Make imports of the extensions' names give this package's operators. A second call does nothing.
 
-    Call it before the code that imports them.
+    Call `install` before the code that imports the extensions.
 
     Args:
         what: "extensions", or "torch_npu": `import torch_npu` gives a stand-in, whose device is the CPU.
 
     Returns:
-        The names.
+        The names of the modules.
 
     Raises:
         RuntimeError: a compiled extension of one of the names has been imported already, or torch_npu is installed.

@@ -27,7 +27,7 @@ def projection_matrix(
 
         projection = A S K [R | t]
 
-    This is `projection` of :func:`mx_driving.deformable_aggregation_with_logits`, beside the size of the picture as
+    Pass the matrix to :func:`mx_driving.deformable_aggregation_with_logits` as `projection`, and the size of the picture as
     `image_size`. S moves pixels so that the corner of the picture is (0, 0).
 
     Args:
@@ -70,7 +70,7 @@ def augmentation_matrix(
     """Return the matrix that moves pixels as the usual augmentations of a picture do: scale, then crop, then flip, then turn.
 
     Args:
-        scale: of the picture, or of its width and height.
+        scale: the factor of the picture, or the factors of its width and of its height.
         crop: pixels (left, top) that are cut off after the scale.
         flip_width: the width of the cropped picture if it is mirrored, else None.
         degrees: the angle of the turn about the picture's centre, counter-clockwise on the screen as in ``PIL.Image.rotate``.
@@ -97,7 +97,7 @@ def augmentation_matrix(
 
 
 def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> tuple[Tensor, Tensor]:
-    """Project points into each camera, as `sample_locations` of :func:`mx_driving.deformable_aggregation`.
+    """Project points into each camera. The locations serve as `sample_locations` of :func:`mx_driving.deformable_aggregation`.
 
     Args:
         points: [..., 3].

@@ -39,10 +39,10 @@ class Corners(NamedTuple):
     """The corners of samples on a map. Corner k is on the right if k & 1, and below if k & 2."""
 
     valid: Tensor
-    inside: list[Tensor]  # corner k lies on the map
-    row: list[Tensor]  # row of value at corner k, 0 where not inside
+    inside: list[Tensor]  # whether corner k lies on the map, and its row in value
+    row: list[Tensor]  # row of value at corner k; 0 where not inside
     right: Tensor  # fraction of a pixel between corner 0 and the sample in x
-    below: Tensor  # the same in y
+    below: Tensor  # fraction of a pixel between corner 0 and the sample in y
 
     def coefficient(self, k: int) -> Tensor:
         return (self.right if k & 1 else 1 - self.right) * (self.below if k & 2 else 1 - self.below)
@@ -173,7 +173,7 @@ def _truncated(location: Tensor) -> Tensor:
 
 
 def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Truncate locations, and return their rows of value and a mask of rows that exist."""
+    """Truncate locations and clamp them to the map. Return their rows of value, and a mask of rows that exist."""
     height, width = shape[0].long(), shape[1].long()
     x, y = _truncated(location).unbind(-1)
     x, y = torch.minimum(x, width - 1).clamp(min=0), torch.minimum(y, height - 1).clamp(min=0)

@@ -83,7 +83,7 @@ class Function(NamedTuple):
 
     @property
     def outputs(self) -> list[str]:
-        """The names of the tensors that the function changes; without `memo`, which is no result of an operator."""
+        """Return the names of the tensors that the function changes, except `memo`, which is no result of an operator."""
         return [name[:-1] for name in self.parameters.split() if name[-1] in "=+"]
 
 
@@ -92,9 +92,11 @@ _GRADIENTS = f"{_SAMPLES} grad_output grad_value= grad_locations= grad_weights="
 _RANKS = "ranks_depth ranks_feat ranks_bev interval_lengths interval_starts"
 _SUM = "interval_lengths interval_starts B D H W"
 _LIFT = "depth feat ranks_depth ranks_feat ranks_bev bev_feat_shape"
-# A line at the margin has an operator, the layout of a pool, and parameters. The lines below it have modules and names of the
-# functions with these parameters. `deformable_aggregation_ext` is also called with value [bs, cam, num_feat, c]: Sparse4D
-# before v3, GaussianFormer, Far3D. `MultiScaleDeformableAttention` is also called without starts: TrackFormer, TransTrack.
+# Grammar: an unindented line is "operator [layout]: parameters"; only pools have a layout. An indented line below it is
+# "modules: functions": each of these modules has each of these functions, with these parameters.
+#
+# Sparse4D before v3, GaussianFormer and Far3D call `deformable_aggregation_ext` with value [bs, cam, num_feat, c]. TrackFormer
+# and TransTrack call `MultiScaleDeformableAttention` without starts.
 _TABLE = f"""
 multi_scale_deformable_attn: {_SAMPLES}
     mx_driving: multi_scale_deformable_attn npu_multi_scale_deformable_attn_function MultiScaleDeformableAttnFunction.apply

@@ -24,9 +24,9 @@ _DTYPE = {torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, to
 _ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL, _BAD_RANK = 3, 7
 
-# struct mxd_tensor: data, dtype, shape[6], strides[6]. A packer for each number of axes; unused axes are zero.
+# Packers of struct mxd_tensor (data, dtype, shape[6], strides[6]), by number of axes. Unused axes are zero.
 _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n in range(1, 7)}
-_NOT_GIVEN = struct.pack("qq96x", 0, -1)
+_NOT_GIVEN = struct.pack("qq96x", 0, -1)  # for an optional input that is None, or a gradient that is not needed
 
 # Row indices and the exclusive bound of rows have 32 bits.
 MOST_ROWS = 2**31 - 2
@@ -100,7 +100,7 @@ class _Function:
         axes = [*inputs, operator.output]
         if backward:
             axes = [operator.output, *inputs, *(inputs[i] for i in operator.differentiable)]
-        # index of a tensor whose last axis is a product -> the number of its axes, and the factors of the product
+        # index of a tensor whose last axis is a product -> (number of the tensor's axes, factors of the product)
         self.products = {i: (len(a), a[-1].split(" * ")) for i, a in enumerate(axes) if " * " in a[-1]}
         self.count, self.choices = len(inputs), tuple(operator.choices.values())
         self.first_choice = self.count + len(operator.sizes)
@@ -163,7 +163,7 @@ def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
 
 
 def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:
-    """Return the kernel of an operator, which takes the inputs; or of its backward: grad_output, the inputs, output_mask."""
+    """Return the kernel of an operator or of its backward. A backward takes grad_output, the inputs and output_mask."""
     return (_Backward if backward else _Forward)(OPERATORS[operator], backward, run)
 
 

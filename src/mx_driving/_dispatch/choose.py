@@ -13,7 +13,7 @@ from .._operator.description import OPERATORS, Operator
 
 
 def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple[str, str]:
-    """Return the backend of a call, and the reason if it is the reference. Without inputs, return those of usual calls."""
+    """Return (backend, reason) of a call; the reason is "" except for the reference. Without inputs, answer for usual calls."""
     if device == "cpu":
         if reason := _backends.native.why_not():
             return "reference", reason
@@ -38,7 +38,7 @@ def backends() -> dict[str, dict[str, str]]:
     >>> sorted(backends())
     ['cpu', 'cuda', 'other']
     """
-    import mx_driving_portable  # it imports importlib.metadata
+    import mx_driving_portable  # imported here, because it imports importlib.metadata
 
     beside = mx_driving_portable.beside()
     end = f"; {beside}" if beside else ""

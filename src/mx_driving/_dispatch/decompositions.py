@@ -1,8 +1,8 @@
 """The operators for exporters: gathers and sums of standard torch operations, without loops over levels.
 
-`index_select` reads the rows, because every runtime computes it right: no `grid_sample`, no data-dependent shapes. Batch,
-queries and map sizes stay dynamic. Results equal the reference's. Some compilers compute comparisons of int64 wrongly, so only
-floating numbers are compared; an index outside its table is clamped to a row of zeros instead.
+`index_select` reads the rows, because every runtime computes it right. There is no `grid_sample`, and no shape depends on data.
+Batch, queries and map sizes stay dynamic. Results equal the reference's. Some compilers compute comparisons of int64 wrongly,
+so only floating numbers are compared; an index outside its table is clamped to a row of zeros instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .._operator import composition, geometry
 from .._operator.description import OPERATORS
 from .._replacing import when_imported
 
-# The row of padded value, and the coefficient, of every corner.
+# For every corner: the index of its row in padded value, and its coefficient.
 Corners = list[tuple[Tensor, Tensor]]
 
 
@@ -115,7 +115,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
 def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
-    """Sum points with an invalid rank in an extra cell, which is dropped. A factor of 0 would not do: 0 x NaN is NaN."""
+    """Send points with an invalid rank to an extra cell, which is dropped. A factor of 0 is not enough: 0 x NaN is NaN."""
     dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     feat_row, no_feat = geometry.clamp_index(ranks_feat, feat.shape[0])
     depth_row, no_depth = geometry.clamp_index(ranks_depth, depth.shape[0])
@@ -129,7 +129,7 @@ def bev_pool_v3(
 
 
 def find(name: str) -> Callable[..., Tensor]:
-    """Return the decomposition of an operator. Operators with logits call a bare operator, which may have an ONNX node."""
+    """Return the decomposition of an operator. With logits, it calls a bare operator, which may have an ONNX node."""
     bare = OPERATORS[name].bare
     composed = composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
     return composed or globals()[name]

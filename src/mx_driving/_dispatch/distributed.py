@@ -69,7 +69,8 @@ def _register() -> None:
 
 
 def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
-    """Return the dimensions of all axes that can be sharded. `blocks` needs even shards, else shards of the output differ."""
+    """Return the dimensions of all axes that can be sharded. Blocks need shards of equal size, because DTensor shards the
+    output by channels: with unequal shards, it would cut the output at other places than the inputs."""
     return [dims for axis, dims in operator.axes.items() if axis != operator.blocks or _has_even_shards(operator, dims, inputs)]
 
 
@@ -99,7 +100,8 @@ def _partial_sum(dim: int | None) -> Any:
 
 
 def _rules(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[tuple[int | None, ...], list[Any]]]:
-    """Return the dimensions of every axis that can be sharded, and the placements of the inputs other than None."""
+    """Return (dimensions, placements of the inputs that are not None) for every axis that can be sharded. The first entry
+    shards nothing."""
     return [
         (dims, [_placement(dim) for dim, spec in zip(dims, inputs, strict=False) if spec is not None])
         for dims in ((None,) * (len(inputs) + 1), *_axes(operator, inputs))

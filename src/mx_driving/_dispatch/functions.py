@@ -24,7 +24,7 @@ class OperatorFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Call the public function, with arguments by position or by name, or a derived class's own forward and backward."""
+        """Call the public function: arguments may have names. If a derived class has its own forward or backward, run these."""
         base = next(c for c in cls.__mro__ if "public" in vars(c))
         if cls.forward is base.forward and cls.backward is base.backward:
             return cls.public(*args, **kwargs)
@@ -66,7 +66,7 @@ def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function like that of a compiled extension: it ignores autocast, so the output has value's dtype."""
 
     def function(*inputs: Any, **named: Any) -> Tensor:
-        # Torch 2.6 cannot compile next with a default.
+        # Torch 2.6 cannot compile `next` with a default.
         device = [*(i.device.type for i in (*inputs, *named.values()) if isinstance(i, Tensor)), "cpu"][0]
         if not autocasts(device):
             return public(*inputs, **named)

@@ -41,7 +41,7 @@ class Registered:
     def __init__(self, operator: Operator) -> None:
         self.operator, self.name = operator, operator.name + self.suffix
         self.count = self.value + len(operator.inputs)  # arguments that are tensors or None
-        self.differentiable = operator.differentiable  # their indices among the arguments
+        self.differentiable = operator.differentiable  # indices of differentiable arguments
         self.shared = tuple(self.value + i for i in operator.shared)
         _library.define(self.schema(), tags=(torch.Tag.pt2_compliant_tag,))
         self.op = getattr(torch.ops.mx_driving, self.name).default
@@ -82,7 +82,8 @@ class Registered:
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
-        if info.batch_size == 0:  # check an entry, because sizes of empty batches always agree
+        # An empty batch has no entries, and its folded sizes are all 0 and agree. So check the shapes that an entry would have.
+        if info.batch_size == 0:
             self.check(*(a if d is None else a.new_empty(a.movedim(d, 0).shape[1:]) for a, d in zip(args, dims, strict=True)))
         return vmap.map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
 
@@ -101,7 +102,7 @@ class Registered:
             return self.reference(*(a if i in self.differentiable else _detach(a) for i, a in enumerate(args)))
         if torch.is_grad_enabled():
             for i in self.differentiable:
-                if args[i] is not None and args[i].requires_grad:  # the kernel refuses None
+                if args[i] is not None and args[i].requires_grad:  # leave None to the kernel, which refuses it
                     with _torch_private.allow_function_of_one_level() if transformed else _NOTHING:
                         return self.function.apply(keyset, *args)
         return self.below_autograd(keyset, *args)
@@ -131,7 +132,7 @@ class Registered:
             self.save(ctx, args)
             if not _torch_private.are_transforms_active():
                 return self.below_autograd(keyset, *args)
-            # autograd disables both modes inside a function's forward, but outer levels still need both modes
+            # Autograd disables grad mode and forward mode inside a function's forward. Outer levels of torch.func need both.
             with torch.enable_grad(), _torch_private.enable_forward_mode(True):
                 return self.below_autograd(keyset, *args)
 
@@ -150,7 +151,8 @@ class Registered:
         ctx.options = args[self.count :]
 
     def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all arguments, by `<name>_backward`. Skip its Autograd key if nothing records the call."""
+        """Return the gradients of all arguments, by `<name>_backward`. Skip the Autograd key of the backward if nothing
+        records the call."""
         mask = [needs[i] for i in self.differentiable]
         backward = getattr(torch.ops.mx_driving, self.operator.name + "_backward").default
         options = ctx.options if self.operator.options else ()  # the context of an OperatorFunction has no options
@@ -194,7 +196,7 @@ class Registered:
         return _backends.triton.kernel(self.operator.name, self.value > 0)(*args)
 
     def run_reference(self, *args: Any) -> Any:
-        """Run the reference. First check the contents of index tables on a CPU, where this is free, or in data_checks()."""
+        """Run the reference. First check the numbers in index tables: on a CPU, where reading is free, and in data_checks()."""
         names = ("grad_output", *self.operator.inputs)[1 - self.value :]
         rules.need_tensors(*((n, a) for n, a in zip(names, args[: self.count], strict=True) if a is not None))
         if args[self.value].device.type == "cpu" or _data_checks.enabled():

@@ -14,8 +14,9 @@ from .._operator.description import Operator
 def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
     """Return the results for all entries of the vmapped axis, and the dimension of the vmapped axis in every result.
 
-    Fold the axis into the queries if no input that all queries read, such as value, is vmapped; else into the batches. Call the
-    operator once per entry if an input that batches share is vmapped, such as the sizes of maps.
+    Fold the axis into the batches if an input that all queries read, such as value, is vmapped or needs a gradient; else into
+    the queries. Call the operator once per entry for pooling, and if an input that batches share, such as the sizes of maps,
+    is vmapped.
 
     Args:
         value: the index of value among the arguments: 1 in a backward, because grad_output is first; else 0.
@@ -35,7 +36,7 @@ def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int 
         for i, (a, dim) in enumerate(zip(args, dims, strict=True))
     ]
     locations = value + 3
-    count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # batches or queries
+    count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # number of batches or queries
     return _unfold(op(*folded), (size, count), joined, mask)
 
 

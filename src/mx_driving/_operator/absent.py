@@ -9,7 +9,7 @@ from typing import Any
 
 from .description import OPERATORS
 
-# Ascend DrivingSDK's public names, April 2026, with their older forms: functions and classes.
+# The public functions and classes of Ascend DrivingSDK that this package lacks, with their older names, as of April 2026.
 _NAMES = """
 assign_score_withk border_align box_iou_quadri box_iou_rotated boxes_iou_bev boxes_overlap_bev npu_boxes_overlap_bev
 cal_anchors_heading cartesian_to_frenet cylinder_query deform_conv2d diff_iou_rotated_2d dynamic_scatter npu_dynamic_scatter
@@ -29,7 +29,7 @@ _HERE = f"the operators here are {', '.join(OPERATORS)}, bev_pool, bev_pool_v2 a
 
 @functools.cache
 def _make_absent(module: str, name: str) -> Any:
-    """Return a function that raises NotImplementedError; a class with such an `__init__` if the name begins with a capital."""
+    """Return a function that raises NotImplementedError; for a name with a capital, a class whose `__init__` raises it."""
 
     def call(*args: Any, **named: Any) -> None:
         raise NotImplementedError(f"{module}.{name} is an operator of the vendor's alone; {_HERE}")

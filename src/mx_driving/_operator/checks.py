@@ -27,7 +27,7 @@ _ELEMENTS = {
     "index": (INDEX, INDEX_RULE),
     "number": (_NUMBER, "have a floating or an integer dtype"),
 }
-_MOST_ELEMENTS = 2**48  # more than any memory has
+_MOST_ELEMENTS = 2**48  # no memory holds an output of so many elements
 _HASHED = (int, str, type(None))  # sizes, options, and None for an optional tensor
 
 Sizes = dict[str, Any]
@@ -62,7 +62,8 @@ def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
         elif kind in _HASHED:
             call.append(a)
         else:
-            # Do not hash sizes of tensor subclasses, or symbols. No operator reads a MaskedTensor.
+            # Symbols cannot be hashed. So bypass the cache for a SymInt, and for a tensor subclass, whose sizes may be symbols.
+            # Leave a MaskedTensor as it is, so that `fit` returns False: no operator reads a MaskedTensor.
             plain, has_shape = False, isinstance(a, Tensor) and kind.__name__ != "MaskedTensor" and not a.is_nested
             call.append((a.shape, a.dtype, a.device) if has_shape else a)
     return fit(operator, *call) if plain else fit.__wrapped__(operator, *call)
@@ -70,7 +71,10 @@ def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _fit(operator: Operator, *call: Any) -> bool:
-    """Return whether a call keeps all rules. A tensor is a (shape, dtype, device). The first input of an axis sets its size."""
+    """Return whether a call keeps all rules. A tensor is a (shape, dtype, device).
+
+    The first input with an axis sets the size of the axis.
+    """
     present = [(t, a) for t, a in zip(operator.tensors, call, strict=False) if not (t.optional and a is None)]
     if not all(isinstance(a, tuple) for _, a in present):
         return False
@@ -141,7 +145,8 @@ def _divides(operator: Operator, sizes: Sizes) -> bool:
 def _memory_holds(operator: Operator, sizes: Sizes) -> bool:
     """Return whether the output has fewer than 2**48 elements. Only operators with sizes as numbers need this check.
 
-    Do not compare sizes of a graph: torch.export refuses limits of dynamic sizes, and torch.compile shows these as ints.
+    Do not compare sizes of a graph: torch.export refuses limits of dynamic sizes. torch.compile shows dynamic sizes as ints, so
+    their type does not tell whether there is a graph.
     """
     shape = [sizes[axis] for axis in operator.output] if operator.sizes else []
     in_graph = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in shape)
@@ -265,7 +270,7 @@ def is_readable(t: Tensor) -> bool:
         return False
     if _torch_private.has_no_memory(t):
         return False
-    modes = _torch_private.count_dispatch_modes()  # FakeTensorMode makes fake tensors of real ones
+    modes = _torch_private.count_dispatch_modes()  # FakeTensorMode would make a fake tensor of t
     return not (modes or _torch_private.is_tracing() or _torch_private.is_transformed(t))
 
 
@@ -284,7 +289,10 @@ def check_readable_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
 
 
 def check_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
-    """Check the numbers in index tensors: maps must lie inside value, ranks must exist. Reading them is free only on a CPU."""
+    """Check the numbers in index tensors: maps must lie inside value, ranks must exist.
+
+    Reading tensors is free only on a CPU.
+    """
     if operator.kind == "pooling":
         check_ranks(*inputs)
         return

@@ -1,8 +1,9 @@
-"""The operators with logits, as compositions: locations and weights from the outputs of linear layers, then a bare operator.
+"""The operators with logits, as compositions: compute locations and weights from the outputs of linear layers, and
+call a bare operator.
 
 References, kernels and exporters share this program and differ in the bare operator. The dtype is float64 as soon as a floating
 input is float64, else float32. The backward propagates the gradients of locations and weights to the inputs. The gradients of
-an invalid sample are exactly 0; their factors are made finite before the product, because 0 x infinity is NaN.
+an invalid sample are exactly 0. Whatever multiplies such a gradient is made finite first, because 0 x infinity is NaN.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class MultiScale:
         if self.repeats != 1:
             reference = reference.repeat(1, 1, self.repeats, 1)
         reference = reference[:, :, None, None] if self.by_point else reference[:, :, None, :, None]
-        self.centre, self.box = reference[..., :2], reference[..., 2:]  # over [bs, queries, heads, levels, points, 2]
+        # Both broadcast over [bs, queries, heads, levels, points, 2].
+        self.centre, self.box = reference[..., :2], reference[..., 2:]
         self.locations, self.weights = self.samples()
 
     def samples(self) -> tuple[Tensor, Tensor]:
@@ -87,7 +89,7 @@ class Aggregation:
         image_size: Tensor | None = None,
         pair_scale: Tensor | None = None,
     ):
-        self.points = points[:, :, :, None, None]  # over [bs, anchor, pts, cam, 3, 3]
+        self.points = points[:, :, :, None, None]  # broadcasts over [bs, anchor, pts, cam, 3, 3]
         self.matrix = projection[:, None, None, :, :3]
         self.image_size = None if image_size is None else image_size[:, None, None]
         self.pair_scale = _over_weights(pair_scale)

@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-# attention: heads sample the levels of a pyramid. aggregation: groups of channels sample the maps of cameras. pooling: points
-# are summed in cells.
+# attention: heads sample the levels of a pyramid.
+# aggregation: groups of channels sample the maps of cameras.
+# pooling: points are summed in cells.
 Kind = Literal["attention", "aggregation", "pooling"]
 
 
@@ -39,7 +40,7 @@ class Input:
     """
 
     name: str
-    elements: Literal["floating", "index", "number"]  # a floating dtype; int32 or int64; both
+    elements: Literal["floating", "index", "number"]  # a floating dtype; int32 or int64; a floating or an integer dtype
     shape: str
     differentiable: bool = False
     optional: bool = False
@@ -64,7 +65,7 @@ class Operator:
     sharded: tuple[str, ...]  # axes along which processes may share the work
     sizes: tuple[str, ...] = ()  # axes of the output that callers pass as numbers
     choices: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # option -> values, the default first
-    divides: tuple[str, ...] = ()  # (axis, a multiple of the axis)
+    divides: tuple[str, ...] = ()  # (a, b): the size of axis a divides the size of axis b
     bare: str = ""  # the bare operator of an operator with logits
 
     @cached_property
@@ -82,7 +83,7 @@ class Operator:
 
     @cached_property
     def weights(self) -> int:
-        """Return the index of weights or logits: an element for every sample and group."""
+        """Return the index of weights or logits, which have an element for every sample and group."""
         return self.differentiable[-1]
 
     @property
@@ -102,13 +103,13 @@ class Operator:
 
     @cached_property
     def axes(self) -> dict[str, tuple[int | None, ...]]:
-        """Return the dimensions of every axis of `sharded` in the inputs and in the output. None: every process needs the whole
-        input, or the output is a sum over the axis."""
+        """Return the dimensions of every axis of `sharded` in the inputs and in the output. None for an input: every process
+        needs the whole input. None for the output: the output is a sum over the axis."""
         tensors = (*(t.axes for t in self.tensors), self.output)
         return {axis: tuple(self._dimension(axis, axes) for axes in tensors) for axis in self.sharded}
 
     def _dimension(self, axis: str, axes: tuple[str, ...]) -> int | None:
-        """Return the dimension of `axis` in `axes`, or of an axis with `axis` blocks of channels; else None."""
+        """Return the dimension of `axis` in `axes`, or of the channels if `axis` divides these into blocks; else None."""
         if axis in axes:
             return axes.index(axis)
         whole = self.divides[1] if self.divides[:1] == (axis,) else None

@@ -60,7 +60,8 @@ class Limit(NamedTuple):
         return f"have {self.quantity} {self.relation} {shown}{self.when} (Atlas A2 limit of {release})", value
 
 
-_OLD, _NEW = ("docs/api/context/{}.md".format, "docs/zh/api/context/{}.md".format)  # the folder moved with 26.0
+# Paths of the vendor's documents: before release 26.0, and from 26.0 on.
+_OLD, _NEW = ("docs/api/context/{}.md".format, "docs/zh/api/context/{}.md".format)
 _PADDED = "num_heads * num_levels * num_points (rounded up to 8)"
 _FULL = " when num_points * num_levels is 64 and embed_dims 64"
 LIMITS = (
@@ -107,18 +108,19 @@ def _releases_of_environment() -> list[str]:
     return [NEWEST if word.lower() in rules.ON else word]
 
 
-# The release of the environment, then the releases of all open atlas_limits(). Process-wide, like torch.backends' flags.
+# The release of the environment, then the releases of all open atlas_limits(). It is process-wide, like torch.backends' flags.
 open_releases: list[str] = _releases_of_environment()
 
 
 def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[None]:
     """Enforce the limits that the vendor documents for Atlas A2. Inside the block, a call beyond a limit raises ValueError.
 
-    The vendor has no operators with logits: there, models compute locations and weights and call the bare operator. So calls of
-    operators with logits must keep the bare operator's limits, and the sentence names the bare operator's inputs. This check
-    computes all locations.
+    The vendor has no operators with logits: with its library, models compute locations and weights and call the bare operator.
+    So calls of operators with logits must keep the bare operator's limits, and the sentence names the bare operator's inputs.
+    This check computes all locations.
 
-    The limits hold in all threads of the process, and while a generator that has opened them is suspended.
+    The limits hold in all threads of the process. If a generator opens the block, they also hold while the generator is
+    suspended.
     `MX_DRIVING_ATLAS_LIMITS` in the environment enforces limits in a whole program: `1` (true, yes, on) those of the newest
     release, or the name of a release. Any other word raises ValueError when the package is imported.
 

@@ -22,8 +22,8 @@ INDEX_RULE = "have dtype int32 or int64"
 
 Named = tuple[str, Any]
 
-ON = ("1", "true", "yes", "on")  # words of a switch in the environment
-OFF = ("0", "false", "no", "off", "")
+ON = ("1", "true", "yes", "on")  # words that turn a switch in the environment on
+OFF = ("0", "false", "no", "off", "")  # words that turn it off
 
 
 def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
@@ -117,7 +117,7 @@ def flag(name: str, default: bool = False) -> bool:
 class SettingError(ValueError):
     """The error for a wrong word in the environment, raised when the package is imported."""
 
-    is_of_setting = True  # for callers that cannot import this class, because the import failed
+    is_of_setting = True  # for callers that cannot import this class, because the package's import failed
 
 
 def fail_setting(name: str, rule: str, word: str) -> NoReturn:
@@ -152,7 +152,7 @@ def no_library(name: str, missing: str | None, libraries: Sequence[str]) -> NoRe
 
 
 def broken_library(name: str, error: ImportError, reason: str) -> NoReturn:
-    """Raise an error for a module that is installed but fails to import, of the same class as the import's error."""
+    """Raise an error of the same class as the import's error, for a module that is installed but fails to import."""
     raise type(error)(f"target must be imported without an error; got {name!r}: {reason}", name=error.name) from error
 
 

@@ -27,7 +27,7 @@ from . import libreyolo
 
 __all__ = ["MultiScaleDeformableAttention", "libreyolo", "mapping", "register", "write"]
 
-NAME = "MultiScaleDeformableAttention"  # in transformers
+NAME = "MultiScaleDeformableAttention"  # transformers' name of the layer
 DEVICES = ("cpu", "cuda")
 _HUB = pathlib.Path(__file__).parent / "_hub"  # the layer's files in a kernel repository
 _NEEDED = 'mx_driving.kernels.register needs the package kernels: pip install "kernels>=0.17"'
@@ -60,7 +60,7 @@ class MultiScaleDeformableAttention(torch.nn.Module):
 
 @dataclass(frozen=True)
 class _Repository:
-    """An entry of a mapping of `kernels`: it loads the layer. A dataclass, so that equal entries compare equal."""
+    """An entry of a mapping of `kernels`: it loads the layer. It is a dataclass, so that entries of a layer compare equal."""
 
     layer_name: str = NAME
 
@@ -97,7 +97,8 @@ def register() -> None:
 def write(folder: str | os.PathLike[str]) -> pathlib.Path:
     """Write the layer as a kernel repository, for `kernels.LocalLayerRepository`, transformers' `KernelConfig`, or the hub.
 
-    Its code imports this package, so both must be installed where it is loaded. `kernels` is not needed for writing.
+    The repository's code imports this package. So `kernels` and this package must be installed where the repository is loaded.
+    Writing does not need `kernels`.
 
     Args:
         folder: the repository. It is made if it does not exist; files of the same names are replaced.
@@ -130,7 +131,7 @@ def write(folder: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _metadata(device: str) -> dict[str, Any]:
-    """Return metadata for kernels 0.17. Its python-depends cannot name our package: it takes names from a fixed list."""
+    """Return metadata for kernels 0.17. python-depends cannot name our package, because it takes names from a fixed list."""
     return {
         "id": f"_mx_driving_{device}",
         "name": "mx-driving",

@@ -53,4 +53,4 @@ def register() -> None:
     kernels.resolve(_SLOT)  # LibreYOLO registers its kernels at the first resolve; the newest kernel comes first
     kernels.unregister(_SLOT, _NAME)
     kernels.register(_SLOT, ms_deform_attn, name=_NAME)
-    kernels.clear_cache()  # 1.6 caches the kernel of the slot, also if there was none
+    kernels.clear_cache()  # LibreYOLO 1.6 remembers the first lookup of a slot, even a lookup that found no kernel

@@ -19,7 +19,7 @@ class DeformableLayers(nn.Module):
     """Layers that compute the offsets and logits of queries, and project values.
 
     Args:
-        maps: number of maps that a query reads. The layers' input is one row from each map.
+        maps: number of maps that a query reads. The input of the offset and weight layers joins a row of each map.
         output: whether there is an output projection.
     """
 
@@ -58,7 +58,7 @@ class DeformableLayers(nn.Module):
 
 def is_exported() -> bool:
     """Return whether torch.export, torch.jit.trace or make_fx is tracing."""
-    exporting = getattr(torch.compiler, "is_exporting", bool)  # torch 2.7 has it
+    exporting = getattr(torch.compiler, "is_exporting", bool)  # torch before 2.7 has no is_exporting
     if _torch_private.is_tracing() or exporting():
         return True
     return not torch.compiler.is_compiling() and _torch_private.is_traced_by_make_fx()

@@ -16,7 +16,7 @@ from ._layers import list_settings
 
 __all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints"]
 
-# fractions of an anchor's width, length and height: its centre and just inside its six faces, as in Sparse4D v3
+# The anchor's centre, and points just inside its six faces, as fractions of its width, length and height, as in Sparse4D v3.
 FIX_SCALE = ((0, 0, 0), (0.45, 0, 0), (-0.45, 0, 0), (0, 0.45, 0), (0, -0.45, 0), (0, 0, 0.45), (0, 0, -0.45))
 
 
@@ -70,12 +70,14 @@ class DeformableFeatureAggregation(nn.Module):
     Args:
         embed_dims: channels; a multiple of num_groups.
         num_groups: groups of channels that share a weight.
-        num_levels, num_cams: scales of a camera's pyramid, cameras. With use_camera_embed the number of cameras may differ
-            from call to call.
+        num_levels: scales of a camera's pyramid.
+        num_cams: number of cameras. With use_camera_embed this number may differ from call to call.
         num_learnable_pts: key points placed by the instance's feature.
         fix_scale: the other key points, [n, 3] fractions of the anchor's width, length and height.
-        use_camera_embed: compute weights from each camera's projection matrix, not by an output per camera.
-        attn_drop: in training, the fraction of (point, camera) pairs left out; proj_drop: dropout of the projected output.
+        use_camera_embed: compute a camera's weights from its projection matrix. Otherwise weights_fc has outputs for every
+            camera.
+        attn_drop: in training, the fraction of (point, camera) pairs left out.
+        proj_drop: in training, the dropout rate of the projected output.
         residual_mode: "cat" appends instance_feature (2 * embed_dims channels), "add" adds it.
 
     Source: Lin et al., "Sparse4D v3", 2023.

@@ -110,8 +110,8 @@ class SpatialCrossAttention(nn.Module):
 
     Args:
         embed_dims: channels of queries, values and output; a multiple of num_heads.
-        num_heads, num_levels, num_points: of `MSDeformableAttention3D`.
-        dropout: of the projected output, in training.
+        num_heads, num_levels, num_points: as for `MSDeformableAttention3D`.
+        dropout: in training, the dropout rate of the projected output.
 
     Gradients: of query, query_pos, value, reference_points and all parameters.
 
@@ -202,13 +202,13 @@ class SpatialCrossAttention(nn.Module):
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return the mean, [bs, num_queries, embed_dims]. In each scene a camera is sampled only by queries that it sees."""
+        """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Queries sample only these."""
         bs, cams, queries = seen.shape
         if bs * cams == 0:  # _mean_of_all gives the layers gradients of zero
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
         inner = self.deformable_attention
-        pairs = seen.flatten().nonzero()[:, 0]  # over [bs, cam, num_queries]
-        rows = pairs // (cams * queries) * queries + pairs % queries  # over [bs, num_queries]
+        pairs = seen.flatten().nonzero()[:, 0]  # indices in [bs, cam, num_queries]
+        rows = pairs // (cams * queries) * queries + pairs % queries  # indices in [bs, num_queries]
         counts = seen.flatten(0, 1).sum(1).tolist()
         samples = 3 * inner.num_heads * inner.num_levels * inner.num_points
         together = max(1, _TOGETHER // max(1, samples * max(counts)))
@@ -230,12 +230,11 @@ class SpatialCrossAttention(nn.Module):
     def _mean_of_all(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return the same mean with sizes that do not depend on the data: all cells sample all cameras."""
+        """Return the same mean, but with sizes that do not depend on the data: all queries sample all cameras."""
         inner, cams = self.deformable_attention, seen.shape[1]
         rows, pillars = value.flatten(0, 1), reference_points.flatten(0, 1)
-        is_plain = _check.is_plain(
-            inner, MSDeformableAttention3D
-        )  # call a modified module, which repeats its layers for each camera
+        # Call a modified module as a whole, although it then repeats its layers for each camera.
+        is_plain = _check.is_plain(inner, MSDeformableAttention3D)
         by_query = inner._offsets_and_logits(query) if is_plain else [query]
         in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in by_query]
         if is_plain:

@@ -52,7 +52,7 @@ class TemporalSelfAttention(DeformableLayers):
     Args:
         embed_dims: channels of queries, maps and output; a multiple of num_heads.
         num_heads, num_levels, num_points: heads, levels of a map, points per head and level of each map.
-        dropout: of the projected output, in training.
+        dropout: in training, the dropout rate of the projected output.
 
     Initially every query reads up to num_points pixels far in num_heads directions, with equal weights.
 
@@ -129,7 +129,7 @@ class TemporalSelfAttention(DeformableLayers):
         return project_and_add(_mean_of_maps(samples.unflatten(0, (-1, _QUEUE))), self.output_proj, self.dropout, query)
 
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return offsets [bs, 2, num_queries, num_heads, num_levels, num_points, 2], and logits without the last axis."""
+        """Return offsets [bs, 2, num_queries, num_heads, num_levels, num_points, 2], and logits, which lack the last axis."""
         layers = self.sampling_offsets, self.attention_weights
         if all(_check.is_plain(layer) and layer.bias is not None for layer in layers):
             offsets, logits = _project_halves(layers, previous, query)

@@ -1,7 +1,8 @@
-"""bev_pool with the interface of compiled extensions: channels last, no graph, no autocast, separate backward functions.
+"""The pools with the interface of compiled extensions: channels last, no graph, no autocast, separate backward functions.
 
 Extensions also take the intervals of the points. Only `bev_pool_v2_forward` reads the intervals. The other functions read the
-cell of every point; the result is the same if all points of an interval share a cell, or a row of feat.
+cell of every point. Their results are those of the extensions if all points of an interval share a cell or, in the
+backward of bev_pool_v2, a row of feat.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def aggregation_inputs(
     feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sample_locations: Tensor, weights: Tensor
 ) -> Inputs:
     """Return the inputs of `deformable_aggregation`. In the older interface, feature maps are [bs, cam, num_feat, c],
-    tables [scale, 2] and [scale] for all cameras, locations [bs, pts, cam, 2], weights [bs, pts, cam, scale, group]. There,
-    make every point an anchor of one point."""
+    tables [scale, 2] and [scale] for all cameras, locations [bs, pts, cam, 2], weights [bs, pts, cam, scale, group]. Make
+    every point of the older interface an anchor of one point."""
     inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weights)
     if not isinstance(feature_maps, Tensor) or feature_maps.dim() != 4:
         if isinstance(spatial_shape, Tensor) and spatial_shape.dim() == 2 and isinstance(feature_maps, Tensor):

@@ -20,9 +20,10 @@ _FIVE_INTS = [int] * 5
 
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> tuple[Any, ...]:
-    """Return the inputs of the operator. It takes feat first: the rows of an operator's first input are summed.
+    """Return the inputs of the operator. The operator takes feat first, because all operators sum rows of their first input.
 
-    With depth and plain ints, the kernel and this function refuse what `check` words.
+    With depth and plain ints, check nothing first: this function and the kernel refuse every wrong call. After such an error,
+    `check` finds the sentence.
     """
     if depth is None or torch.compiler.is_compiling() or [*map(type, bev_feat_shape)] != _FIVE_INTS:
         bev_feat_shape = _check_tensors(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
@@ -75,7 +76,7 @@ def _int(size: Any) -> int | torch.SymInt | None:
 def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: int) -> tuple[Tensor, ...]:
     need_dtype("ranks_bev", ranks_bev, INDEX, INDEX_RULE)
     if ranks_bev.dim() != 2:
-        refuse(ValueError, "ranks_bev", "ranks_bev must be 2D when running without depth")  # the vendor's words
+        refuse(ValueError, "ranks_bev", "ranks_bev must be 2D when running without depth")  # the vendor's sentence
     need_shape("ranks_bev", ranks_bev, "n, 4", None, 4)
     count = ranks_bev.shape[0]
     rows = feat.numel() // channels if channels else math.prod(feat.shape[:-1])
@@ -107,8 +108,10 @@ def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
 
 
 def all_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return all points and their cells, for vmap: the number of points inside the grid varies along a vmapped axis. Points
-    outside the grid get the first cell of an extra scene."""
+    """Return all points and their cells. Points outside the grid get the first cell of an extra scene.
+
+    vmap needs all points, because the number of points inside the grid varies along the vmapped axis.
+    """
     voxels = geom_xyz.flatten(1, -2)
     X, Y, _ = voxel_num
     (x, y, _), outside = _clamp_voxels(voxels, *voxel_num)

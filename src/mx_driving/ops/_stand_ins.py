@@ -1,5 +1,5 @@
-"""Functions that replace compiled extensions and their autograd functions. An adaptor converts every layout of arguments of
-the table of foreign functions."""
+"""Functions that replace compiled extensions and their autograd functions. Each layout of arguments in the table of foreign
+functions has an adaptor, which converts the arguments."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[i
     return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), *ranks, shape).squeeze(2)
 
 
-# The adaptors of layouts, by a parameter that no other layout has.
+# The adaptors of pools' layouts of arguments, by a parameter that no other layout has.
 _POOLS = {"geom_feat": _pool_places, "geom_xyzb": _pool_xyzb, "ranks_bev": _pool_ranks, "memo": _pool_points}
 
 
@@ -193,7 +193,7 @@ def differentiable(entry: AutogradFunction) -> Callable[..., Tensor]:
     names, operator, is_last = entry.words.split(), entry.operator, entry.layout == "BDHWC"
 
     def run(*args: Any) -> Tensor:
-        arguments = dict(zip(names, args, strict=False))  # drops im2col_step, which may have a default
+        arguments = dict(zip(names, args, strict=False))  # not strict, because im2col_step may be omitted; no operator reads it
         if operator != POOL:
             return FORWARDS[operator](*sampling_inputs(operator, arguments))
         output = _pool(**arguments)

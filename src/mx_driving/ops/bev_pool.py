@@ -14,7 +14,7 @@ from ._pooling import check, inputs_of
 
 __all__ = ["bev_pool"]
 
-_op = torch.ops.mx_driving.bev_pool_v3.default  # bound at import: 0.4 us less for a call
+_op = torch.ops.mx_driving.bev_pool_v3.default  # bound at import, which saves 0.4 us per call
 
 
 def _check_places(feat: Tensor, geom_feat: Tensor) -> None:

@@ -62,7 +62,7 @@ def bev_pool_v2(
     if any(map(_torch_private.is_batched, (starts, lengths))):
         cells, sizes = math.prod(shape[:4]), shape[1:]
         points, first, padding = _IntervalPoints.apply(starts, lengths, ranks_bev.shape[0])
-        scene = math.prod(sizes[:3])  # padding goes to the first cell of an extra scene
+        scene = math.prod(sizes[:3])  # cells of a scene; padding goes to the first cell of an extra scene
         ranks = geometry.as_int64(ranks_bev[first])
         ranks = torch.where(padding, cells, ranks + (ranks >= cells) * scene)
         return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], ranks, (shape[0] + 1, *sizes))[:-1]
@@ -72,12 +72,12 @@ def bev_pool_v2(
 
 def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the points of all intervals, and for each point the first point of its interval."""
-    if starts.is_meta:  # the number of points depends on data
+    if starts.is_meta:  # the number of points depends on data, which starts lacks
         return starts[:0], starts[:0]
     if starts.device.type == "cpu":
         _check_intervals(starts, lengths, count)
     before = lengths.cumsum(0) - lengths
-    interval = torch.repeat_interleave(lengths)  # of each point
+    interval = torch.repeat_interleave(lengths)  # the interval of each point
     points = torch.arange(interval.shape[0], device=starts.device) + (starts - before)[interval]
     return points, starts[interval]
 

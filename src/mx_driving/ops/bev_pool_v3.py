@@ -16,7 +16,7 @@ from ._pooling import check, gradients, inputs_of
 
 __all__ = ["BEVPoolV3", "bev_pool_v3"]
 
-_op = torch.ops.mx_driving.bev_pool_v3.default  # bound at import: 0.4 us less for a call
+_op = torch.ops.mx_driving.bev_pool_v3.default  # bound at import, which saves 0.4 us per call
 
 
 @functools.partial(explain_arguments, check=check)
@@ -91,7 +91,7 @@ class BEVPoolV3(torch.autograd.Function):
         bev_feat_shape: Sequence[int],
     ) -> Tensor:
         """Save the inputs in ctx, and return the output, channels last."""
-        # The vendor saves the inputs in this order. A derived class may have a backward of its own.
+        # Save the inputs in the vendor's order, because a derived class may have a backward of its own.
         ctx.save_for_backward(depth, feat, ranks_feat, ranks_depth, ranks_bev)
         with _dispatch.functions.without_graph():
             return bev_pool_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape).permute(0, 2, 3, 4, 1)
@@ -100,6 +100,7 @@ class BEVPoolV3(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of depth and feat, and None for the other inputs. grad_out is [B, D, H, W, C]."""
         depth, feat, ranks_feat, ranks_depth, ranks_bev = ctx.saved_tensors
-        by_torch = isinstance(getattr(ctx, "needs_input_grad", None), tuple)  # no graph for a foreign ctx, as the vendor does
+        # Like the vendor, record no graph if ctx is not torch's.
+        by_torch = isinstance(getattr(ctx, "needs_input_grad", None), tuple)
         with torch.set_grad_enabled(by_torch and torch.is_grad_enabled()):
             return (*gradients(grad_out, depth, feat, ranks_depth, ranks_feat, ranks_bev), None, None, None, None)

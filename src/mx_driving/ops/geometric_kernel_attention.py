@@ -14,7 +14,7 @@ from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
 
-_op = torch.ops.mx_driving.geometric_kernel_attention.default  # bound at import: 0.4 us less for a call
+_op = torch.ops.mx_driving.geometric_kernel_attention.default  # bound at import, which saves 0.4 us per call
 
 
 @explain_arguments

@@ -9,7 +9,7 @@ from ._arguments import explain_arguments
 
 __all__ = ["geometric_kernel_attention_with_logits"]
 
-_op = torch.ops.mx_driving.geometric_kernel_attention_with_logits.default  # bound at import: 0.4 us less for a call
+_op = torch.ops.mx_driving.geometric_kernel_attention_with_logits.default  # bound at import, which saves 0.4 us per call
 
 
 @explain_arguments

@@ -43,7 +43,7 @@ def why_not(device: str = "cuda", index: int | None = None) -> str | None:
         return too_old
     gpus = getattr(torch, device)
     if not gpus.is_available():
-        return None  # tests execute the kernels' PTX on the CPU
+        return None  # no GPU: tests execute the kernels' PTX on the CPU
     check = _why_not_xpu if device == "xpu" else _why_not_amd if torch.version.hip else _why_not_nvidia
     reasons = [check(i) for i in (range(gpus.device_count()) if index is None else [index])]
     return reasons[0] if all(reasons) else _why_no_compiler()

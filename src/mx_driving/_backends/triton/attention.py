@@ -13,16 +13,17 @@ import triton.language as tl
 
 from . import launch
 
-# Four warps per program: warps of the forward exchange no data.
+# Warps of the forward exchange no data, so a program may have several.
 _FORWARD_WARPS = 4
 # Limits of registers per thread, by (is the backward, bytes of an element of value). Without a limit, the float32 forward takes
-# 40, the 16-bit forward spills on sm_80, and the backward takes 65 to 70 on some targets, which is too many for half occupancy.
+# 40 registers and is slower (see launch.plan); the 16-bit forward spills on sm_80; and the backward takes 65 to 70 registers on
+# some targets, which is too many for half occupancy.
 _MOST_REGISTERS = {(False, 2): 64, (False, 4): 56, (True, 2): 64, (True, 4): 64}
-# One warp per program: sums over channels are shuffles, and stores need no exchange through shared memory.
+# With one warp per program, sums over channels are shuffles, and stores need no exchange through shared memory.
 _BACKWARD_WARPS = 1
 
 
-# Arguments that a kernel is not specialized for: other values compile nothing.
+# Kernels are not specialized for these arguments, so a call with new values compiles nothing.
 VARYING = ["queries", "num_keys", "batch_stride", "key_stride", "head_stride"]
 
 

@@ -144,12 +144,13 @@ def _sorted_sums(
         tl.store(sums + target * CHANNELS + c, result, mask=c < CHANNELS)
 
 
-# Consecutive points that a row of a tile walks: fewer points mean more programs, more points fewer atomics. Not yet measured.
+# Consecutive points that a row of a tile walks. Fewer points would mean more programs, and more points fewer atomics. Other
+# lengths are not yet measured.
 _LENGTH = 32
-_WARPS = 1  # warps of _walk: sums over channels are shuffles
+_WARPS = 1  # warps of _walk; within one warp, sums over channels are shuffles
 _TILE = 32  # rows and columns that a program transposes
-# Points of a cell that a program of _sorted_sums reads at once. A cell near the camera has hundreds of points, and its program
-# ends last.
+# The fewest points of a cell that a program of _sorted_sums reads at once. The program of a cell near the camera, which has
+# hundreds of points, ends last.
 _FEWEST_ROWS = 16
 _SORTED_WARPS = 4
 
@@ -164,7 +165,8 @@ def _options(channels: int, itemsize: int, lanes: int, walk: bool) -> dict[str, 
 def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return the points sorted by rank, and the start of each rank's points. Ranks outside 0..rows - 1 are left out.
 
-    A radix sort of int16 takes half the passes of int32, and a quarter of int64: clamp ranks to -1..rows if int16 holds `rows`.
+    A radix sort takes half as many passes for int16 as for int32, and a quarter as many as for int64. So clamp ranks to
+    -1..rows, and sort them as int16, if int16 holds `rows`.
     """
     if rows < 1 << 15:
         ranks = ranks.clamp(-1, rows).to(torch.int16)
@@ -195,7 +197,7 @@ class _Points(NamedTuple):
     others: Tensor
 
     def walk(self, sums: Tensor, dots: Tensor) -> None:
-        """Add to the float32 tensors sums [targets, channels] and dots [depth]. Skip a tensor without elements."""
+        """Run `_walk`: add to the float32 tensors sums [targets, channels] and dots [depth]. Skip a tensor without elements."""
         options = _options(self.others.shape[1], self.rows.element_size(), launch.gpu().lanes, True)
         numbers = len(self.ranks_row), len(self.rows), len(self.depth), len(self.others)
         programs = -(-len(self.ranks_row) // (options["ROWS"] * options["LENGTH"]))
@@ -203,7 +205,7 @@ class _Points(NamedTuple):
             launch.run(_walk, programs, (*self, sums, dots), numbers, options, SUMS=sums.numel() > 0, DOTS=dots.numel() > 0)
 
     def sum_sorted(self, sums: Tensor, dots: Tensor) -> None:
-        """Write sums [targets, channels] and dots [points]. Skip a tensor without elements."""
+        """Run `_sorted_sums`: write sums [targets, channels] and dots [points]. Skip a tensor without elements."""
         order, starts = _sorted(self.ranks_target, len(self.others))
         options = _options(self.others.shape[1], self.rows.element_size(), launch.gpu().lanes, False)
         tensors = (*self[:4], order, starts, self.others, sums, dots)
@@ -253,7 +255,10 @@ def _sorted_gradients(points: _Points, output_mask: list[bool]) -> tuple[Tensor,
 
 
 def _sum_by_depth(dots: Tensor, ranks: Tensor, depth: Tensor) -> Tensor:
-    """Return the gradient of depth: sums over the points of every element. Points without an element go to an extra element."""
+    """Return the gradient of depth: the sum of dots over the points of every element.
+
+    Points without an element go to an extra element, which is dropped.
+    """
     ranks = ranks.long()
     ranks = torch.where((ranks >= 0) & (ranks < len(depth)), ranks, len(depth))
     return dots.new_zeros(len(depth) + 1).index_add(0, ranks, dots)[:-1].to(depth.dtype)

@@ -17,7 +17,7 @@ from .sampler import Kernels
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
 from .softmax import power
 
-# Arguments that a kernel is not specialized for: other values compile nothing.
+# Kernels are not specialized for these arguments, so a call with new values compiles nothing.
 _VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]
 
 
@@ -26,7 +26,7 @@ def _seen_bits(locations, first, count):
     """Return an int32. Bit k is set if location `first + k` lies strictly inside the image, for k < min(count, 32). NaN is not
     inside."""
     k = tl.arange(0, 32)
-    at = 2 * (first + tl.minimum(k, count - 1))  # reads need no mask
+    at = 2 * (first + tl.minimum(k, count - 1))  # clamped, so that reads need no mask
     x = tl.load(locations + at).to(tl.float32)
     y = tl.load(locations + at + 1).to(tl.float32)
     return tl.sum(tl.where((k < count) & (x > 0) & (x < 1) & (y > 0) & (y < 1), 1 << k, 0), 0)

@@ -2,8 +2,8 @@
 operator's kernel computes weights from logits, only for samples that a camera sees.
 
 In the backward, a third kernel computes the gradients of key points and logits from those of locations and weights. A program
-has an anchor and up to 64 of its groups. Plain torch computes the gradient of projection, which few models need, and the
-weights in deterministic mode.
+of the first or third kernel has an anchor and up to 64 of the anchor's groups. Plain torch computes the gradient of projection,
+which few models need, and in deterministic mode the weights.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _project(points, projection, image_size, point, camera, SIZED: tl.constexpr)
     z = tl.load(points + 3 * point + 2).to(tl.float32)
     depth = _multiply(projection, 16 * camera + 8, x, y, z)
     farther = depth >= _NEAREST
-    depth = tl.where(depth < _NEAREST, _NEAREST, depth)  # keeps NaN
+    depth = tl.where(depth < _NEAREST, _NEAREST, depth)  # `where` keeps NaN
     u = tl.div_rn(_multiply(projection, 16 * camera, x, y, z), depth)
     v = tl.div_rn(_multiply(projection, 16 * camera + 4, x, y, z), depth)
     width = tl.zeros_like(u) + 1.0

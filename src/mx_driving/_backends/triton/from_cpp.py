@@ -1,4 +1,4 @@
-"""Launches from C++ with MX_DRIVING_GPU_LAUNCH=1: the attention operators, and their forwards with logits. Never run on a GPU.
+"""Launch attention operators, and their forwards with logits, from C++ if MX_DRIVING_GPU_LAUNCH=1. Never run on a GPU.
 
 Triton stays the compiler. native/src/torch/gpu.cpp caches compiled kernels by dtypes, sizes, device and mask, and launches.
 If the kernel of a call is not cached, or tensors are not contiguous, C++ calls the Python operator of the same name in
@@ -23,9 +23,9 @@ _ON = flag("MX_DRIVING_GPU_LAUNCH")
 _ATTENTION = "multi_scale_deformable_attn", "geometric_kernel_attention"
 _KINDS = "", "_autocast", "_with_logits", "_with_logits_autocast", "_backward"
 OPERATORS = tuple(operator + kind for operator in _ATTENTION for kind in _KINDS)
-# The arguments of a compiled kernel: tensors, queries, keys, three strides.
-_NUMBERS = ["i32", "i32", "i64", "i64", "i64"]
-_TENSORS = {"_forward": (7,), "_backward": (11, 12)}  # a geometric backward has no gradient of locations
+# The arguments of a compiled kernel are tensors and then numbers.
+_NUMBERS = ["i32", "i32", "i64", "i64", "i64"]  # queries, keys, three strides
+_TENSORS = {"_forward": (7,), "_backward": (11, 12)}  # how many tensors; a geometric backward has no gradient of locations
 _FUNCTIONS = {
     "libcuda.so.1": ("cuLaunchKernel", "cuCtxGetDevice", "cuMemsetD32Async"),
     "libtorch_cuda.so": ("aoti_torch_get_current_cuda_stream",),
@@ -80,7 +80,7 @@ def start(addresses: Sequence[int]) -> str | None:
 
 
 def stop() -> None:
-    """Let Python serve all calls. Python runs the data checks and the hooks of a profiler."""
+    """Let Python serve all calls, because Python runs the data checks and the hooks of a profiler."""
     global keep_kernel
     _loading.loaded().mxd_launch_on_gpu(None)
     keep_kernel = None

@@ -52,9 +52,9 @@ class Layout(NamedTuple):
 
 
 def packed(value: Tensor) -> Tensor:
-    """Return `value` with contiguous channels. Copy it otherwise, because every channel of every corner would be a read.
+    """Return `value`, or a copy if its channels are not contiguous: a kernel would have to read them one by one.
 
-    Kernels read all other strides in place.
+    The other axes may have any strides.
     """
     return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     """The parameters of a launch. Plans are cached by layout, because computing a plan takes a third of a small call."""
 
     queries: int  # queries of a program
-    parts: int  # programs that share these queries: heads, or points
+    parts: int  # programs that share these queries: a program for each head, or for each point
     strides: tuple[int, ...]
     options: dict[str, int]  # constants of the compiled kernel: the model's sizes, never batch, queries or map sizes
 
@@ -125,7 +125,7 @@ def unroll(points: int) -> int:
 
 # Triton versions whose compiled kernels `run` can launch directly. With other versions, Triton launches all kernels.
 _LAUNCHES_ALIKE = "3.4.", "3.5.", "3.6.", "3.7.", "3.8.", "3.9."
-_compiled: dict[tuple[Any, ...], tuple[CompiledKernel, list[int]]] = {}  # a compiled kernel and its constants
+_compiled: dict[tuple[Any, ...], tuple[CompiledKernel, list[int]]] = {}  # key in `run` -> (kernel, its constants)
 _dtype = operator.attrgetter("dtype")
 
 

@@ -32,7 +32,8 @@ def forward(*inputs: Any, dtype: torch.dtype | None = None) -> Tensor:
 def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients. A first kernel sums over channels, a second kernel computes the gradient of the softmax.
 
-    For the gradient of reference points, the kernel writes the gradient of locations; plain torch converts it for both inputs.
+    If the gradient of reference points is needed, the first kernel writes the gradient of locations. Plain torch converts it to
+    the gradients of reference points and offsets.
     """
     *inputs, axis, mask = args
     shapes, reference, offsets, logits = inputs[1], *inputs[3:]

@@ -17,7 +17,7 @@ class Samples(NamedTuple):
     """The description of samples that a kernel reads."""
 
     tensors: Sequence[Tensor]  # locations, or the inputs that define locations; the last tensor is weights or logits
-    sizes: Sequence[int]  # heads, levels, points; or points, cameras, scales, groups
+    sizes: Sequence[int]  # (heads, levels, points), or for aggregation (points, cameras, scales, groups)
     flags: Mapping[str, int]  # flags of the kernel
 
 
@@ -73,7 +73,8 @@ class Kernels(NamedTuple):
     def differentiate(
         self, grad: Tensor, tables: Sequence[Tensor], samples: Samples, others: Sequence[Tensor], mask: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """Return the gradient of value, and the gradients `others`, which the kernel has written. `mask` is for all of them."""
+        """Return the gradient of value, and `others`: tensors to which the kernel writes the other gradients. `mask` has an
+        entry for value, and an entry for each of `others`."""
         value, shapes, starts = tables
         bs, num_keys, *_ = value.shape
         weights, sparse = samples.tensors[-1].contiguous(), self.operator.kind == "aggregation"

@@ -14,15 +14,15 @@ import triton.language as tl
 
 from . import launch
 
-# Row indices have 32 bits. A value with more rows goes to the reference. On a level with more rows no sample is valid.
+# Row indices have 32 bits. A value with more than MOST_ROWS rows goes to the reference. On a larger level no sample is valid.
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 _MOST_PER_THREAD = tl.constexpr(launch.MOST_PER_THREAD)
 
-# The method of a backward kernel for the gradient of value.
-NOT_NEEDED = tl.constexpr(0)
-ADDED = tl.constexpr(1)  # added by atomics, in the order in which programs happen to run
-RECORDED = tl.constexpr(2)  # recorded as (target, coefficient) pairs for deterministic.py
+# What a backward kernel does with the terms of value's gradient.
+NOT_NEEDED = tl.constexpr(0)  # computes none
+ADDED = tl.constexpr(1)  # adds them by atomics, in the order in which programs happen to run
+RECORDED = tl.constexpr(2)  # records them as (target, coefficient) pairs for deterministic.py
 
 
 @triton.jit
@@ -49,8 +49,8 @@ def exists(row, num_keys):
 def bilinear(x, y, height, width, start, num_keys, LEAST: tl.constexpr = False):
     """Return whether the sample at pixel (x, y) is valid, the row of corner 00, the distances from corner 00 to the right and
     down, and a mask for each corner: whether the corner may be read."""
-    # LEAST: compare min(x, y). Triton 3.7.1 packs four comparisons into a vector of bits, up to 9 more instructions per sample.
-    # Aggregation keeps four comparisons, because its kernel spills on sm_100 with three.
+    # LEAST: compare min(x, y). Triton 3.7.1 packs four comparisons into a vector of bits, which takes up to 9 more instructions
+    # per sample. Aggregation keeps four comparisons, because its kernel spills on sm_100 with three.
     above = tl.minimum(x, y) > -1 if LEAST else (x > -1) & (y > -1)
     valid = above & (x < width) & (y < height)
     x = tl.where(valid, x, 0.0)

@@ -1,4 +1,4 @@
-"""Compute samples from the outputs of linear layers inside a kernel: the softmax of a row of logits, and reads of pairs.
+"""Helpers of kernels that take logits and offsets: the softmax of a row of logits, and reads of an (x, y) pair in one access.
 
 A kernel first reads a row of logits as tiles, for the greatest logit and the sum. Then it reads the row sample by sample.
 """
@@ -13,7 +13,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _add_pairwise(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sums of rows. Add neighbours, then neighbouring sums: bits do not depend on the columns of a thread."""
+    """Return the sums of rows. Add neighbours, then neighbouring sums, so that the bits do not depend on how many columns a
+    thread has."""
     if COLUMNS > 1:
         t = _add_pairwise(tl.sum(tl.reshape(t, (ROWS, COLUMNS // 2, 2)), 2), ROWS, COLUMNS // 2)
     return tl.reshape(t, (ROWS, 1))
@@ -26,10 +27,11 @@ def power(logit, top):
 
 @triton.jit
 def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the greatest logit of each row, the inverse of the row's sum, and an integer that is always zero.
+    """Return the greatest logit of each row, the inverse of the sum of the row's powers, and an integer that is always zero.
 
     The tile has as many columns as the tile of channels, so that both have the same layout. Triton does not know that the
-    integer is zero: adding the integer forces the tile's layout, so that no coordinate is computed twice. LLVM removes it.
+    integer is zero. A bitwise or with the integer forces the tile's layout, so that no coordinate is computed twice. LLVM
+    removes the operation.
     """
     greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
     for first in range(0, SAMPLES, COLUMNS):
