@@ -125,7 +125,8 @@ class Layers(nn.Module):
     keeps = returns_weights = False  # whether the mask is True for keys that count; whether forward returns its weights
 
     def __init_subclass__(cls):
-        if cls.takes and "forward" not in vars(cls):
+        is_from_fully_shard = len(cls.__bases__) > 1
+        if cls.takes and "forward" not in vars(cls) and not is_from_fully_shard:
             cls.forward = make_forward(cls.takes, **cls.gives)
 
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=4, batch_first=True):
