@@ -73,8 +73,8 @@ bool too_many_pairs(const Call &call) {
            (__builtin_mul_overflow(call.sizes.points, call.sizes.cameras, &pairs) || pairs > MOST_SAMPLES);
 }
 
-// Returns whether a query needs more scratch memory than any machine has.
-bool query_is_too_large(const Call &call) {
+// Returns whether a query or an anchor has more samples, or a pool more points or cells, than a kernel can count or hold.
+bool is_too_large(const Call &call) {
     if (call.op == POOLING) return call.sizes.points > MOST_POINTS || call.sizes.cells >= TOO_MANY;
     return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }
@@ -167,7 +167,7 @@ bool nothing_to_do(const Call &call) {
 
 int prepare(Call &call, Prepared &prepared, CopyElements *copy_elements) {
     forget_queries_without_samples(call);
-    if (query_is_too_large(call)) return MXD_OUT_OF_MEMORY;
+    if (is_too_large(call)) return MXD_OUT_OF_MEMORY;
     const int status = read_levels(call, prepared);
     if (status != MXD_OK) return status;
     if (copy_elements) {

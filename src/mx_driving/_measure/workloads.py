@@ -247,8 +247,11 @@ def _find_points_near_a_jump(
 def draw_lifted(
     generator: torch.Generator, grid: tuple[int, int], depths: int, cells: int, reach: float, channels: int
 ) -> tuple[Any, ...]:
-    """Return the points of six cameras that lie within `reach` metres, in a square of `cells` x `cells`. Points are half a
-    metre apart along each pixel's ray, and sorted by cell, as in models. `grid` is (height, width) of a camera's features."""
+    """Return the arguments of bev_pool_v3 for the points of six cameras, sorted by cell, as in models.
+
+    The map is a square with sides of 2 * `reach` metres and `cells` x `cells` cells. Points outside the map are left out. A
+    pixel has `depths` points, whose depths are half a metre apart. `grid` is (height, width) of a camera's features.
+    """
     projection, image_size = make_ring_of_cameras()
     frustum = calibration.frustum(tuple(image_size[0].tolist()), (grid[1], grid[0]), 1 + torch.arange(depths) / 2)
     positions, side, pixels = calibration.unproject(frustum, projection)[None], 2 * reach / cells, math.prod(grid)

@@ -116,8 +116,8 @@ def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[Non
     """Enforce the limits that the vendor documents for Atlas A2. Inside the block, a call beyond a limit raises ValueError.
 
     The vendor has no operators with logits: with its library, models compute locations and weights and call the bare operator.
-    So calls of operators with logits must keep the bare operator's limits, and the sentence names the bare operator's inputs.
-    This check computes all locations.
+    So a call of an operator with logits must keep the limits of its bare operator, and the error names the bare operator's
+    inputs. This check computes all locations.
 
     The limits hold in all threads of the process. If a generator opens the block, they also hold while the generator is
     suspended.

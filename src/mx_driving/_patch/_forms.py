@@ -268,7 +268,7 @@ class Core(Form):
         locations = arguments["locations"]
         value = self.layout.ours(arguments["value"], locations.shape[2])
         shapes, starts = read_tables(arguments, value.device, self.kind == FUNCTION)
-        if self.uneven:  # List a level with more points than another several times: the operator lets levels overlap.
+        if self.uneven:  # The operator has equally many points on all levels. So list a level with more points several times.
             value, order = put_keys_last(value), repeat_levels(arguments["counts"])
             shapes, starts = shapes[order], starts[order]
         if locations.dim() == _MERGED:

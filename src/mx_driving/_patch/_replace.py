@@ -28,10 +28,11 @@ from ._parameters import STAND_IN, Parameters, unwrap
 SERVED: dict[str, Callable[..., Any]] = {}
 _PROCESS = uuid.uuid4().hex
 _OWN = "the own code"  # a placeholder in _SOURCE for the function's own code object
-# `function.__code__ = code` needs as many free variables as the function has. A nested function is compiled to get them: code
-# made by CodeType.replace(co_freevars=...) crashes debuggers. The new code has the function's parameters, because decorators
-# such as mmcv's read them. cloudpickle sends a function of __main__ by its code. Another process has no entry in SERVED, so it
-# runs the own code.
+# - `function.__code__ = code` needs as many free variables as the function has. A nested function is compiled to get them: code
+#   made by CodeType.replace(co_freevars=...) crashes debuggers.
+# - The new code has the function's parameters, because decorators such as mmcv's read them.
+# - cloudpickle sends a function of __main__ by value, so the new code may run in another process. SERVED has no entry for it
+#   there, and the new code runs the function's original code.
 _SOURCE = f"""
 def make({{free}}):
     def stand_in{{parameters}}:

@@ -1,4 +1,7 @@
-"""List the cores and attention modules of a package with their forms, and make the entries of known.jsonl."""
+"""List a package's sampling cores and attention modules, and the form of each (_forms.py).
+
+`make known` prints them as entries of known.jsonl, the table of known code.
+"""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def _check_dtypes(runs: tuple[_Run, _Run], examples: Iterable[Example], is_pool:
 
 
 def _build(kind: type, form: Attention) -> Any:
-    """Return a module in float64 with random parameters, of small sizes or of the class's own fixed ones."""
+    """Return a module in float64 with random parameters: of SMALL's sizes if its constructor takes them, else of its own."""
     small = SMALL.list_arguments(form.uneven)
     try:
         module: Any = kind(**{name: small[name] for name in inspect.signature(kind).parameters if name in small})

@@ -150,7 +150,7 @@ def _ask_onnxruntime(model: ir.Model) -> bool:
     unknown = {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}
     try:
         answers = _list_outputs_in_session(model, [*unknown.values()]) if unknown else ()
-    except Exception:  # onnxruntime may lack a node. Sizes stay unknown, and attention that needs them is reported as left.
+    except Exception:  # onnxruntime may lack a node. Then the report lists attention with unknown sizes in `left`.
         return False
     for answer in answers:
         kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
@@ -191,7 +191,7 @@ def _inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Inline local functions. Return the model unchanged if onnx fails."""
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except Exception:  # onnx cannot convert every opset. Attention in functions is reported as left.
+    except Exception:  # onnx cannot convert every opset. The report lists attention in functions in `left`.
         return proto
 
 
@@ -218,7 +218,8 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
         check_file(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
         raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
-    # A file that onnxruntime saved imports every domain that was registered in its process. Ignore the import without a node.
+    # A file that onnxruntime saved imports every domain that was registered in its process. So remove our domain
+    # if it has no node.
     if all(node.domain != OURS for node in walk_nodes(model)):
         model.graph.opset_imports.pop(OURS, None)
     version = model.graph.opset_imports.get(OURS, 1)
@@ -277,7 +278,7 @@ def _follow_sizes(file: LoadedFile) -> None:
         bypass_identities(copy)
         RemoveUnusedNodesPass()(copy)
         folded = _fold_constants(copy)
-    except Exception:  # any node may fail. Sizes stay unknown, and attention that needs them is reported as left.
+    except Exception:  # Any node may fail. Then the report lists attention with unknown sizes in `left`.
         return
     _add_sizes(file.model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
     if not _all_sizes_are_fixed(folded):
@@ -337,7 +338,7 @@ def _infer_symbolically(proto: onnx.ModelProto, merge: bool) -> Any:
         while inference.run_:
             whole = inference._infer_impl()
         inference._update_output_from_vi()
-    except Exception:  # inference fails in many ways. Sizes stay unknown, and attention that needs them is reported as left.
+    except Exception:  # Inference fails in many ways. Then the report lists attention with unknown sizes in `left`.
         return None
     return inference if whole else None
 

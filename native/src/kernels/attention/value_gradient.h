@@ -1,4 +1,5 @@
-// The gradient of value: a worker for each ValueGradient.
+// Workers for the gradient of value, in the ways of ValueGradient (call/plan.h): by heads or parts of heads, by bands, and
+// together with the gradients of samples.
 #pragma once
 
 #include "kernels/attention/samples.h"

@@ -8,7 +8,7 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // A query that is prepared and not finished yet: its inputs, the addresses of its rows, and their coefficients.
-template <class T> struct alignas(64) PreparedQuery { // aligned, so that its size is a power of two and an index is a shift
+template <class T> struct alignas(64) PreparedQuery { // begins at a cache line
     Query<T> query;
     int64_t *address;
     T *coefficient;

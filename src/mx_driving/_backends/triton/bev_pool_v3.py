@@ -41,7 +41,10 @@ def _operands(
     rows, depth, others, row, at, target, here, c,
     CHANNELS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows and depths of points, and the rows of their targets. Rows that are missing or not needed are zero."""
+    """Return the row and the depth of each point, and the row of its target in `others`. All are zero if `here` is false.
+
+    Depths are zero without SUMS, and rows of targets without DOTS, because these are not needed.
+    """
     channel = here & (c < CHANNELS)
     values = tl.load(rows + row.to(tl.int64) * CHANNELS + c, mask=channel, other=0.0)
     factor = tl.load(depth + at, mask=here & SUMS, other=0.0)

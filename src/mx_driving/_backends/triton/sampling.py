@@ -98,7 +98,8 @@ def corners(base, row, width, key, in00, in01, in10, in11, ONCE: tl.constexpr = 
     """Return the rows of the four corners. The first row of value is at `base`; rows are `key` elements apart."""
     # The right neighbour is at `top + key`, which needs no address arithmetic if `key` is a constant.
     top = base + row.to(tl.int64) * key
-    # ONCE: compute the distance of the row below once per level. The backward has no register for this distance.
+    # ONCE: `width * key`, the distance to the row below, is the same for a whole level and stays in a register. The backward of
+    # multi_scale_deformable_attn has no free register.
     bottom = top + width.to(tl.int64) * key if ONCE else base + (row + width).to(tl.int64) * key
     return read(top, in00), read(top + key, in01), read(bottom, in10), read(bottom + key, in11)
 
