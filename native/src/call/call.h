@@ -53,12 +53,12 @@ struct Tensor : mxd_tensor {
 
 struct Sizes {
     int64_t batch, keys, heads, channels, queries;
-    int64_t levels, points;         // levels is cameras * scales; in deformable_aggregation the points are key points
+    int64_t levels, points;         // levels: cameras * scales. points: the points of one level, or the key points of an anchor
     int64_t cameras, scales;        // cameras is 1, except in deformable_aggregation
-    int64_t groups, group_channels; // deformable_aggregation: group_channels is channels / groups
-    // references: R, the reference points of a query; 0 in a call with a window. coordinates: 2 for points, 4 for boxes.
+    int64_t groups, group_channels; // only in deformable_aggregation; group_channels is channels / groups
+    // references: the number R of reference points of a query; 0 with a window. coordinates: 2 for a point, 4 for a box.
     int64_t references, coordinates;
-    int64_t cells; // bev_pool_v3: bs * d * h * w; there `keys` is num_feat, and `points` is n
+    int64_t cells; // bev_pool_v3: bs * d * h * w. In bev_pool_v3 `keys` is num_feat, and `points` is the length of ranks_bev
 };
 
 struct Call {
@@ -67,13 +67,13 @@ struct Call {
     // If true, `weights` holds logits. `locations` then holds offsets from reference points, or an anchor's key points in
     // deformable_aggregation.
     bool with_logits;
-    bool has_window; // GEOMETRIC with logits
-    // true: sample (level, point) reads reference point `point % R`. false: it reads point `level`, or the only point.
+    bool has_window; // true in geometric_kernel_attention_with_logits
+    // true: sample (level, point) reads reference point `point % R`. false: it reads reference point `level`, or the only one.
     bool reference_by_point;
     int num_threads;
     Sizes sizes;
     Tensor value, shapes, starts, locations, weights; // value is feature_maps in deformable_aggregation, feat in bev_pool_v3
-    Tensor reference, window;                         // a call with a window has no locations
+    Tensor reference, window;                         // reference: only with logits; window: replaces locations if has_window
     Tensor projection, image_size, pair_scale;        // only in deformable_aggregation; data is null if a tensor is not given
     Tensor depth, ranks_feat, ranks_depth, ranks_bev; // only in bev_pool_v3
     Tensor output;                                    // forward: the result

@@ -1,4 +1,4 @@
-// Checks shapes, dtypes and sizes. `fits` is a loop of comparisons. If it returns false, Judge builds the error sentence.
+// Checks shapes, dtypes and sizes. `fits` only compares. If it returns false, Judge finds the error and builds the sentence.
 #include "call/check.h"
 
 namespace mxd {
@@ -18,7 +18,7 @@ bool dtype_fits(Elements elements, int64_t dtype, int64_t value_dtype) {
 
 bool is_present(const TensorInfo &t) { return t.shape; }
 
-// Returns whether sizes have a product of TOO_MANY or more. `empty` is the number, 0 or 1, that a size of 0 counts as.
+// Returns whether the product of some sizes is TOO_MANY or more. A size of 0 counts as `empty`, which is 0 or 1.
 bool too_many_elements(const int64_t *begin, const int64_t *end, int64_t empty = 1) {
     double elements = 1;
     for (const int64_t *size = begin; size < end; ++size) elements *= double(std::max(*size, empty));
@@ -55,7 +55,7 @@ bool references_fit(int64_t option, const AxisSizes &sizes) {
                        : count == sizes.of[sizes::num_levels] || count == 1;
 }
 
-constexpr int64_t MOST_ROWS = INT32_MAX; // exclusive bounds of rows must fit in 32 bits
+constexpr int64_t MOST_ROWS = INT32_MAX; // kernels number rows in int32, and the exclusive end of a range of rows must fit, too
 
 bool rows_fit(const AxisSizes &sizes) { return std::max(sizes.of[sizes::num_keys], sizes.of[sizes::num_feat]) < MOST_ROWS; }
 
@@ -70,8 +70,8 @@ bool fits(const Function &function, TensorInfo *tensors, int count, int64_t opti
         TensorInfo &t = tensors[i];
         if (!is_present(t) && !argument->required) continue;
         if (!is_present(t) || !dtype_fits(argument->elements, t.dtype, value_dtype)) return false;
-        // An axis of this tensor is the product of two sizes (heads * channels), or the tensor has a wrong number of axes.
-        // Check the tensor below, when other tensors have given both sizes.
+        // An axis of this tensor is the product of two sizes (heads * channels), or the tensor has a wrong number of axes. The
+        // next loop checks the tensor, when other tensors have given both sizes.
         if (t.axes != argument->split.count) continue;
         const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
         uint64_t elements = 1;

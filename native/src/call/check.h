@@ -23,8 +23,8 @@ struct TensorInfo {
     int64_t dtype;
     const void *data = nullptr;
     const int64_t *strides = nullptr; // in elements; check_memory and make_call need strides and data, `fits` does not
-    int64_t side_by_side = -1;        // set by `fits`: the number of elements of a contiguous tensor, else -1
-    const char *dtype_name = nullptr; // the name of a dtype that mxd_dtype does not have
+    int64_t side_by_side = -1;        // set by `fits`: the number of elements if the tensor is contiguous, else -1
+    const char *dtype_name = nullptr; // the dtype's name in error sentences, if mxd_dtype does not have the dtype
 };
 
 // Checks shapes and dtypes of a function's first `count` arguments. Every call runs this check.

@@ -1,11 +1,11 @@
-// The tables of the operators, which are constants made by the compiler.
+// The tables of the operators. They are constants: the compiler computes them.
 #include "call/description.h"
 
 namespace mxd {
 namespace {
 
 struct Input {
-    const char *name, *gradient_name; // gradient_name is null without a gradient
+    const char *name, *gradient_name; // gradient_name is null if the input is not differentiable
     Elements elements;
     bool required;
     Tensor Call::*tensor, Call::*gradient;
@@ -26,8 +26,8 @@ struct Description {
 using namespace sizes;
 
 #define MXD_OPERATOR(name) #name, #name "_backward"
-// Kinds of inputs. LEARNED: floating, with a gradient. READ: without a gradient. OPTIONAL: floating, without a gradient, may be
-// left out. `member` is the member of Call.
+// Kinds of inputs. A LEARNED input is floating and differentiable. A READ input is not differentiable. An OPTIONAL input is
+// floating and not differentiable, and may be left out. `member` is the member of Call that holds the input.
 #define MXD_LEARNED(name, member, ...)                                                                                         \
     Input {                                                                                                                    \
         #name, "grad_" #name, Elements::FLOATING, true, &Call::member, &Call::grad_##member, { __VA_ARGS__ }                   \

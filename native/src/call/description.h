@@ -89,7 +89,7 @@ enum class Elements {
     INDEX,
     NUMBER,
     OF_VALUE
-}; // OF_VALUE: the dtype of the operator's first input; also float32 if the first input has 16 bits
+}; // OF_VALUE: the dtype of the operator's first input. If that dtype has 16 bits, float32 is allowed, too.
 
 struct Argument {
     const char *name = "";
@@ -115,7 +115,7 @@ struct Function {
     List<Argument, MOST_ARGUMENTS> arguments;
     int first_input = 0, num_inputs = 0;
     int first_written = 0;                // the index of the output or of the first gradient
-    List<sizes::Name, MOST_AXES> numbers; // output axes that no input has; a caller without output tensors gives their lengths
+    List<sizes::Name, MOST_AXES> numbers; // output axes that no input has; a binding that makes the output takes their sizes
     std::string_view option;              // the option's name, or empty
     List<std::string_view, 2> choices;    // the option's values
 };

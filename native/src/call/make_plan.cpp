@@ -32,7 +32,7 @@ bool overlap_the_next(const Level *begin, const Level *end) {
 
 bool levels_overlap(const Call &call) {
     const Level *end = call.levels + call.sizes.levels;
-    if (!overlap_the_next(call.levels, end)) return false; // the usual case
+    if (!overlap_the_next(call.levels, end)) return false; // usual: the levels are in ascending order and do not overlap
     std::vector<Level> levels(call.levels, end);
     std::sort(levels.begin(), levels.end(), [](const Level &a, const Level &b) { return a.start < b.start; });
     return overlap_the_next(levels.data(), levels.data() + levels.size());
@@ -47,14 +47,14 @@ bool all_near(const PackedLevels &packed) { return packed.bytes > 0 && packed.fa
 // This many bytes of packed rows stay in a core's second-level cache beside all other data. Levels within these bytes are near.
 // Rows of near levels are not prefetched, because they are in the cache already, and a prefetch is not cheap: the prefetch of a
 // row takes three load instructions, the sum of the row takes six. Without these prefetches the forward on one thread takes
-// 27.3 instead of 29.0 ms for the encoder, 72.3 instead of 74.6 for BEVFormer spatial (2026-11-23, Zen 3), and 21.1 instead of
-// 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
+// 27.3 instead of 29.0 ms for Deformable-DETR's encoder, 72.3 instead of 74.6 for BEVFormer spatial (2026-11-23, Zen 3), and
+// 21.1 instead of 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
 constexpr int64_t NEAR_BYTES = 256 * 1024;
 
 // A level is packed if its rows are read at least PACK_READS times on average. The smallest levels are packed first, as long as
 // all copies take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
-constexpr double PACK_BYTES = 15.5 * (1 << 20); // all scratch memory together takes about 16 MB
-constexpr double PACK_SHARE = 0.049;            // all scratch memory together takes about 5 % of value's memory
+constexpr double PACK_BYTES = 15.5 * (1 << 20); // with this limit all scratch memory together takes about 16 MB
+constexpr double PACK_SHARE = 0.049;            // with this limit all scratch memory together takes about 5 % of value's memory
 constexpr int64_t PACK_READS = 8;
 
 // Returns the most bytes that one copy of the packed levels may take if there are `copies` copies.
@@ -95,8 +95,8 @@ PackedLevels choose_levels(const Call &call, RowBytes row_bytes, double most_byt
     return {offset.data(), total, far_begin, far_end, row_bytes.far, row_bytes.near};
 }
 
-// With packed levels all threads process the same head, one head after the other. So levels are packed only if a head has at
-// least this many queries for each thread.
+// If levels are packed, all threads together process one head, and then the next head. So levels are packed only if a head has
+// at least this many queries for each thread.
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 bool value_can_be_packed(const Call &call) {
@@ -114,7 +114,7 @@ PackedLevels choose_packed_value(const Call &call, RowBytes row_bytes, std::vect
 
 // Plans packing in the forward. Near levels of float16 are widened when they are packed, because otherwise each sample would
 // widen its rows again. Widened levels must begin at a multiple of ROWS samples. Levels of bfloat16 are not widened: a sum
-// widens two bfloat16 as one word, which costs no more than reading a widened row, which has twice the bytes. In
+// reads two bfloat16 as one 32-bit word, and this costs no more than reading a widened row of twice the bytes. In
 // geometric_kernel_attention levels of any dtype are widened, but only if all levels are near.
 void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const bool is_half = call.value.dtype == MXD_FLOAT16;
@@ -127,8 +127,9 @@ void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &off
 }
 
 // Plans packing in the backward. Rows of 16 bits are widened when they are packed, if all levels can be packed as widened rows.
-// Otherwise a row is widened for each of its samples, and not in words, because dot products need channels in order. With
-// widened levels the encoder takes 26.1 instead of 31.3 ms in bfloat16, and 24.6 in float32 (2026-11-27, Intel Xeon 6/207).
+// Otherwise each sample widens its rows again: dot products need channels in order, so they cannot read bfloat16 in words, as
+// sums do. With widened levels Deformable-DETR's encoder takes 26.1 instead of 31.3 ms in bfloat16, and 24.6 in float32
+// (2026-11-27, Intel Xeon 6/207).
 void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const int64_t own = own_row_bytes(call), wide = wide_row_bytes(call);
     if (call.op == MULTI_SCALE) plan.packed_value = choose_packed_value(call, {wide, wide}, offset);
@@ -201,15 +202,15 @@ Cut choose_cut(const Call &call, bool in_place) {
 
 // ---- heads that are processed together
 
-// The forward with a window processes all heads of a query together if value has at most this many bytes per batch. Compared
-// with one head after the other, this takes 0.63 of the time for MapTR tiny (384 KB), 0.83 for 1 MB and 0.95 for 6 MB. For 24
-// MB it takes 1.25: packing one head after the other is better (2026-11-23, Zen 3, 512 KB of second-level cache).
+// The forward with a window processes all heads of a query together if value, as the computed type, has at most this many bytes
+// per batch. The time, relative to one head after the other: 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB; 1.25
+// for 24 MB, where packed heads are better (2026-11-23, Zen 3, 512 KB of second-level cache).
 constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 
 bool heads_can_go_together(const Call &call) { return call.has_window && call.sizes.levels * call.sizes.points > 0; }
 
-// Returns whether it pays to widen all 16-bit rows in advance. The rows must also be few in bytes: the widened rows of an
-// expanded value need more memory than value itself.
+// Returns whether it pays to widen all 16-bit rows in advance. There must be at least as many samples as rows. The widened rows
+// must also have few bytes: if value is expanded, they need more memory than value itself.
 bool widening_pays(const Call &call) {
     const Sizes &n = call.sizes;
     if (floating_size(call.value.dtype) == computed_size(call)) return true; // rows need no widening
@@ -269,16 +270,17 @@ int64_t most_rows_of_a_band(const Call &call, bool buffered) {
 
 // ---- the choice of ValueGradient
 
-// Returns whether one pass over packed rows pays. Two passes read the queries and find the rows twice; one pass needs the rows
-// of value and of its gradient in the caches. One pass pays if a sample is one row and all packed rows of a head stay in the
-// second-level cache. Value and gradient may have any dtype, because packed rows have the computed type.
+// Returns whether one pass for all gradients pays if it uses packed rows. Two passes read the queries and find the rows twice.
+// One pass needs the rows of value and of its gradient in the caches at once. So it pays if a sample is one row and all packed
+// rows of a head stay in the second-level cache. Packed rows have the computed type, so value and its gradient may have any
+// dtype.
 bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
     return call.op == GEOMETRIC && needs_samples(call) && packed.bytes > 0 && 2 * packed.bytes <= NEAR_BYTES &&
            all_rows_are_packed(call, packed);
 }
 
-// Returns whether one pass over the tensors, without packing, pays. It pays if a sample is one row, or if separate passes would
-// not pack value because queries are few or levels are large. Value and gradient must have the same layout.
+// Returns whether one pass for all gradients pays without packing. It pays if a sample is one row, or if separate passes would
+// not pack value because queries are few or levels are large. Value and its gradient need the same dtype and row stride.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return needs_samples(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);
@@ -292,7 +294,8 @@ void plan_bands(const Call &call, int64_t bands, bool buffered, Plan &plan, Plan
     plan.band_is_buffered = buffered;
 }
 
-// Takes the first possible way: whole heads repeat no work, each part rereads grad_output, and each band rereads all queries.
+// Chooses whole heads, parts or bands for the gradient of value, as choose_cut says; bands if whole heads are not possible.
+// Whole heads repeat no work, each part rereads grad_output, and each band rereads all queries.
 void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &plan, PlanLists &lists) {
     const bool buffered = !can_be_added_to(call);
     const Cut cut = choose_cut(call, !buffered);
@@ -328,8 +331,8 @@ void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 
-// Returns the number of elements in the rows that a call reads, plus the elements of grad_value if it is wanted. Assumes that
-// one camera sees each key point.
+// Returns the number of elements in the rows that a call reads, plus the elements of grad_value if it is wanted. For
+// bev_pool_v3, counts a row for each point and each cell. Assumes that each key point is seen by one camera.
 double elements_used(const Call &call) {
     const Sizes &n = call.sizes;
     if (call.op == POOLING) return double(n.points + n.cells) * double(n.channels);

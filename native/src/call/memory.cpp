@@ -16,7 +16,7 @@ struct Extent {
 
 int64_t address_of(const TensorInfo &t) { return int64_t(reinterpret_cast<intptr_t>(t.data)); }
 
-// Returns false if the addresses do not fit in 64 bits.
+// Finds the addresses of a tensor's first and last byte. Returns false if they do not fit in 64 bits.
 bool find_extent(const TensorInfo &t, Extent &extent) {
     const int64_t element = element_size(t.dtype);
     int64_t first = address_of(t), last, length;

@@ -21,28 +21,29 @@ enum class ValueGradient {
 // The levels of a head that are packed: copied so that their rows are contiguous. In value the rows of a head are about a
 // kilobyte apart, so they use only an eighth of the sets of a cache.
 struct PackedLevels {
-    const int64_t *offset;      // of each level, in bytes; -1 if the level is not packed
-    int64_t bytes;              // total size; 0 if nothing is packed
+    const int64_t *offset;      // where the packed rows of each level begin, in bytes; -1 if the level is not packed
+    int64_t bytes;              // the size of all packed rows of a head; 0 if no level is packed
     int64_t far_begin, far_end; // the forward prefetches rows of levels far_begin..far_end-1, and no others
     int64_t far_row_bytes, near_row_bytes;
 };
 
 // Fields that the chosen way does not use are zero.
 struct Plan {
-    PackedLevels packed_value; // read in the forward, and in the pass for the gradients of samples
-    // Packed rows of value have the computed type: in the forward the rows of near levels, in the backward all packed rows.
+    PackedLevels packed_value; // for the forward, and for the separate pass for the gradients of samples
+    // If true, packed rows of value are widened to the computed type: in the forward the rows of near levels, in the backward
+    // all packed rows.
     bool near_as_computed;
-    bool sample_gradients; // the gradients of samples have a separate pass
+    bool sample_gradients; // true if a separate pass computes the gradients of samples
     ValueGradient value_gradient;
     // The levels of grad_value that are summed in packed rows of the computed type. WITH_SAMPLES: either all rows of value and
     // of grad_value are packed in this way, or none.
     PackedLevels packed_gradient;
-    bool all_rows_are_packed;   // BY_HEADS, WITH_SAMPLES: grad_value is written once, at the end, and needs no memset before
+    bool all_rows_are_packed;   // BY_HEADS, WITH_SAMPLES: if true, grad_value is written once, at the end, and needs no memset
     int64_t heads_together;     // calls with a window: heads that are processed together; 0 if heads are processed one by one
     int64_t parts;              // BY_PARTS: parts of each head
-    const int64_t *band_starts; // BY_BANDS: the first row of each band, and the end of the last
+    const int64_t *band_starts; // BY_BANDS: the first row of each band, and then the end of the last band
     int64_t num_bands;
-    bool band_is_buffered; // BY_BANDS: sums are in a buffer, which is converted to grad_value once
+    bool band_is_buffered; // BY_BANDS: if true, a band is summed in a buffer, and then converted and copied to grad_value
 };
 
 } // namespace mxd

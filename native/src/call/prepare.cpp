@@ -73,13 +73,15 @@ bool too_many_pairs(const Call &call) {
            (__builtin_mul_overflow(call.sizes.points, call.sizes.cameras, &pairs) || pairs > MOST_SAMPLES);
 }
 
-// Returns whether a query or an anchor has more samples, or a pool more points or cells, than a kernel can count or hold.
+// Returns whether a query or an anchor has more samples than a kernel has memory for, or a pool has more points or cells than a
+// kernel can count.
 bool is_too_large(const Call &call) {
     if (call.op == POOLING) return call.sizes.points > MOST_POINTS || call.sizes.cells >= TOO_MANY;
     return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }
 
-// Removes all queries of a backward without samples, because its gradient of value is zero for any number of queries.
+// In a backward without samples, sets the numbers of queries and points to 0: the gradient of value is zero for any number of
+// queries. Does nothing if another gradient has elements.
 void forget_queries_without_samples(Call &call) {
     if (call.op == POOLING || !call.backward || !is_empty(call.weights)) return;
     for (const Tensor *gradient : {&call.grad_locations, &call.grad_reference})

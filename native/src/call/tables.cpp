@@ -38,7 +38,7 @@ struct Ranks {
     int64_t rows;
 };
 
-// Returns the first point whose rank is out of range, or `points`. A block has no branch, so that compilers vectorise it.
+// Returns the first point whose rank is out of range, or `points`. A loop over a block has no branch: compilers vectorise it.
 template <class Rank> int64_t first_wrong(const Ranks &table, int64_t points) {
     typedef std::make_unsigned_t<Rank> Unsigned;
     const Rank *const ranks = static_cast<const Rank *>(table.tensor.data);
@@ -58,7 +58,7 @@ template <class Rank> int64_t first_wrong(const Ranks &table, int64_t points) {
     return points;
 }
 
-// Finds the first rank that is out of range and calls fn(table, index of the point). Returns true if all ranks are in range.
+// Checks the tables of ranks. At the first rank that is out of range, calls fn(table, index of the point) and returns false.
 template <class Fn> bool each_table(const Call &call, Fn &&fn) {
     const Ranks tables[] = {{"ranks_feat", "rows of feat", call.ranks_feat, call.sizes.keys},
                             {"ranks_depth", "elements of depth", call.ranks_depth, call.depth.shape[LISTED]},

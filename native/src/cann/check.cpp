@@ -8,7 +8,7 @@
 namespace acl {
 namespace {
 
-enum Role { VALUE, SPATIAL_SHAPE, LEVEL_START_INDEX, LOCATION }; // indices from the function's first input on
+enum Role { VALUE, SPATIAL_SHAPE, LEVEL_START_INDEX, LOCATION }; // an argument's index, counted from the function's first input
 
 // A documented limit of an input's size.
 struct Limit {
@@ -33,7 +33,7 @@ constexpr Limit LIMITS_OF_310P[] = {
     {VALUE, mxd::sizes::num_heads, [](int64_t n) { return n == 2 || n == 4 || n == 8; }, "have num_heads 2, 4 or 8 on 310P"},
     {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n == 4 || n == 8; }, "have num_points 4 or 8 on 310P"}};
 
-// CANN's forward needs at least this many queries on every product. If no product is named, fewer are allowed.
+// CANN's forward needs at least this many queries on every product. If MX_DRIVING_CANN_PRODUCT is empty, fewer are allowed.
 constexpr int64_t LEAST_QUERIES = 32;
 
 // Returns the product whose documents a call must follow, or "".
@@ -173,7 +173,7 @@ Arguments check_phase_one(bool backward, std::vector<const aclTensor *> handles,
     const size_t count = handles.size();
     Arguments a{backward, backward ? *(&forward + 1) : forward, {NAMES, NAMES + count}, std::vector<aclTensor>(count), {}, {}};
     if (!backward) a.names.back() = "output";
-    if (backward) std::rotate(handles.begin(), handles.begin() + 5, handles.begin() + 6); // gradOutput comes first
+    if (backward) std::rotate(handles.begin(), handles.begin() + 5, handles.begin() + 6); // mxd's order: gradOutput first
     if (backward) std::rotate(a.names.begin(), a.names.begin() + 5, a.names.begin() + 6);
     copy_tensors(a, handles);
     require(workspace_size, ACLNN_ERR_PARAM_NULLPTR, "workspaceSize", "point to a number", "NULL");

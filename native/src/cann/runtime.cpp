@@ -26,7 +26,7 @@ void check(bool holds, const char *name, const char *rule, const std::string &fa
 
 void require_device(int32_t id) { check(id >= 0, "deviceId", "be 0 or more", std::to_string(id)); }
 
-// Parameters have no effect here, so they are only checked.
+// System parameters have no effect here, so this only checks them.
 void check_parameter(aclSysParamOpt opt, int64_t value) {
     check(opt >= ACL_OPT_DETERMINISTIC && opt <= ACL_OPT_STRONG_CONSISTENCY, "opt", "be an aclSysParamOpt",
           std::to_string(int(opt)));

@@ -37,7 +37,7 @@ template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
     } catch (const Outcome &refusal) {
         return refusal;
     } catch (const std::bad_alloc &) {
-        return {ACL_ERROR_BAD_ALLOC, {}}; // a sentence may need memory; report() adds it
+        return {ACL_ERROR_BAD_ALLOC, {}}; // no sentence, because it could need memory; report() adds one
     } catch (const std::system_error &error) {
         return {ACL_ERROR_INTERNAL_ERROR, error.what()};
     }

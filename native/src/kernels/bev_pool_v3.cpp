@@ -1,14 +1,15 @@
-// bev_pool_v3 on the CPU. Points are sorted by cell, and one thread sums a cell. The gradient of feat is the same sum with
-// cells and rows of feat exchanged. The gradient of depth is the dot product of a cell's gradient and a row of feat.
+// bev_pool_v3 on the CPU. Points are sorted by cell, and each cell is summed by one thread. The gradient of feat is the same
+// sum with cells and rows of feat exchanged. The gradient of depth is the dot product of a cell's gradient and a row of feat.
 #include "kernels/pooling/points.h"
 #include "kernels/shared/job.h"
 
 namespace mxd::MXD_ISA {
 namespace {
 
-// ---- cells of the bird's-eye view: their channels are far apart in an output [bs, c, d, h, w], and contiguous in a row
+// ---- cells of the bird's-eye view: copies between the layout [bs, c, d, h, w] and rows with contiguous channels
 
-// read_run is read_elements for floating dtypes; write_run is write_elements. Each inlined copy would have 10 KB of code.
+// read_run is read_elements for floating dtypes, and write_run is write_elements. They are not inlined, because each copy of
+// their code would have 10 KB.
 template <class T> __attribute__((noinline)) void read_run(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
     with_elements(const_cast<char *>(from), dtype, [&](auto *elements) { convert_run<T>(elements, stride, to, 1, n); });
 }
@@ -27,14 +28,14 @@ class Cells {
     }
 
     int64_t blocks() const { return t.shape[BATCH] * blocks_of_batch; }
-    // Return the first cell of a block, numbered through all batches, and the number of its cells.
+    // first() returns a block's first cell, numbered through all batches. count() returns the number of the block's cells.
     int64_t first(int64_t block) const { return block / blocks_of_batch * in_batch + first_in_batch(block); }
     int64_t count(int64_t block) const {
         const int64_t rest = in_batch - first_in_batch(block);
         return rest < BLOCK ? rest : BLOCK;
     }
 
-    // write copies contiguous rows of `channels` to a block of the tensor; read copies a block to such rows.
+    // write() copies rows, which have contiguous channels, to a block of the tensor. read() copies a block to such rows.
     template <class T> void write(int64_t block, const T *rows, int64_t channels) const {
         const int64_t n = count(block);
         if (!side_by_side)
@@ -42,7 +43,7 @@ class Cells {
                 write_run(rows + i * channels, cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels);
         for (int64_t c = 0; side_by_side && c < channels; c += SIDE<T>) {
             const int64_t some = channels - c < SIDE<T> ? channels - c : SIDE<T>;
-            T lines[SIDE<T> * BLOCK]; // the block as T, if the tensor has another dtype
+            T lines[SIDE<T> * BLOCK]; // SIDE channels of the block as T, if the tensor has another dtype
             const bool own = t.dtype == OWN<T>;
             T *const to = own ? reinterpret_cast<T *>(line(block, c)) : lines;
             transposed<T>(rows + c, channels, n, some, to, own ? t.strides[CELL_CHANNEL] : BLOCK);
@@ -56,7 +57,7 @@ class Cells {
                 read_run(cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels, rows + i * channels);
         for (int64_t c = 0; side_by_side && c < channels; c += SIDE<T>) {
             const int64_t some = channels - c < SIDE<T> ? channels - c : SIDE<T>;
-            T lines[SIDE<T> * BLOCK]; // the block as T, if the tensor has another dtype
+            T lines[SIDE<T> * BLOCK]; // SIDE channels of the block as T, if the tensor has another dtype
             const bool own = t.dtype == OWN<T>;
             for (int64_t k = 0; !own && k < some; ++k) read_run(line(block, c + k), t.dtype, 1, n, lines + k * BLOCK);
             const T *const from = own ? reinterpret_cast<const T *>(line(block, c)) : lines;
@@ -99,7 +100,7 @@ class Cells {
                           to + k * to_step + i, to_step);
     }
 
-    // Return the address of a block's first cell in a channel, and of cell i of a block.
+    // line() returns the address of a block's first cell in a channel. cell() returns the address of its cell i in channel 0.
     char *line(int64_t block, int64_t channel) const {
         return at(t, block / blocks_of_batch * t.strides[BATCH] + first_in_batch(block) + channel * t.strides[CELL_CHANNEL]);
     }
@@ -120,7 +121,7 @@ struct Forward {
     const Sorted &by_cell;
     const Cells cells;
     const Source feat;
-    const bool side_by_side; // true if points are sorted, and ranks and depth can be read without a window
+    const bool side_by_side; // true if points are sorted and sum_points can read ranks and depth in place
 
     static bool are_side_by_side(const Call &call, const Sorted &by_cell) {
         const auto narrow = [](const Tensor &ranks) { return ranks.dtype == MXD_INT32 && ranks.strides[LISTED] == 1; };
@@ -232,7 +233,8 @@ template <class T> class FeatGradient {
     }
 };
 
-// Computes the gradient of a range of depth. Each thread reads all points and adds those whose depth is in its range.
+// Computes a range of the elements of grad_depth. Each thread reads all points, and adds the dot products of points whose
+// ranks_depth is in the thread's range.
 template <class T> class DepthGradient {
   public:
     struct Args {
@@ -259,7 +261,7 @@ template <class T> class DepthGradient {
 
   private:
     const Args &args;
-    T *const sums; // the last sum collects the points of other ranges
+    T *const sums; // one sum for each element of the range, and one for all points of other ranges
 
     int64_t most() const { return (args.call.grad_depth.shape[LISTED] + args.ranges - 1) / args.ranges; }
 };

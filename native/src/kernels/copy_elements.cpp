@@ -1,4 +1,4 @@
-// Copies value if kernels cannot read it in place. Only the baseline has this code, because few calls need it.
+// Copies value if kernels cannot read it in place. Only the baseline instruction set has this code, because few calls need it.
 #include "kernels/kernels.h"
 #include "kernels/shared/tensor.h"
 

@@ -1,5 +1,5 @@
-// deformable_aggregation on the CPU. A point has a location in each camera. If the location is strictly inside the image, each
-// scale of the camera gives a bilinear sample, with a weight for each group. With logits the locations are computed here.
+// deformable_aggregation on the CPU. A key point has a location in each camera. If the location is strictly inside the image,
+// each scale of the camera gives a bilinear sample, with a weight for each group. With logits the locations are computed here.
 #include "kernels/aggregation/anchors.h"
 #include "kernels/shared/bands.h"
 #include "kernels/shared/partial_sums.h"
@@ -245,7 +245,7 @@ template <class T> class FeatureGradient {
         serve(b, a);
     }
 
-    // Adds the rows of the collected samples, sample by sample, so that the order does not depend on the cut into bands.
+    // Adds the rows of the collected samples, sample by sample, so that the order of additions is the same for any bands.
     void serve(int64_t b, int64_t a) {
         if (samples.count == 0) return;
         const int64_t padded = samples.pad();

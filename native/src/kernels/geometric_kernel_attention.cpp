@@ -40,7 +40,7 @@ template <class T> struct Nearest {
         const IntLanes<T> width = raw_load<Int<T>, LANES>(maps.row);
         IntLanes<T> x, y;
         pixels(query, i, x, y);
-        const IntLanes<T> sampled = width > 0; // false for padding, whose weights belong to another head
+        const IntLanes<T> sampled = width > 0; // false for padding samples: their weights may belong to another head
         return {{sampled},
                 {raw_load<Int<T>, LANES>(maps.start) + y * width + x},
                 width,

@@ -77,14 +77,14 @@ struct OrtApiBase {
 // An operator and its kernel. With `version` 16 the runtime reads no fields after compute_v2.
 struct OrtCustomOp {
     uint32_t version;
-    void *(*create_kernel)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *); // create_kernel_v2 replaces it
+    void *(*create_kernel)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *); // unused: create_kernel_v2 replaces it
     const char *(*name)(const OrtCustomOp *);
     const char *(*execution_provider)(const OrtCustomOp *); // null means the CPU
     OrtType (*input_type)(const OrtCustomOp *, size_t);
     size_t (*number_of_inputs)(const OrtCustomOp *);
     OrtType (*output_type)(const OrtCustomOp *, size_t);
     size_t (*number_of_outputs)(const OrtCustomOp *);
-    void (*compute)(void *, OrtKernelContext *); // compute_v2 replaces it
+    void (*compute)(void *, OrtKernelContext *); // unused: compute_v2 replaces it
     void (*destroy)(void *);
     OrtPresence (*input_presence)(const OrtCustomOp *, size_t);
     OrtPresence (*output_presence)(const OrtCustomOp *, size_t);

@@ -1,7 +1,7 @@
 // The operators as custom operators of onnxruntime, which loads this library and calls RegisterCustomOps.
 //
 // Each operator is registered once for each dtype of value, which is also the dtype of the output. onnxruntime accepts any
-// dtype for the other inputs; they are checked when the node runs.
+// dtype for the other inputs; we check their dtypes when the node runs.
 #include <atomic>
 #include <cstdio>
 #include <exception>
@@ -37,7 +37,7 @@ struct Runtime {
     std::list<NodeKernel> kernels;
 };
 
-// An exception with a status, which is returned to the runtime.
+// An exception. Its status is returned to the runtime.
 struct Failure {
     OrtStatus *status;
 };
@@ -68,8 +68,8 @@ struct Instance {
     const Runtime &runtime;
     const Function &function;
     int64_t option;               // the value of reference_axis
-    std::vector<int64_t> numbers; // attributes with sizes that no input has; -1 without the attribute
-    std::atomic<int> threads{0};  // the most threads that worked in a call so far
+    std::vector<int64_t> numbers; // the sizes that no input has, from attributes; -1 if the attribute is missing
+    std::atomic<int> threads{0};  // the largest number of threads that worked in one call so far
 };
 
 // Returns whether a node has an attribute, of any type. Asks for a list of whole numbers: onnxruntime returns an error if the
@@ -81,7 +81,7 @@ bool has_attribute(const OrtApi *api, const OrtKernelInfo *info, const char *nam
     return !status;
 }
 
-// Returns the option of a node, or the default without the attribute.
+// Returns the option of a node. If the attribute is missing, returns the default.
 int64_t option_of(const Function &op, const OrtApi *api, const OrtKernelInfo *info) {
     const std::string name(op.option);
     if (name.empty() || !has_attribute(api, info, name.c_str())) return 0;
@@ -93,7 +93,7 @@ int64_t option_of(const Function &op, const OrtApi *api, const OrtKernelInfo *in
         if (!status && op.choices[i] == word) return int64_t(i);
         rule += (i ? " or '" : "'") + std::string(op.choices[i]) + "'";
     }
-    if (status) { // the word is too long, or the attribute is no word
+    if (status) { // the word is too long, or the attribute is not a string
         const bool too_long = ort::error_code(api, status) == ORT_INVALID_ARGUMENT;
         fact = too_long ? std::to_string(size - 1) + " letters" : "an attribute of another type";
         ort::release_status(api, status);

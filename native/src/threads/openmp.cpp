@@ -118,7 +118,7 @@ bool look(OpenMp &runtime) {
 
 #endif
 
-// ---- parallel regions of both interfaces
+// ---- parallel regions of the two interfaces: GCC's and Clang's
 
 struct Call {
     const OpenMp &runtime;

@@ -67,7 +67,7 @@ void Pool::grow(int threads) {
             std::thread([this, woken = made.get(), index = int(workers.size()) + 1] { work(*woken, index); }).detach();
             workers.push_back(std::move(made));
         }
-    } catch (const std::exception &) { // the system has no more threads, so the existing threads must do
+    } catch (const std::exception &) { // the system has no more threads, so use only the existing threads
     }
 }
 

@@ -23,7 +23,7 @@ inline void relax() {
 #endif
 }
 
-// A counter on which threads wait. raise() increments it and wakes them.
+// A counter on which threads wait. raise() increments the counter and wakes the threads.
 class Event {
   public:
     int64_t number() const { return raised.load(std::memory_order_acquire); }

@@ -19,7 +19,7 @@ typedef void Kernel(Value *stack, uint64_t arguments, uint64_t results);
 
 constexpr uint64_t VERSION = uint64_t(2) << 56 | uint64_t(10) << 48; // the version whose conventions our kernels follow
 
-// X(result, name, parameters)
+// X(result, name, parameters) for each function.
 #define MXD_TORCH_FUNCTIONS(X)                                                                                                 \
     X(Status, aoti_torch_get_dim, (TensorHandle, int64_t *))                                                                   \
     X(Status, aoti_torch_get_sizes, (TensorHandle, int64_t **))                                                                \
@@ -56,9 +56,9 @@ struct Api {
 #define MXD_MEMBER(result, name, parameters) result(*name) parameters;
     MXD_TORCH_FUNCTIONS(MXD_MEMBER)
 #undef MXD_MEMBER
-    Status (*torch_library_def_with_tags)(LibraryHandle, const char *, const int32_t *, int32_t); // torch >= 2.12, or null
-    int32_t (*torch_tag_pt2_compliant_tag)();                                                     // torch >= 2.12
-    const char *(*torch_exception_get_what)(); // torch >= 2.13, without a backtrace, or null
+    Status (*torch_library_def_with_tags)(LibraryHandle, const char *, const int32_t *, int32_t); // null before torch 2.12
+    int32_t (*torch_tag_pt2_compliant_tag)();                                                     // unset before torch 2.12
+    const char *(*torch_exception_get_what)(); // the message without a backtrace; null before torch 2.13
     void (*free_optional)(Value *);            // frees the memory of an optional argument's value
 };
 

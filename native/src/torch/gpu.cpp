@@ -1,4 +1,4 @@
-// Launches kernels that Triton has compiled. Python finds the driver's functions and hands kernels over.
+// Launches kernels that Triton has compiled. Python finds the driver's functions and hands compiled kernels over.
 #include "torch/gpu.h"
 
 #include <atomic>
@@ -57,7 +57,8 @@ std::array<int64_t, 3> GpuCall::strides_of_value() const {
     return {size(sizes::bs) > 1 ? keys * row : 0, keys > 1 ? row : 0, size(sizes::num_heads) > 1 ? head : 0};
 }
 
-// Returns false if Python must serve the call: it copies tensors, has other kinds of kernels, and makes deterministic sums.
+// Returns false if Python must serve the call: launches from C++ are off, another device is current, a tensor is empty, not
+// contiguous or not aligned to 16 bytes, a number is too large for the kernels, or torch asks for deterministic sums.
 bool GpuCall::is_usual() const {
     int current;
     if (!in_use || driver.cuCtxGetDevice(&current) || current != device) return false;
@@ -144,7 +145,7 @@ const char *mxd_launch_on_gpu(const void *const *functions) {
     });
 }
 
-// Keeps the kernel of the call that this thread waits for.
+// Keeps a kernel for later calls with the key `wanted`. Does nothing if this thread does not wait for a kernel.
 void mxd_keep_gpu_kernel(void *function, unsigned threads, unsigned shared, int64_t rows, int64_t lane) {
     using namespace mxd::torch;
     if (!waiting) return;

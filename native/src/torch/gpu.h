@@ -21,10 +21,10 @@ class GpuCall {
     // `device` is torch's number; `variant` encodes the option, the dtype of the output, and the gradients that are needed.
     GpuCall(const Function &, TensorInfo *, const AxisSizes &, int device, int64_t variant);
 
-    // Returns false if Python must serve the call. Until stop_waiting, a kernel that this thread hands over belongs to the
-    // call.
+    // Returns false if Python must serve the call. If only the kernel is missing: until stop_waiting(), a kernel that this
+    // thread hands over is kept for calls like this one.
     bool find_kernel();
-    // Needs memory for the results. The gradient of value must be float32.
+    // Launches the kernel. The results must have memory, and the gradient of value must be float32.
     void launch();
 
   private:

@@ -72,7 +72,7 @@ class BoxedCall {
     Tensor tensors[MOST_ARGUMENTS];
     TensorInfo infos[MOST_ARGUMENTS] = {};
     AxisSizes sizes;
-    std::vector<int64_t> numbers; // the values of function.numbers
+    std::vector<int64_t> numbers; // the sizes that no input has, in the order of function.numbers
     std::string word;             // the value of the option
     int64_t option = 0;
     StringHandle text = nullptr; // torch's string with the option
@@ -151,7 +151,7 @@ class BoxedCall {
             throw Refused{sentence(argument(i).name, cpu ? "be on the CPU" : "be a meta tensor", "another device")};
         infos[i] = info_of(tensors[i]);
         if (cpu && argument(i).elements == Elements::NUMBER && infos[i].dtype == NARROW) {
-            // Kernels cannot read int8, int16 and uint8.
+            // Kernels cannot read int8, int16 and uint8, so convert these to int64.
             tensors[i] = converted(std::move(tensors[i]), api->aoti_torch_dtype_int64());
             infos[i] = info_of(tensors[i]);
         }
@@ -263,7 +263,7 @@ const char *why_refused(const Function &function, OutputDtype output, Device dev
     });
 }
 
-// aoti_torch_check throws through this function, so it must have no objects with destructors.
+// aoti_torch_check throws through this function. So this function must have no objects with destructors.
 template <Device device, OutputDtype output, size_t i> void kernel(Value *stack, uint64_t arguments, uint64_t) {
     const char *const why = why_refused(functions()[i], output, device, stack, arguments);
     if (why) api->aoti_torch_check(false, "kernel", "mx_driving", __LINE__, why);
@@ -342,7 +342,7 @@ void withdraw(LibraryHandle &library) {
 }
 
 void set(Registered &registered, int what) {
-    static bool by_others = false; // true if the Python package has schemas and shapes
+    static bool by_others = false; // true if the Python package registers schemas and meta kernels
     by_others |= what != MXD_TORCH_ALL;
     if (what == MXD_TORCH_NOTHING) withdraw(registered.kernels);
     if (by_others) {

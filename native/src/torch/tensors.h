@@ -37,7 +37,7 @@ constexpr const char *DTYPE_NAMES[] = {
     "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "int1", "int2", "int3", "int4", "int5", "int6", "int7",
     "float8_e8m0fnu", "float4_e2m1fn_x2"};
 // clang-format on
-constexpr int64_t NARROW = -2; // an integer that is converted to int64
+constexpr int64_t NARROW = -2; // an integer dtype; its tensors are converted to int64
 constexpr int64_t DTYPES[] = {NARROW, NARROW, NARROW, MXD_INT32, MXD_INT64, MXD_FLOAT16, MXD_FLOAT32, MXD_FLOAT64,
                               -1,     -1,     -1,     -1,        -1,        -1,          -1,          MXD_BFLOAT16};
 
@@ -60,7 +60,7 @@ inline TensorInfo info_of(const Tensor &tensor) {
     const int axes = int(ask(api->aoti_torch_get_dim, tensor));
     const int64_t *shape = ask(api->aoti_torch_get_sizes, tensor), *strides = ask(api->aoti_torch_get_strides, tensor);
     const size_t type = size_t(ask(api->aoti_torch_get_dtype, tensor));
-    const int64_t dtype = type < std::size(DTYPES) ? DTYPES[type] : -1; // -1: no operator takes it
+    const int64_t dtype = type < std::size(DTYPES) ? DTYPES[type] : -1; // -1: no operator takes this dtype
     const char *name = type < std::size(DTYPE_NAMES) ? DTYPE_NAMES[type] : "another dtype";
     return {axes ? shape : &no_axes, axes, dtype, nullptr, axes ? strides : &no_axes, -1, name};
 }

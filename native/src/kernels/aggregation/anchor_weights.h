@@ -1,5 +1,5 @@
-// The weights of an anchor's pairs. Without logits they are an input. With logits they are the softmax of each group over all
-// samples of the anchor, times the scale of the pair.
+// The weights of an anchor's pairs (point, camera). Without logits they are an input. With logits they are the softmax of each
+// group over all samples of the anchor, times the scale of the pair.
 #pragma once
 
 #include "kernels/shared/job.h"
@@ -9,8 +9,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The softmax over the rows of contiguous logits [row, groups], for each group. The rows are processed as one array of numbers.
-// The pattern of groups in its vectors repeats after `cycle` numbers. So `cycle` lanes have a maximum and a sum each, and at
+// The softmax over the rows of contiguous logits [row, groups], for each group. The rows are processed as one array of numbers,
+// in vectors. The groups of the lanes repeat after `cycle` numbers. So each of `cycle` lanes gets a maximum and a sum, and at
 // the end the lanes of each group are folded.
 template <class T> class GroupedSoftmax {
     static constexpr int N = WIDTH<T>;
@@ -54,7 +54,8 @@ template <class T> class GroupedSoftmax {
     int64_t groups, count, whole, padded, cycle, used;
     T *lanes; // the maximum, and later the sum, of each of `used` lanes
 
-    // Finds the maximum of each group. Copies logits to exps if they have another dtype or do not fill STEP numbers.
+    // Finds the maximum of each group. Copies all logits to exps if they have another dtype than T. Otherwise copies only the
+    // last logits, which do not fill STEP numbers.
     template <class S> void find_most(const S *logits, T *exps, T *most) const {
         const Lanes least = broadcast<T, N>(-T(__builtin_inf()));
         for (int64_t i = whole; i < padded; ++i) exps[i] = i < count ? load<T, 1>(logits + i) : least[0];
@@ -79,7 +80,7 @@ template <class T> class GroupedSoftmax {
         fold(least[0], most, Larger());
     }
 
-    // Computes exps and inverse. `logits` may be `exps`, if they were copied.
+    // Computes exps and inverse. If find_most copied all logits to exps, `logits` is `exps`.
     void find_exps(const T *logits, int64_t next, int64_t size, T *exps, T *inverse) const {
         for (int64_t column = 0; column < used; column += STEP) {
             Lanes top[4], sums[4] = {};
@@ -182,7 +183,7 @@ template <class T> class AnchorWeights {
           by_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job), softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
-    // Computes the softmax of an anchor; with logits, call it before read(). The two previous softmaxes stay valid.
+    // Computes the softmax of an anchor. With logits, read() needs it. The softmaxes of the two previous anchors stay valid.
     void compute(int64_t b, int64_t anchor) {
         AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
         const int64_t offset = offset_of(call.weights, b, anchor);
@@ -298,7 +299,8 @@ template <class T> class SampleWeights {
     }
 };
 
-// Computes SoftmaxTotals in calls without SampleGradients, which would compute them. An item is a block of anchor_blocks.
+// Computes SoftmaxTotals in calls that do not run SampleGradients. SampleGradients computes them, too. An item is a block of
+// anchor_blocks.
 template <class T> class Totals {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }

@@ -16,8 +16,8 @@ inline int64_t bundle_room(const Sizes &n) { return round_up(n.scales > 64 ? n.s
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
 
-// The locations of an anchor's pairs (point, camera) as T, and the seen pairs: those strictly inside the image. With logits
-// only seen pairs have locations, which stay valid while the next two anchors are read.
+// The locations of an anchor's pairs (point, camera) as T, and the seen pairs: those whose location is strictly inside the
+// camera's image. With logits only seen pairs have locations, which stay valid while the next two anchors are read.
 template <class T> class AnchorReader {
   public:
     const int64_t *seen = nullptr;
@@ -117,7 +117,7 @@ template <class T> class Samples {
         }
         return first_weights;
     }
-    // Pads with invalid samples to a multiple of LANES. Returns the number of samples with padding.
+    // Pads with invalid samples to a multiple of LANES. Returns the number of samples, including padding.
     int64_t pad() {
         const int64_t padded = round_up(count, LANES);
         for (int64_t i = count; i < padded; ++i) {
@@ -140,11 +140,11 @@ template <class T> class Samples {
     T *x, *y, *weights;
 };
 
-// Samples of one anchor and their rows, in the order of entry_of().
+// Samples of one anchor, and lists of their rows. The lists have the order of entry_of().
 template <class T> struct Bundle {
     Samples<T> samples;
     int64_t anchor = -1;
-    bool first = true, last = true; // true for an anchor's first bundle, and for its last
+    bool first = true, last = true; // first: this is the anchor's first bundle; last: its last bundle
     int64_t *pairs, num_pairs = 0;  // each pair has `scales` consecutive samples
     int64_t *address;
     T *corner_coefficient; // the bilinear coefficient of each row, without the weight

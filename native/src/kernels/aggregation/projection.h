@@ -18,7 +18,7 @@ constexpr int64_t OF_MATRIX = 16; // elements of a 4x4 matrix; its last row is n
 
 // The pairs of one anchor's key points and the cameras that see them.
 template <class T> struct SeenPoints {
-    int64_t room = 0;                            // elements of each coordinate, padded
+    int64_t room = 0;                            // the number of key points, padded to a multiple of LANES
     T *points = nullptr;                         // [3, room]: all x, then all y, then all z
     int64_t *pairs = nullptr, *begins = nullptr; // pairs: seen pairs, by camera; begins: the first pair of each camera
     int64_t count = 0;
@@ -69,8 +69,8 @@ template <class T> class Cameras {
     }
 
     // Adds the gradient of a location to the gradient of its key point. Adds it also to the gradient of its camera's matrix,
-    // unless grad_matrices is null. A clamped depth has gradient 0. Then the row of the matrix that gives the depth is skipped,
-    // because 0 times an infinite element would be NaN.
+    // unless grad_matrices is null. If the depth is clamped, its gradient is 0. In this case the matrix's row for the depth is
+    // skipped, because 0 times an infinite element would be NaN.
     void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *grad_location, T *grad_point, T *grad_matrices) const {
         const int64_t cam = pair % n.cameras, p = pair / n.cameras;
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam, *location = seen.xy + 2 * pair;

@@ -3,8 +3,9 @@
 //   CORNERS                                         the number of rows of value that a sample reads
 //   rows(query, i)                                  SampledRows: the rows that samples i..i+LANES-1 read
 //   reach(query, i, band)                           the samples that may read a row of a band; cheaper than rows()
-//   gradients(query, dot, i, grad_xy, grad_weight)  computes gradients of weights and locations from the rows' `dot`;
-//                                                   gradients<true>: of weights and of offsets in pixels
+//   gradients(query, dot, i, grad_xy, grad_weight)  computes the gradients of weights and locations;
+//                                                   gradients<true>: of weights and of offsets in pixels.
+//                                                   dot: the dot products of grad_output with the rows
 #pragma once
 
 #include "kernels/attention/value_gradient.h"
@@ -12,8 +13,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The forward. An item is a block of query_blocks. V is the type of value. Near is the type of the rows of near levels: T if
-// the plan has near_as_computed, else V. Without SOME_FAR all levels are near.
+// The forward. An item is a block of query_blocks. V is the type of value. Near is the type of the rows of near levels
+// (NEAR_BYTES in call/make_plan.cpp): T if the plan has near_as_computed, else V. Without SOME_FAR all levels are near.
 template <class V, class T, template <class> class Rule, bool SOME_FAR, class Near = V>
 class Forward : QueryWorker<Near, T, Rule> {
     typedef QueryWorker<Near, T, Rule> Base;

@@ -11,8 +11,8 @@ namespace {
 // The number of samples whose pixels are found at once.
 template <class T> constexpr int PIXELS = VECTOR_BYTES / int(sizeof(T)) >= 8 ? 8 : 4;
 
-// The constants of PIXELS samples, which all reference points share. x and y are the pixel of the window. The other members
-// describe the map. `start` is the bytes from a head's first row to the map's first row.
+// Constants of PIXELS samples. They are the same for all reference points. x and y are the window's offsets, in pixels. The
+// other members describe the samples' maps. `start` is the number of bytes from a head's first row to the map's first row.
 template <class T> struct WindowLanes {
     T width[PIXELS<T>], height[PIXELS<T>], x[PIXELS<T>], y[PIXELS<T>];
     Int<T> last_x[PIXELS<T>], last_y[PIXELS<T>], bytes_of_row[PIXELS<T>], bytes_of_pixel[PIXELS<T>], start[PIXELS<T>];
@@ -33,12 +33,12 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     typedef Vec<Int<T>, N> Ints;
 
   public:
-    int64_t num_rows;     // rows of a query and head; the padding points to the zero row
-    int64_t address_step; // addresses between heads of a prepared query
-    int64_t weight_step;  // weights between heads of a prepared query
+    int64_t num_rows;     // rows of a query and head, padded with the zero row
+    int64_t address_step; // the number of addresses from one head of a prepared query to the next
+    int64_t weight_step;  // the number of weights from one head of a prepared query to the next
 
-    // num_heads heads are processed together. first_row(level): bytes from a head's first row to the level's first row. step:
-    // bytes between rows.
+    // num_heads: how many heads are processed together. first_row(level): bytes from a head's first row to the level's first
+    // row. step: bytes from one row to the next.
     template <class FirstRow>
     WindowQueries(const Call &c, const Sizes &sizes, int64_t num_heads, FirstRow &&first_row, int64_t step,
                   const void *row_of_zeros, Arena &arena)
@@ -288,8 +288,9 @@ inline bool all_heads_together(const Call &call, const Plan &plan) {
                       [&](auto *v, auto *t) { return forward_of_heads_together<__typeof__(*v), __typeof__(*t)>(call, plan); });
 }
 
-// Computes all gradients. An item is (batch, heads that are processed together). The worker packs value and its gradient, head
-// by head. The packed value and the packed gradient end with a zero row. Addresses of padding samples point to it.
+// Computes all gradients. An item is (batch, heads that are processed together). The worker packs value head by head, and sums
+// the gradient of value in packed rows. The packed rows of value end with a zero row. Addresses of padding samples point to
+// this row. The packed gradient ends with a row to which only padding samples add.
 template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together); }
@@ -345,7 +346,7 @@ template <class V, class T> class WindowGradients {
         for (int64_t i = 0; i < heads; ++i) unpack<T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i);
     }
 
-    // Computes the dot products of a query's rows with grad_output, and adds to the same rows of the gradient.
+    // Computes the dot products of a query's rows with grad_output, and adds to the same rows of the gradient of value.
     MXD_INLINE void add_rows(const PreparedHeads<T> &prepared, const char *grad_output) {
         const Tensor &t = call.grad_output;
         const int64_t step = t.strides[HEAD] * element_size(t.dtype), address_step = queries.address_step,

@@ -44,7 +44,8 @@ template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T
 }
 
 // The number of queries that are computed together. Two independent softmaxes of four queries overlap, which hides latency. The
-// rings have room for twice as many queries, because a query is used until PIPELINE_DEPTH more queries are prepared.
+// rings of PlainRows have room for twice as many queries, because a query is used until PIPELINE_DEPTH more queries are
+// prepared.
 constexpr int64_t COMPUTED_TOGETHER = 8;
 
 template <class T> class Logits {
@@ -105,9 +106,9 @@ template <class T> class Logits {
     int64_t computed_until() const { return computed; }
     bool has_boxes() const { return boxes; }
 
-    // Computes the block of COMPUTED_TOGETHER queries that contains q, because the softmax of a single query has too much
-    // latency. Calls copy(begin, end, offsets, logits) to copy the inputs of queries begin..end-1, if they cannot be read in
-    // place. Blocks begin at multiples of COMPUTED_TOGETHER, so that a block is contiguous in a ring.
+    // Computes the locations and weights of the block of COMPUTED_TOGETHER queries that contains q, because the softmax of a
+    // single query has too much latency. Calls copy(begin, end, offsets, logits) to copy the inputs of queries begin..end-1, if
+    // they cannot be read in place. Blocks begin at multiples of COMPUTED_TOGETHER, so that a block is contiguous in a ring.
     template <class Copy> __attribute__((noinline)) void compute(int64_t q, Copy &&copy) {
         q &= -COMPUTED_TOGETHER;
         const int64_t last = q + COMPUTED_TOGETHER < n.queries ? q + COMPUTED_TOGETHER : n.queries;
@@ -135,13 +136,13 @@ template <class T> class Logits {
     }
 
     // Computes the gradients of a query's offsets, and of its reference points unless grad_reference is null. grad_xy has the
-    // gradients of offsets in pixels, or of locations if reference points are boxes. Samples before `direct_until` are written
-    // to grad_offsets; the others overwrite grad_xy. All levels must be in use.
+    // gradients of offsets in pixels, or of locations if reference points are boxes. The gradients of samples before
+    // `direct_until` are written to grad_offsets; the gradients of other samples overwrite grad_xy. All levels must be in use.
     MXD_INLINE void offset_gradients(int64_t q, T *grad_xy, int64_t direct_until, T *grad_offsets, T *grad_reference) const {
         if (call.has_window) return;
         if (grad_reference) add_reference(offsets_of(q), grad_xy, grad_reference);
         const T *size = boxes ? references(q) + 2 : nullptr;
-        for (int64_t i = 0; i < samples; i += 4) { // as wide as the earlier stores: a wider load would wait for them
+        for (int64_t i = 0; i < samples; i += 4) { // as wide as AVX-512's stores of grad_xy: a wider load would wait for them
             Vec<T, 8> g = raw_load<T, 8>(grad_xy + 2 * i);
             // The gradient of an invalid sample stays exactly 0, even if its box is infinite.
             if (size) {
@@ -253,7 +254,7 @@ template <class T> class Logits {
     MXD_INLINE void add_reference(const T *offsets, const T *grad_xy, T *sums) const {
         for (int64_t i = 0; i < n.references * n.coordinates; ++i) sums[i] = 0;
         const int64_t fours = shared ? samples / 4 * 4 : 0;
-        for (int64_t i = 0; i < fours; i += 4) { // as wide as the earlier stores: a wider load would wait for them
+        for (int64_t i = 0; i < fours; i += 4) { // as wide as AVX-512's stores of grad_xy: a wider load would wait for them
             const Vec<T, 8> gradient = raw_load<T, 8>(grad_xy + 2 * i),
                             g = boxes ? gradient : gradient * raw_load<T, 8>(divisor + 2 * i);
             add_pair(g, sums + sum_begin[i]);

@@ -33,7 +33,7 @@ inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, H
     rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.zero_row), 0); // padding samples
 }
 
-// Returns the range of a query's list that contains all rows of far levels.
+// Returns the range of a query's list of rows that contains all rows of far levels.
 template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevels &levels) {
     const int64_t first = levels.far_begin * n.points / ROWS * ROWS, end = round_up(levels.far_end * n.points, ROWS);
     return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
@@ -64,7 +64,8 @@ MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
     if (i < bytes) memcpy(to + i, from + i, size_t(bytes - i));
 }
 
-// Packs the rows of chunk `chunk` of `chunks`. Levels whose packed rows have the size of Near rows are converted to Near.
+// Packs the rows of chunk `chunk` of `chunks`. Converts the rows of a level to Near if the level's packed rows have the size of
+// Near rows.
 template <class V, class Near>
 inline void pack(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk,
                  int64_t chunks) {

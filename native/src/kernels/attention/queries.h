@@ -34,7 +34,7 @@ inline Blocks query_blocks(const Call &call, bool head_by_head) {
 }
 
 // The locations and weights of one query and head as T, padded to a multiple of LANES samples. If dtype and strides allow, they
-// are read in place. Then the padding is the memory after them; it is harmless, because padding samples have empty maps.
+// are read in place. The padding is then any memory after them. This does no harm, because padding samples have empty maps.
 template <class T> class Query {
   public:
     template <class Reader>
@@ -217,7 +217,7 @@ template <class T> class QueryReader {
         return reinterpret_cast<const V *>(reinterpret_cast<const char *>(query) + rows.bytes_of_query());
     }
 
-    // Converts int32 to int64, or 16-bit floats to another E. count: a multiple of LANES. Returns false for other dtypes.
+    // Converts int32 elements if E is int64, else 16-bit floats. count: a multiple of LANES. Returns false for other dtypes.
     template <class E> static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, E *to) {
         const auto widen = [&](auto *elements) {
             for (int64_t i = 0; i < count; i += LANES) store<E, LANES>(to + i, load<E, LANES>(elements + i));

@@ -1,4 +1,4 @@
-// The addresses of queries in inputs, outputs and copies.
+// The addresses of a query's elements in inputs, outputs and copies.
 #pragma once
 
 #include "kernels/shared/sampling.h"
@@ -6,10 +6,10 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The distance of prefetches in queries. The hardware does not prefetch one head's inputs, which are a few lines per kilobyte.
+// How many queries ahead to prefetch. The hardware does not prefetch a head's elements: a few cache lines per kilobyte.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
-// The elements of a tensor for one (batch, head), query by query. Addresses are integers, because prefetches pass the end.
+// The elements of a tensor for one (batch, head), query by query. Addresses are integers: prefetches go past the tensor.
 class QueryRows {
   public:
     QueryRows() {}
@@ -18,9 +18,9 @@ class QueryRows {
     MXD_INLINE QueryRows(const Tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
           step(t.strides[QUERY] * element_size(t.dtype)) {
-        // Count the cache lines that a query can touch. Each query begins at a multiple of `unit`.
+        // Find last_line, the offset of the last cache line that a query can touch. Each query begins at a multiple of `unit`.
         const int64_t bits = first | step | 64, unit = bits & -bits;
-        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // largest offset of a query in its first line
+        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // largest offset of a query in its first cache line
         last_line = (begin + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
         ahead = PREFETCH_QUERIES * step;
     }

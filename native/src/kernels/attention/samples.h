@@ -47,7 +47,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
 // Computes the gradients of a query's samples from the dot products of its rows with grad_output.
 template <class T, template <class> class Rule> class SampleOutputs {
   public:
-    T *dot; // the dot product of each row
+    T *dot; // the dot product of grad_output with each row
 
     SampleOutputs(const Job &job, Arena &arena)
         : dot(arena.zeros<T>(4 * padded_samples(job.call.sizes))), call(job.call), n(call.sizes),
@@ -60,7 +60,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
         at_once = call.with_logits && xy.in_whole_vectors() && weights.in_whole_vectors() && !sums.all;
     }
     MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
-        if (call.has_window && weights.in_whole_vectors()) // the gradient of a weight is the dot product of its row
+        if (call.has_window && weights.in_whole_vectors()) // with a window, `dot` is the gradient of the weights
             return reader.with_logits().logit_gradients(q, dot, n.levels * n.points, weights.begin(q));
         if constexpr (Rule<T>::CORNERS == 4)
             if (at_once && !reader.with_logits().has_boxes()) return write_at_once(q, query, reader);

@@ -34,8 +34,9 @@ struct SixteenCorners {
     }
 
   private:
-    // Finds which samples have their first pixel `whole` on the map, and which have the next pixel on the map. `whole` is x
-    // rounded down, or the least integer if x is NaN or does not fit in 32 bits. A sample is valid if -1 < x < size.
+    // On one axis, finds the samples whose pixel `whole` is on the map (first_in), and those whose pixel `whole` + 1 is
+    // (next_in). `whole` is x rounded down, or the least integer if x is NaN or does not fit in 32 bits. A sample is valid if
+    // -1 < x < size.
     static MXD_INLINE void on_axis(Vec<float, 16> x, __m512i whole, const float *size, const int32_t *last, __mmask16 &first_in,
                                    __mmask16 &next_in) {
         const __mmask16 below_size = _mm512_cmp_ps_mask((__m512)x, _mm512_loadu_ps(size), _CMP_LT_OQ);
@@ -48,7 +49,7 @@ struct SixteenCorners {
 template <int HALF> MXD_INLINE __m256i half_of(__m512i v) { return _mm512_maskz_extracti64x4_epi64(0xff, v, HALF); }
 template <int QUARTER> MXD_INLINE __m128 quarter_of(__m512 v) { return _mm512_maskz_extractf32x4_ps(0xf, v, QUARTER); }
 
-// Writes the entries of one corner of eight samples, four and four, in the order of entry_of().
+// Writes the entries of one corner of eight samples in the order of entry_of(): two groups of four.
 MXD_INLINE void put_addresses(int64_t *to, __m512i eight) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), half_of<0>(eight));
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + 4 * ROWS), half_of<1>(eight));

@@ -43,7 +43,7 @@ template <class T> class Window {
 
   private:
     int64_t points = 0;
-    T *x_of = nullptr, *y_of = nullptr; // the window's pixel of each sample
+    T *x_of = nullptr, *y_of = nullptr; // the window's offset of each sample, in pixels
 };
 
 } // namespace

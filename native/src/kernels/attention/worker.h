@@ -47,8 +47,8 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
         find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value, rows);
     }
 
-    // Selects a (batch, head). Call find_value or find_levels first. Do not read locations or weights of its queries: they may
-    // be left in 16 bits.
+    // Selects a (batch, head). Call find_value or find_levels first. Callers must not read the locations or weights of the
+    // queries, because these may still have 16 bits.
     void open_queries(int64_t b, int64_t h) {
         reader.reads_16_bits = CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !rows.far;
         reader.open(b, h);

@@ -1,5 +1,5 @@
 // Sorts points by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any number
-// of threads. If points are sorted already, the sort is skipped. In most models they are sorted by cell.
+// of threads. If points are sorted already, the sort is skipped. In most models points are sorted by cell.
 //
 // Sums coefficient * row over any number of points. A Window holds at most MOST points, so it is filled again and again.
 #pragma once
@@ -47,7 +47,8 @@ inline bool ascend(const Tensor &of, int64_t points) {
     });
 }
 
-// A stable counting sort. Each thread counts and places one part of the points. All counters together have at most 16 MB.
+// A stable counting sort. Each thread counts and places one part of the points. If there are several parts, their counters
+// together have at most 16 MB.
 struct Sorting {
     const Tensor &ranks;
     const int64_t points, rows, parts;
@@ -209,7 +210,7 @@ inline void add_rows(const int64_t *address, const T *coefficient, int64_t n, in
 }
 
 // Computes the sums of `rows` consecutive ranks. The points of the first rank are begin..ends[0]-1, those of the second
-// ends[0]..ends[1]-1, and so on. Needs no Window, because points are sorted and their ranks are contiguous, as in most models.
+// ends[0]..ends[1]-1, and so on. Needs no Window: points are sorted, and ranks and depth are contiguous, as in most models.
 template <class Row, class T>
 inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, const Row *depth, const int32_t *ranks_depth,
                        int64_t begin, const int64_t *ends, int64_t rows, int64_t channels, T *sums) {

@@ -4,7 +4,8 @@
 //   grouped_dots   dot[i][group] = sum over the group's channels of  g * row[i]
 //   grouped_add    row[i] += coefficient[i][group] * g
 //
-// Lists of rows have the form of rows.h, and ROWS_AHEAD additional addresses at the end, which are only prefetched.
+// g is a row of grad_output. Lists of rows have the form of rows.h, and ROWS_AHEAD additional addresses at the end, which are
+// only prefetched.
 #pragma once
 
 #include "kernels/shared/rows.h"
@@ -12,7 +13,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The distance of prefetches in rows. A row may have a kilobyte, so a few rows are enough.
+// How many rows ahead rows are prefetched. A row may have a kilobyte, so a few rows are enough.
 constexpr int ROWS_AHEAD = 8;
 
 // The number of vectors of sums that fit into registers.

@@ -58,7 +58,8 @@ struct KeptLanes {
 constexpr KeptLanes KEPT;
 #endif
 
-// Stores the lanes that the mask keeps, without gaps. Returns the number of these lanes. Always writes four elements.
+// Stores the lanes of `address` and `coefficient` that the mask keeps, without gaps. Returns the number of these lanes. Always
+// writes four elements to each array.
 template <class T, class Mask>
 MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> coefficient, int64_t *addresses, T *coefficients) {
 #if defined(__AVX512F__)

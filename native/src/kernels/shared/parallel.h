@@ -10,8 +10,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Hands out scratch memory. Each array begins at a cache line. The loop also constructs one worker on an arena that only counts
-// bytes. Such an arena has no memory, so a constructor must not write to its arrays.
+// Hands out scratch memory. Each array begins at a cache line. scratch_of() constructs a worker on an arena that only counts
+// bytes. Such an arena has no memory, so a worker's constructor must not write to arrays.
 class Arena {
   public:
     Arena() : counts(true), begin(64), next(begin) {}
@@ -52,11 +52,11 @@ constexpr int64_t STAGE_CHUNKS = 64;
 
 struct Nothing {};
 
-// The state that the threads of a loop share. A unit is a chunk or an item. Threads take units one by one: stage by stage, and
-// in a stage the chunks before the items. Before a chunk, a thread waits until all earlier stages are done. Before an item, it
-// waits also for the chunks of that stage. The units that it waits for were taken earlier, by threads that are already running.
-// So the loop ends for any number of threads, even if bodies run one after the other. If Begin is Nothing, there are no chunks,
-// and no thread waits.
+// The state that the bodies of a loop share. Usually each body has its own thread. A unit is a chunk or an item. Bodies take
+// units one by one: stage by stage, and in a stage the chunks before the items. Before a chunk, a body waits until all earlier
+// stages are done. Before an item, it waits also for the chunks of that stage. The units that it waits for were taken earlier,
+// by bodies that are already running. So the loop ends for any number of threads, even if bodies run one after the other. If
+// Begin is Nothing, there are no chunks, and no body waits.
 template <class Worker, class Args, class Begin> struct Loop {
     int64_t stages, per_stage;
     const Args &args;

@@ -6,9 +6,9 @@
 //   scatter_add            row[i] += coefficient[i] * g
 //   dots_and_scatter_add   dots with rows of value, scatter_add to the same rows of its gradient
 //
-// A list of rows has an address and a coefficient for each row. The length is a multiple of ROWS. A padding entry has
-// coefficient 0 or points to the zero row. `next` is the list whose rows are prefetched meanwhile. It has the same length, and
-// its addresses may be invalid, because a prefetch cannot fault.
+// g is a row of T, such as a row of grad_output. A list of rows has an address and a coefficient for each row. The length of a
+// list is a multiple of ROWS. A padding entry has coefficient 0 or points to the zero row. `next` is the list whose rows are
+// prefetched meanwhile. It has the same length, and its addresses may be invalid, because a prefetch cannot fault.
 //
 // Channels are cut into pieces of 8, 4, 2 and 1 vectors, then of a half vector, a quarter and so on, down to one channel. A
 // piece is processed for the whole list before the next piece, with its accumulators in registers. So there are no masks and no
@@ -316,7 +316,8 @@ struct OtherRows {
 
     MXD_INLINE int64_t of(int64_t address) const { return address == zero_row ? zero_row : address + distance; }
 };
-// Does the same if value and its gradient have a zero row each. The two zero rows have the same distance as other rows.
+// Maps addresses like OtherRows, if value and its gradient each have a zero row. The two zero rows have the same distance as
+// other rows.
 struct SameDistance {
     int64_t distance;
 

@@ -159,8 +159,9 @@ template <class T, int CORNERS> struct SampledRows {
     RealLanes<T> coefficient[CORNERS]; // 0 where not inside
 };
 
-// Returns the index of corner k of a sample in a list of rows. A list has ROWS samples after each other for corner 0, then the
-// same ROWS samples for corner 1, and so on. Sums in list order have the same bits for any cut into parts or bands.
+// Returns the index of corner k of a sample in a list of rows. A list has groups of ROWS samples. A group has its ROWS entries
+// for corner 0, then its ROWS entries for corner 1, and so on. Sums in list order have the same bits for any cut into parts or
+// bands.
 template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
     return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
 }
@@ -203,11 +204,11 @@ MXD_INLINE void find_addresses(const Sampled &sampled, AddressLanes base, Addres
 inline bool is_far(int64_t step) { return step != int32_t(step); }
 
 // The addresses of rows: pixel i of sample s is at base[s] + i * stride[s] bytes. A corner off the map gets the address of the
-// zero row. A row of the map with coefficient 0 would be wrong, because 0 * infinity is NaN. row_bytes[s] is the bytes between
-// two rows of pixels of the map.
+// zero row. A row of the map with coefficient 0 would be wrong, because 0 * infinity is NaN. row_bytes[s] is the number of
+// bytes from one row of pixels of the map to the next.
 struct RowAddresses {
     int64_t *base, *stride, *row_bytes, zero_row;
-    bool far = false; // true if is_far(stride) for a sample
+    bool far = false; // true if is_far(stride) for any sample
 
     RowAddresses(Arena &arena, int64_t samples, const void *zero_row_at)
         : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)), row_bytes(arena.take<int64_t>(samples)),
@@ -245,8 +246,8 @@ template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *li
         return eight_of<E>(raw_load<E, 4>(from), raw_load<E, 4>(from + CORNERS * ROWS));
 }
 
-// `sample`: the dot product of g with a sample. `dx` and `dy`: the slopes of this dot product. The argument d has the dot
-// products of g with the four corner rows, and 0 for corners off the map.
+// `sample`: the dot product of a row of grad_output with a sample. `dx` and `dy`: the slopes of this dot product in x and y.
+// The argument d has the dot products of the row with the four corner rows, and 0 for corners off the map.
 template <class Real> struct CornerSlopes {
     Real sample, dx, dy;
 

@@ -80,7 +80,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> first_of(const T *row, int64_t co
     return lanes_below<T, N>(count) ? raw_load<T, N>(row) : broadcast<T, N>(-T(__builtin_inf()));
 }
 
-// softmax for rows of at most LANES numbers, half a vector. A vector holds two rows.
+// softmax for rows of at most LANES numbers, if a vector has 2 * LANES numbers. A vector holds two rows.
 template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     typedef Vec<T, LANES> Half;
     struct Two {
@@ -162,7 +162,8 @@ template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t co
 }
 
 // Computes the gradient of the logits: weights * (grad_weights - sum over the row of weights * grad_weights). Whole vectors of
-// LANES are read and written. The gradients of numbers before `in_place` go to grad_logits; the others overwrite grad_weights.
+// LANES are read and written. The gradients of logits before `in_place` go to grad_logits; the gradients of other logits
+// overwrite grad_weights.
 template <class T>
 MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *grad_weights, int64_t in_place, T *grad_logits) {
     typedef Vec<T, LANES> Lanes;

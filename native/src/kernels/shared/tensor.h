@@ -83,7 +83,7 @@ template <int AXES> struct SomeAxes {
     }
 
     template <class T> void read(int64_t offset, T *to) const { read_at(at(tensor, offset), to); }
-    // Reads from the element at this address on. Calls widen_run directly: a second call would take as long as 48 elements.
+    // Reads from the element at this address on. Calls widen_run directly: one more call takes as long as 48 elements.
     template <class T> MXD_INLINE void read_at(const char *from, T *to) const {
         if constexpr (same_type<T, float>) {
             if (contiguous && tensor.dtype == MXD_BFLOAT16)
