@@ -45,8 +45,8 @@ bool groups_fit(const AxisSizes &sizes) {
     return groups < 0 || groups == 1 || (groups > 0 && sizes.of[sizes::c] % groups == 0);
 }
 
-// Returns whether the number R of reference points fits. Sample (level, point) reads reference point `level`, or the only
-// reference point; with option 1 the sample reads reference point `point % R`.
+// Returns whether the number R of reference points fits. If `option` is 0, sample (level, point) reads reference point `level`,
+// or the only reference point. If it is 1, the sample reads reference point `point % R`.
 bool references_fit(int64_t option, const AxisSizes &sizes) {
     const int64_t count = sizes.of[sizes::R], coordinates = sizes.of[sizes::TWO_OR_FOUR];
     if (count < 0) return true;

@@ -100,7 +100,7 @@ constexpr Description DESCRIPTIONS[] = {
      {bs, d, h, w}}};
 // clang-format on
 
-// Sorts axes in the order of MXD_SIZES. Inserts an axis of one element for each axis that only other operators have.
+// Sorts axes in the order of MXD_SIZES. Inserts an axis of one element where only another operator's tensor has an axis.
 constexpr List<int, MOST_AXES> layout_of(Tensor Call::*tensor, const List<NamedAxis, MOST_AXES> &axes) {
     List<int, MOST_AXES> layout;
     const auto insert = [&](int at, int axis) {

@@ -27,8 +27,8 @@ template <class T, int MOST> struct List {
     constexpr const T &operator[](int index) const { return all[index]; }
 };
 
-// SIZE(name, member): the name of a size, and the member of Sizes with its value, or nullptr. The axes of a Tensor are in the
-// order of this list; see Axis.
+// SIZE(name, member): the name of a size, and the member of Sizes with its value; nullptr if Sizes has no such member. The axes
+// of a Tensor are in the order of this list; see Axis.
 #define MXD_SIZES(SIZE)                                                                                                        \
     SIZE(bs, &Sizes::batch)                                                                                                    \
     SIZE(num_keys, &Sizes::keys)                                                                                               \
@@ -96,9 +96,9 @@ struct Argument {
     Elements elements{};
     bool required = false;
     Tensor Call::*tensor = nullptr;
-    List<NamedAxis, MOST_AXES> axes;  // as in the description; an axis may be the product of two sizes
-    List<NamedAxis, MOST_AXES> split; // as in the C interface, where a product is two axes
-    List<int, MOST_AXES> layout;      // for each axis of `tensor`, its index in `split`; -1 for an axis of one element
+    List<NamedAxis, MOST_AXES> axes;  // as the description lists them; an axis may be the product of two sizes
+    List<NamedAxis, MOST_AXES> split; // as the C interface has them: the product of two sizes is two axes
+    List<int, MOST_AXES> layout;      // for each axis of `tensor`, its index in `split`, or -1 if `split` has no such axis
 
     // Returns the list with this number of axes, `split` or `axes`; null if neither has it.
     const List<NamedAxis, MOST_AXES> *axes_of(int number) const {
@@ -114,7 +114,7 @@ struct Function {
     // The arguments, in the order of the C function. Forward: inputs, output. Backward: grad_output, inputs, gradients.
     List<Argument, MOST_ARGUMENTS> arguments;
     int first_input = 0, num_inputs = 0;
-    int first_written = 0;                // the index of the output or of the first gradient
+    int first_written = 0;                // the index of the first result: the output, or the first gradient
     List<sizes::Name, MOST_AXES> numbers; // output axes that no input has; a binding that makes the output takes their sizes
     std::string_view option;              // the option's name, or empty
     List<std::string_view, 2> choices;    // the option's values

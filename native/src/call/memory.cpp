@@ -6,7 +6,7 @@
 namespace mxd {
 namespace {
 
-// The addresses of a tensor's first and last byte. The default, for a tensor without elements, meets no other extent.
+// The addresses of a tensor's first and last byte. The default is for a tensor without elements, and overlaps no other extent.
 struct Extent {
     int64_t first = INT64_MAX, last = INT64_MIN;
 

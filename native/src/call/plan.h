@@ -12,10 +12,10 @@ constexpr int ROWS = 4;
 // So no addition is atomic, and additions have the order of the queries for any number of threads.
 enum class ValueGradient {
     NOT_WANTED,
-    WITH_SAMPLES, // a head, in one pass with the gradients of locations and weights
-    BY_HEADS,     // a head
-    BY_PARTS,     // a part of a head: some of its levels
-    BY_BANDS,     // a band: a range of rows of a head, or of all channels in deformable_aggregation
+    WITH_SAMPLES, // a worker owns a head; the same pass computes the gradients of locations and weights
+    BY_HEADS,     // a worker owns a head
+    BY_PARTS,     // a worker owns a part of a head: some of its levels
+    BY_BANDS,     // a worker owns a band: a range of rows of a head (deformable_aggregation: of all channels)
 };
 
 // The levels of a head that are packed: copied so that their rows are contiguous. In value the rows of a head are about a
@@ -27,7 +27,7 @@ struct PackedLevels {
     int64_t far_row_bytes, near_row_bytes;
 };
 
-// Fields that the chosen way does not use are zero.
+// Fields that a call does not use are zero.
 struct Plan {
     PackedLevels packed_value; // for the forward, and for the separate pass for the gradients of samples
     // If true, packed rows of value are widened to the computed type: in the forward the rows of near levels, in the backward
@@ -39,8 +39,8 @@ struct Plan {
     // of grad_value are packed in this way, or none.
     PackedLevels packed_gradient;
     bool all_rows_are_packed;   // BY_HEADS, WITH_SAMPLES: if true, grad_value is written once, at the end, and needs no memset
-    int64_t heads_together;     // calls with a window: heads that are processed together; 0 if heads are processed one by one
-    int64_t parts;              // BY_PARTS: parts of each head
+    int64_t heads_together;     // with a window: how many heads are processed together; 0 if they are processed one by one
+    int64_t parts;              // BY_PARTS: the number of parts of each head
     const int64_t *band_starts; // BY_BANDS: the first row of each band, and then the end of the last band
     int64_t num_bands;
     bool band_is_buffered; // BY_BANDS: if true, a band is summed in a buffer, and then converted and copied to grad_value

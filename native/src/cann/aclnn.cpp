@@ -89,7 +89,7 @@ aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecut
                 "be aligned to 8 bytes", "an address that is not");
         stream->run([&] { run(task, workspace); });
     });
-    // find_stream throws the runtime's status for a bad argument. Operators return a status of their own.
+    // find_stream throws the runtime's status for a bad argument. Operators return ACLNN_ERR_PARAM_INVALID in its place.
     return status == ACL_ERROR_INVALID_PARAM ? ACLNN_ERR_PARAM_INVALID : status;
 }
 

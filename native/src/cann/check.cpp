@@ -1,4 +1,4 @@
-// Phase one: handles, formats, dtypes, shapes, limits, memory.
+// Checks the arguments of phase one: handles, formats, dtypes, shapes, limits and memory.
 #include "cann/runtime.h"
 #include "cann/tensor.h"
 

@@ -16,7 +16,7 @@ struct aclTensor {
     int64_t offset;
     aclDataType dtype;
     aclFormat format;
-    int64_t storage; // elements of the memory at `data`, or UNKNOWN_STORAGE
+    int64_t storage; // the number of elements in the memory at `data`, or UNKNOWN_STORAGE
     void *data;
 };
 

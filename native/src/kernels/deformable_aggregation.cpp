@@ -129,7 +129,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     T *dot;  // [row, groups]
     T *pair; // the gradients of one pair's weights, [scales, groups]
     SomeAxes<2> weights_out;
-    AnchorGradients<T> anchor_gradients; // used with logits
+    AnchorGradients<T> anchor_gradients; // used only with logits
 
     static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 

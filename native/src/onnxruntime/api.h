@@ -62,8 +62,8 @@ constexpr Slot<OrtStatus *(OrtKernelContext *, size_t, const int64_t *, size_t, 
 constexpr Slot<void(OrtStatus *)> release_status{93};
 constexpr Slot<void(OrtTensorInfo *)> release_tensor_info{99};
 constexpr Slot<OrtStatus *(const OrtKernelInfo *, const char *, int64_t *, size_t *)> int_list_attribute{163};
-// Version 17 and later: runs body(argument, i) for i in 0..count-1 on the threads of the session. A thread runs several i one
-// after the other, so no body may wait for another.
+// Version 17 and later: runs body(argument, i) for i in 0..count-1 on the threads of the session. A thread may run several
+// bodies one after the other, so no body may wait for another.
 typedef void Body(void *, size_t);
 constexpr Slot<OrtStatus *(const OrtKernelContext *, Body *, size_t, size_t, void *)> parallel_for{274};
 

@@ -133,7 +133,7 @@ void region(void *data) {
 
 void clang_region(int32_t *, int32_t *, void *data) { region(data); }
 
-// The source location of a region, which runtimes read.
+// The source location of a parallel region. OpenMP runtimes read it.
 struct Location {
     int32_t reserved_1 = 0, flags = 2, reserved_2 = 0, reserved_3 = 0; // flag 2: called by Clang's functions
     const char *source = ";unknown;unknown;0;0;;";

@@ -7,7 +7,7 @@
 namespace mxd {
 
 struct OpenMp {
-    const char *name; // the name of its file
+    const char *name; // the name of the runtime's file
     void (*gomp_parallel)(void (*region)(void *), void *data, unsigned threads, unsigned flags);
     // The functions that Clang calls. We call them if the runtime has no GOMP_parallel, as on Windows, or in a libomp without
     // GCC's names.

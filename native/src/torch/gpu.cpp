@@ -12,7 +12,7 @@
 namespace mxd::torch {
 namespace {
 
-// Functions of CUDA's driver and of torch, in the order of from_cpp.py.
+// Functions of CUDA's driver and of torch, in the order of _FUNCTIONS in from_cpp.py.
 struct Driver {
     int (*cuLaunchKernel)(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared,
                           void *stream, void **parameters, void **extra);

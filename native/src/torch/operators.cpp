@@ -75,8 +75,8 @@ class BoxedCall {
     std::vector<int64_t> numbers; // the sizes that no input has, in the order of function.numbers
     std::string word;             // the value of the option
     int64_t option = 0;
-    StringHandle text = nullptr; // torch's string with the option
-    ListHandle list = nullptr;   // torch's list with the mask
+    StringHandle text = nullptr; // torch's string that holds the option's value
+    ListHandle list = nullptr;   // torch's list that holds the mask
     size_t mask_size = 0;
     bool mask[MOST_ARGUMENTS] = {};
 

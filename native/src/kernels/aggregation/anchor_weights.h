@@ -128,7 +128,7 @@ template <class T> class GroupedSoftmax {
 // softmax of anchor i + 2 is computed.
 constexpr int64_t KNOWN_ANCHORS = 3;
 
-// Cuts anchors into blocks. A range is a batch.
+// Cuts anchors into Blocks, whose ranges are batches.
 inline Blocks anchor_blocks(const Call &call) {
     // The gradient of projections sums over blocks, so its blocks must not depend on the number of threads.
     const int64_t items = call.grad_projection.data ? 64 : 8 * (call.num_threads > 1 ? call.num_threads : 1);
@@ -141,7 +141,7 @@ inline int64_t offset_of_pair(const Call &call, const Tensor &t, int64_t b, int6
            pair % call.sizes.cameras * t.strides[CAMERA];
 }
 
-// Returns the pair's element of pair_scale, or 1 without pair_scale.
+// Returns the pair's element of pair_scale, or 1 if pair_scale is not given.
 template <class T> T scale_of_pair(const Call &call, int64_t b, int64_t anchor, int64_t pair) {
     const Tensor &t = call.pair_scale;
     T scale = 1;
@@ -213,8 +213,8 @@ template <class T> class AnchorWeights {
         if (!call.with_logits) prefetch(call.weights, offset_of_pair(call, call.weights, b, anchor, pair), n.scales * n.groups);
     }
 
-    // Computes the gradients of all logits of an anchor from grad_weights, the gradients of the weights of seen pairs, [pair,
-    // scales, groups]. mean[group] is the sum of weights times gradients. Overwrites grad_weights, mean and the anchor's exps.
+    // Computes the gradients of all logits of an anchor. grad_weights, [pair, scales, groups], has the gradients of the weights
+    // of seen pairs. mean[group] is the sum of weights times gradients. Overwrites grad_weights, mean and the anchor's exps.
     void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *grad_weights, T *mean) {
         AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const Tensor &grad = call.grad_weights;
@@ -256,7 +256,7 @@ template <class T> class AnchorWeights {
             store<T, N>(to + g, load<T, N>(exps + g) * load<T, N>(inverse + g) * scale);
         });
     }
-    // Computes the gradients of logits, and overwrites the gradients of the weights.
+    // Overwrites the gradients of weights with the gradients of logits.
     void find_grad_logits(const T *exps, const T *inverse, T scale, const T *mean, T *grads) const {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;

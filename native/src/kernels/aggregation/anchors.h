@@ -86,7 +86,7 @@ template <class T> class AnchorReader {
     const Call &call;
     Sizes n;
     SomeAxes<3> axes;
-    bool in_place; // locations are read without a copy
+    bool in_place; // true if locations are read without a copy
     int64_t *seen_pairs;
     T *copy;
     Cameras<T> cameras;
@@ -147,7 +147,7 @@ template <class T> struct Bundle {
     bool first = true, last = true; // first: this is the anchor's first bundle; last: its last bundle
     int64_t *pairs, num_pairs = 0;  // each pair has `scales` consecutive samples
     int64_t *address;
-    T *corner_coefficient; // the bilinear coefficient of each row, without the weight
+    T *corner_coefficient; // the bilinear coefficient of each row, not multiplied by the sample's weight
     Int<T> *inside;        // true for each row that is on the map
     T *right, *below;      // as in Corners, for each sample
 

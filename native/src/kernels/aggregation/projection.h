@@ -20,7 +20,7 @@ constexpr int64_t OF_MATRIX = 16; // elements of a 4x4 matrix; its last row is n
 template <class T> struct SeenPoints {
     int64_t room = 0;                            // the number of key points, padded to a multiple of LANES
     T *points = nullptr;                         // [3, room]: all x, then all y, then all z
-    int64_t *pairs = nullptr, *begins = nullptr; // pairs: seen pairs, by camera; begins: the first pair of each camera
+    int64_t *pairs = nullptr, *begins = nullptr; // pairs: seen pairs, camera by camera; begins: where each camera begins
     int64_t count = 0;
     T *xy = nullptr, *depth = nullptr; // xy: the location of each seen pair; depth: its d; both indexed by the pair
 

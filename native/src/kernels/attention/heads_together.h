@@ -33,7 +33,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     typedef Vec<Int<T>, N> Ints;
 
   public:
-    int64_t num_rows;     // rows of a query and head, padded with the zero row
+    int64_t num_rows;     // the number of rows of a query and head, padded with the zero row
     int64_t address_step; // the number of addresses from one head of a prepared query to the next
     int64_t weight_step;  // the number of weights from one head of a prepared query to the next
 
@@ -88,8 +88,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     const Call &call;
     Sizes n;
     int64_t heads;
-    int64_t together; // queries that are prepared together: a power of two
-    int64_t samples;  // samples of a query and head
+    int64_t together; // the number of queries that are prepared together; a power of two
+    int64_t samples;  // the number of samples of a query and head
     int64_t zero_row; // the address of a row of zeros
     WindowLanes<T> *lanes;
     int64_t *base; // [head, sample]: the address of the head's first row, or of the zero row for padding
@@ -120,7 +120,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
             const T *row[SOFTMAX_ROWS];
             T *to[SOFTMAX_ROWS];
             for (int64_t i = 0; i < SOFTMAX_ROWS;
-                 ++i) { // a row without a head repeats the last head, and its weights are not read
+                 ++i) { // rows past the last head repeat its logits, and their weights are not read
                 const int64_t query = ALL_HEADS ? 0 : query_of_row[i], h = first + (ALL_HEADS ? i : head_of_row[i]);
                 row[i] = from[query] + (h < heads ? h : heads - 1) * samples;
                 to[i] = prepared(q + query).weights + h * weight_step;

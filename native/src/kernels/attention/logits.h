@@ -113,7 +113,7 @@ template <class T> class Logits {
         q &= -COMPUTED_TOGETHER;
         const int64_t last = q + COMPUTED_TOGETHER < n.queries ? q + COMPUTED_TOGETHER : n.queries;
         computed = last;
-        if (last - 1 > until) { // the inputs need conversion, or the block has the last queries
+        if (last - 1 > until) { // the inputs need conversion, or whole vectors would go past the tensor
             if (copied_from > q) copied_from = q;
             copy(q, last, offset_copies, logit_copies);
         }
@@ -169,8 +169,8 @@ template <class T> class Logits {
     // the same bits as torch: untrained offsets are whole pixels, where the last bit decides between two slopes.
     T *divisor = nullptr, *inverse = nullptr;
     T *copy = nullptr;                     // a query's reference points as T
-    bool in_place = false;                 // reference points are read without a copy
-    int64_t reference_run = 0;             // contiguous elements of a query's reference points; 0 if they are not contiguous
+    bool in_place = false;                 // true if reference points are read without a copy
+    int64_t reference_run = 0;             // elements of a query's reference points if they are contiguous, else 0
     int64_t first = 0, reference_step = 0; // the reference points of query q are at address first + q * reference_step
     int64_t samples = 0, first_sample = 0; // the levels in use have `samples` samples, from number first_sample on
     int64_t computed = 0;
@@ -190,7 +190,7 @@ template <class T> class Logits {
         const int64_t references = n.references;
         return call.reference_by_point ? point % references : references == 1 ? 0 : level;
     }
-    // Returns the elements between two reference points of a query: 0 if all levels share an expanded point.
+    // Returns the number of elements from one reference point of a query to the next; 0 if all levels share an expanded point.
     int64_t reference_apart() const {
         const Tensor &t = call.reference;
         return in_place || t.strides[REFERENCE] == 0 ? t.strides[REFERENCE] : n.coordinates;

@@ -6,7 +6,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The rows of a head in a tensor: the address of the first row, and the bytes between rows.
+// The rows of a head in a tensor: the address of the first row, and the number of bytes from row to row.
 struct HeadRows {
     char *first;
     int64_t step;
@@ -54,7 +54,7 @@ inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *pack
     }
 }
 
-// Copies a row without memcpy: for a row of 128 bytes, a call takes as long as the copy itself.
+// Copies a row without memcpy: for a row of 128 bytes, the call of memcpy takes as long as the copy itself.
 MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
     int64_t i = 0;
     for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) {

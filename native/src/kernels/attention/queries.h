@@ -105,7 +105,7 @@ template <class T> class QueryReader {
         first_level = first;
         samples = (last - first) * n.points;
         padded = round_up(samples, LANES);
-        // The softmax covers all levels.
+        // With logits the weights of all levels are computed, because the softmax covers all levels.
         weight_samples = call.with_logits ? n.levels * n.points : samples;
         weights_padded = call.with_logits ? round_up(weight_samples, SOFTMAX_LANES<T>) : padded;
         locations.shorten(last - first);
@@ -117,11 +117,11 @@ template <class T> class QueryReader {
     const Maps<T> &maps() const { return maps_; }
     const Window<T> &window() const { return window_; }
 
-    // Selects a (batch, head), whose queries read() reads.
+    // Selects the (batch, head) whose queries read() reads.
     void open(int64_t b, int64_t h) {
         const int64_t location_skip = first_level * call.locations.strides[LEVEL];
         const int64_t weight_skip = call.with_logits ? 0 : first_level * call.weights.strides[LEVEL];
-        // `padded` samples are read, so `padded` samples are prefetched
+        // Loads read `padded` samples of a query, so as many samples are prefetched.
         location_rows =
             call.has_window ? QueryRows(call.reference, b, h, 2) : QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
@@ -170,14 +170,14 @@ template <class T> class QueryReader {
     Maps<T> maps_;
     Logits<T> logits;
     Window<T> window_;
-    bool references_in_place = false; // with a window: reference points are read without a copy
+    bool references_in_place = false; // with a window: true if reference points are read without a copy
     int64_t first_level = 0, samples = 0;
-    int64_t weight_samples = 0, weights_padded = 0; // weights or logits of a query; weights_padded counts padding, too
+    int64_t weight_samples = 0, weights_padded = 0; // the number of weights or logits of a query: without and with padding
     QueryRows location_rows, weight_rows;
     int64_t locations_until = -1, weights_until = -1; // the last queries whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query that is read without a copy
     int64_t stored_in_place = OWN<T>;                 // the dtype of queries that are read without a copy
-    bool whole = false;                               // locations are integers
+    bool whole = false;                               // true if locations are integers
 
     MXD_INLINE void read_computed(int64_t q, const char *location, Query<T> &query) {
         if (q >= logits.computed_until())

@@ -6,7 +6,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// How many queries ahead to prefetch. The hardware does not prefetch a head's elements: a few cache lines per kilobyte.
+// How many queries ahead to prefetch. The hardware does not prefetch the elements of one head, because they are only a few
+// cache lines of each kilobyte.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
 // The elements of a tensor for one (batch, head), query by query. Addresses are integers: prefetches go past the tensor.
@@ -14,7 +15,8 @@ class QueryRows {
   public:
     QueryRows() {}
     // A query has `count` contiguous elements, from element `skipped` on. Always inlined: a call would take the object's
-    // address, and loops would reload its members (the gradient of value of BEVFormer temporal: 1.06 of the time on Zen 4).
+    // address, and loops would reload its members (on Zen 4, BEVFormer temporal's gradient of value would take 1.06 of the
+    // time).
     MXD_INLINE QueryRows(const Tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
           step(t.strides[QUERY] * element_size(t.dtype)) {

@@ -82,7 +82,7 @@ template <class T, template <class> class Rule> class ValueByBands {
 
     void add_queries(int64_t b, int64_t h, int64_t first, int64_t last) {
         const OutputGradient<T> grad_output(call, b, h, row);
-        while (first * n.points % ROWS != 0) --first; // lists have groups of ROWS samples, which must be the same in every band
+        while (first * n.points % ROWS != 0) --first; // lists have groups of ROWS samples; every band must have the same groups
         reader.use_levels(first, last);
         reach.set_levels(call.levels, first, last, n.points, reader.padded, band);
         reader.open(b, h);
@@ -106,8 +106,9 @@ template <class T, template <class> class Rule> class ValueByBands {
 
 // Computes all gradients of a head in one pass: multiplies rows of value with grad_output, and adds to rows of the gradient.
 //
-// An item is (batch, head). Value and its gradient must have the same layout. With PACKED all rows of both are packed in memory
-// of the worker, and the tensors may have any dtype. Without PACKED both tensors have type T, and grad_value must be zero.
+// An item is (batch, head). With PACKED all rows of value and of its gradient are packed in memory of the worker, and the
+// tensors may have any dtype and layout. Without PACKED both tensors have type T and the same layout, and grad_value must be
+// zero.
 template <class V, class T, template <class> class Rule, bool PACKED> class AllGradients : QueryWorker<T, T, Rule> {
     static_assert(PACKED || same_type<V, T>, "rows that are added to are of the type computed in");
     typedef QueryWorker<T, T, Rule> Base;

@@ -139,7 +139,7 @@ class Sorted {
     int64_t bytes(int64_t rows) const {
         return Arena::bytes<int64_t>(rows + 1) + Arena::bytes<uint32_t>(rows * parts) + Arena::bytes<uint32_t>(points);
     }
-    // Replaces each counter by the position of the part's first point of that rank.
+    // Replaces the counter of each part and rank by the position of the part's first point with this rank.
     void find_starts(const Sorting &s) {
         int64_t position = 0;
         for (int64_t rank = 0; rank < s.rows; ++rank) {

@@ -21,7 +21,7 @@ template <class T> struct PartialSums {
     MXD_INLINE T *of(int64_t part, int64_t target) const { return all ? all + (part * targets + target) * numbers : nullptr; }
 };
 
-// Adds the sums of the parts of each batch. An item is (batch, block of targets).
+// Adds up the sums of the parts of each batch, and writes the totals to the gradient. An item is (batch, block of targets).
 template <class T> class AddParts {
   public:
     struct Args {

@@ -83,7 +83,8 @@ template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
 
-// Calls op(vector k, k) for the K vectors of a row. With IN_WORDS and even k, vector k has even channels and k + 1 odd ones.
+// Calls op(vector k, k) for the K vectors of a row. With IN_WORDS and even k, vector k has even channels and vector k + 1 has
+// odd channels.
 template <class V, class T, int N, int K, class Op> MXD_INLINE void each_vector(const V *row, Op &&op) {
     if constexpr (IN_WORDS<V, T, N, K>) {
         MXD_UNROLL
@@ -235,8 +236,8 @@ template <class V, class T, int N, int K> MXD_INLINE Vec<T, N> multiply_row(cons
     return products;
 }
 
-// Computes one piece of dots for G groups of K vectors each, and writes dot[i * groups + group] for row i. Four sums are
-// finished at a time. Groups is int64_t, or Count<1> if there is one group.
+// Computes one piece of dots for G groups of K vectors each, and writes dot[i * groups + group] for row i. Folds four vectors
+// of products at a time. Groups is int64_t, or Count<1> if there is one group.
 template <class V, class T, int N, int K, int G = 1, class Groups>
 inline void dots_piece(const int64_t *address, const int64_t *next, Groups groups, int64_t n, int64_t channel, const T *g,
                        T *dot, bool accumulate) {

@@ -7,7 +7,8 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // Constants for e^x = 2^n e^r, where n is the integer nearest to x / ln 2. TERMS is a polynomial for (e^r - 1 - r) / r^2 where
-// |r| <= ln 2 / 2, highest power first, from a Chebyshev fit. Its relative error is below 0.2 units in the last place.
+// |r| <= ln 2 / 2, highest power first, from a Chebyshev fit. The polynomial's relative error is below 0.2 units in the last
+// place.
 template <class T> struct ExpOf;
 template <> struct ExpOf<float> {
     typedef uint32_t Bits;
