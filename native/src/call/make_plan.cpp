@@ -154,7 +154,7 @@ PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offs
 }
 
 bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
-    int64_t rows = 0; // levels do not overlap if any is packed
+    int64_t rows = 0; // each row is counted once, because levels do not overlap if any is packed
     for (int64_t l = 0; packed.bytes > 0 && l < call.sizes.levels; ++l)
         rows += packed.offset[l] < 0 ? 0 : num_rows(call.levels[l]);
     return rows == call.sizes.keys;

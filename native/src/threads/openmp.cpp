@@ -58,8 +58,8 @@ bool find_functions(Library library, OpenMp &runtime) {
 
 #ifdef _WIN32
 
-// torch's wheels ship the first file, or the third on ARM. Visual Studio's Clang and LLVM ship the others. vcomp140.dll of
-// Visual C++ is missing, because it has another interface.
+// torch's wheels ship the first file, or the third on ARM. Visual Studio's Clang and LLVM ship the others. The list does not
+// have vcomp140.dll of Visual C++, because it has another interface.
 const char *const FILES[] = {"libiomp5md.dll", "libomp140.x86_64.dll", "libomp140.aarch64.dll", "libomp.dll"};
 
 bool look(OpenMp &runtime) {

@@ -94,7 +94,8 @@ template <class T> inline void unpack(const Call &call, const PackedLevels &leve
     });
 }
 
-// Packs a chunk of a head. pack_chunk is a function pointer, so that one loop of a worker serves all types of value.
+// Packs a chunk of a head. pack_chunk is a function pointer, so that all types of value that use the same worker share one
+// compiled loop.
 struct PackHead {
     const Call &call;
     const PackedLevels &levels;

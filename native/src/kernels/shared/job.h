@@ -11,7 +11,8 @@ namespace {
 struct Job {
     const Call &call;
     const Plan &plan;
-    // The packed levels of the current head, or null. With heads_together: the widened rows of the current batch, or null.
+    // The packed levels of the current head, or null. If the plan has heads_together: the widened rows of the current batch, or
+    // null.
     const char *packed_value = nullptr;
     char *partial_sums = nullptr;   // PartialSums for the gradient of reference points or projections; null if it is not wanted
     char *softmax_totals = nullptr; // SoftmaxTotals, in the backward of deformable_aggregation_with_logits

@@ -326,8 +326,8 @@ struct SameDistance {
 };
 
 // Computes one piece of dots and of scatter_add, ROWS rows at a time. It reads ROWS rows of value before it adds to a row of
-// the gradient: a load waits for an earlier store to an address with the same low bits, and the two rows may have such
-// addresses.
+// the gradient: a load waits for an earlier store to an address with the same low bits, and a row of value and a row of the
+// gradient may have such addresses.
 template <class T, int N, int K, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, Others others,
                                            int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
