@@ -140,7 +140,7 @@ def patch(
     replacements = Replacements(named, dict(candidates.unknown))
     with _lock:
         try:
-            # Modules come last, over replaced cores, so that their trial needs no compiled extension.
+            # Modules come last: in their trial they call the replaced cores, which need no compiled extension.
             for group in (candidates.cores, candidates.pools, candidates.modules):
                 replacements.add(group)
             if not replacements.originals:
@@ -225,7 +225,10 @@ class Replacements:
 
 
 def _put_over_cores(fit: Fit, named: str) -> tuple[Fit | None, str]:
-    """Return the fit of an attention module with the replaced cores that it may call, or the reason why it has none."""
+    """Return the fit of an attention module with the replaced cores that the module may call.
+
+    Return None and a reason if the module calls a core that is not replaced.
+    """
     assert fit.owner is not None
     left = [core.__qualname__ for core in fit.cores if not _is_replaced(core)]
     if left and not named:
@@ -250,7 +253,7 @@ def _get_name(target: Any) -> str:
 
 
 def _hold(fit: Fit | None, original: Any) -> None:
-    """Replace an original. If fit is None, it is replaced already: count one more patch that holds it."""
+    """Replace an original. If fit is None, the original is already replaced: count one more patch that holds it."""
     holder = find_holder(original)
     change = _changes.get(id(holder))
     if change is None:
