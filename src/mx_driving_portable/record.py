@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "FUNCTIONS", "Recorder", "main", "recording", "start"]
 
 FORMAT = 1  # version of the file format; keep equal to FORMAT of _replay/calls.py
-EVERY = 101  # a prime, to record the layers of a model in turn
+EVERY = 101  # a prime, so that the recorder takes a model's layers in turn: a multiple of their number takes only one layer
 MEGABYTES = 1000.0
 _ABSENT: Any = object()
 
@@ -305,7 +305,7 @@ class _WrappedFunction:
 
 
 class _OpenCall:
-    """A call that is being recorded. The copies of its inputs are made before the call, or, for the first NaN, after it."""
+    """A call that is being recorded. Its inputs are copied before the function runs, or, for the first NaN, after it ran."""
 
     def __init__(self, function: _WrappedFunction, index: int, args: Any, kwargs: dict[str, Any]) -> None:
         import torch
@@ -605,7 +605,7 @@ class Recorder:
         return recorded
 
     def _call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call the original, and record the call if its number is a multiple of `every`, or for the first NaN."""
+        """Call the original, and record the call if its number is a multiple of `every`, or if it gives the first NaN."""
         if _is_compiling() or not self.is_active() or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)

@@ -301,7 +301,7 @@ _CONFIGURED = frozenset(("decoder_n_points",))
 _TRAJECTORIES = frozenset(("query", "value", "trajectories", "boxes"))
 _COUNTED = frozenset(("num_points_list", "n_points_list", "num_points_scale", "n_points_scale", "offset_scale", "total_points"))
 _DROPOUT = frozenset(("dropout",))
-# Reference points must be boxes, of width 4. With width 2 these modules run for few shapes only, whose axes happen to broadcast.
+# Reference points must be boxes, of width 4. With width 2 these modules run only for shapes whose axes happen to broadcast.
 _UNEVEN: dict[str, Any] = {
     "sample": _sample_unevenly,
     "mark": "num_points_list",

@@ -192,7 +192,7 @@ def _search_loaded(name: str, candidates: Candidates) -> None:
 
 
 def _search_imported(name: str, candidates: Candidates) -> None:
-    """Import a module and search it. If it has no candidates, list in `unknown` its submodules that the user may import first."""
+    """Import a module and search it. If it has no candidates, list in `unknown` its submodules that are not imported yet."""
     try:
         importlib.import_module(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`mx-driving check`: every operator, against the float64 reference."""
+"""`mx-driving check`: compare every operator with the float64 reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _make_table(results: list[WorkloadErrors]) -> Any:
 
 
 def _describe_backends(results: list[WorkloadErrors]) -> list[str]:
-    """Return a line for each backend, with its operators. The backend's dtypes, after a semicolon, are left out."""
+    """Return a line for each backend, with its operators. Leave out the dtypes, which follow a semicolon in `backend`."""
     served: dict[str, dict[str, None]] = {}
     for result in results:
         served.setdefault(result.backend, {})[result.workload.operator] = None

@@ -1,4 +1,4 @@
-"""`mx-driving replay`: calls that were recorded on a device, computed again and judged."""
+"""`mx-driving replay`: compute calls that were recorded on a device again, and judge the recorded results."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _search(file: LoadedFile, tables: bool) -> Iterator[tuple[str, Sampling | st
 
 
 def _prove_sum(file: LoadedFile, node: ir.Node, pairs: Pairs) -> Sampling:
-    """Return the first candidate that passes its trial. Concatenate constants of the levels first."""
+    """Return the first candidate that passes its trial. If the levels have constant inputs, first try tensors made of these."""
     return _take_first(lambda constants: _prove_first(file, find_candidates(node, pairs, constants)), find_constants(pairs))
 
 

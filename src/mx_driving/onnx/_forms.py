@@ -1,7 +1,7 @@
 """Write multi_scale_deformable_attn into an existing ONNX graph, in one of several forms.
 
 `translations` has the forms for graphs that torch exports. Here sizes are known when a node is written, so gathers need no
-nodes for shapes.
+nodes that compute shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_attention(node: ir.Node) -> bool:
 
 
 def has_logits(node: ir.Node) -> bool:
-    """Return whether the node has offsets and logits. In forks of BEVFormer_tensorrt, such nodes have locations."""
+    """Return whether the node has offsets and logits. In forks of BEVFormer_tensorrt, nodes of this name have locations."""
     inputs = [v for v in node.inputs if v is not None]
     return node.op_type in WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 
@@ -61,7 +61,7 @@ class Call(NamedTuple):
     starts: ir.Value
     locations: ir.Value
     weights: ir.Value
-    sums_in_float32: bool = False  # whether a file in 16 bits sums in float32
+    sums_in_float32: bool = False  # whether the file sums samples in float32. Its inputs may have 16 bits.
 
     @property
     def inputs(self) -> tuple[ir.Value, ...]:

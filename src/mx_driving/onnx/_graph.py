@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import onnx_ir as ir
 
-PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # int8 tools insert them. The search walks through them, the trial refuses them.
+PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # Quantisers insert them. The search walks through them; a trial refuses them.
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # they keep all elements of a tensor
 MOVES = VIEWS | {"Slice", "Split", "Gather"}
 INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
@@ -17,7 +17,7 @@ SAID_DOMAIN = "mx_driving.domain"  # key of a node's metadata: its domain in the
 
 
 class Unfit(Exception):
-    """Samples that cannot be replaced. The message is a clause of the report."""
+    """Raised for samples that cannot be replaced. The message is the reason, a clause of the report."""
 
 
 def dims(value: ir.Value) -> tuple[int | str | None, ...]:
@@ -102,7 +102,7 @@ def read_number(value: ir.Value | None) -> float | None:
 
 
 def walk_chosen_sources(value: ir.Value) -> Iterator[ir.Value]:
-    """Yield the sources, also through a Where that chooses between a value and a constant."""
+    """Yield the value and its sources. Walk also through a Where that chooses between a value and a constant."""
     for last in walk_sources(value, *MOVES):
         yield last
     node = last.producer()

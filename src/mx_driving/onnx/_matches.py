@@ -182,7 +182,7 @@ def _read_logits(
 
 
 def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
-    """Return arrays of the same sizes with locations across every border of the maps; None if the operator is not SCALE."""
+    """Return arrays of the same sizes with locations across every border of the maps; None for operators other than SCALE."""
     if match.operator != SCALE:
         return None
     sampling = match.source if isinstance(match.source, Sampling) else _make_sampling(match, arrays)

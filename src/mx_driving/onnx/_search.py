@@ -101,7 +101,7 @@ def _read_factors(node: ir.Node) -> Pairs:
 
 
 def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
-    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes."""
+    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes. Leave out the terms of an Add."""
     totals: dict[ir.Node, list[Any]] = {}
     for node in graph:
         if first := read_leaf(node):

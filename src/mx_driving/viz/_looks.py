@@ -65,7 +65,7 @@ def to_one_layout(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
         return locations.where(within, torch.nan)[:, None, None], weights.cpu().float()
     locations, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
     sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
-    if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
+    if OPERATORS[look.operator].rows == 1:  # the operator reads whole pixels: it truncates and clamps locations
         return ((locations.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
     shown = geometry.on_map(geometry.pixels(locations, sizes), sizes)
     return locations.where(shown[..., None], torch.nan), weights

@@ -150,7 +150,7 @@ def _make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
 
 
 def _join_cameras(calls: Sequence[SampledCall], cameras: int) -> Iterator[SampledCall]:
-    """Join successive calls of a layer that has a call for each camera. Alone, such a call does not fit the cameras."""
+    """Join the successive calls of a layer that calls the operator once for each camera: one call does not fit the cameras."""
 
     def make_key(call: SampledCall) -> Any:
         look = call.looks[0]
@@ -285,7 +285,7 @@ def _pack(numbers: Tensor, kind: str) -> str:
 
 
 def _fill_template(facts: dict[str, Any]) -> bytes:
-    """Return the template with these facts. Its policy lets a browser run only our script and fetch nothing."""
+    """Return the template with these facts. Its security policy lets a browser run only our script, and fetch nothing."""
     parts = {name: _read_template(name) for name in ("page.html", "page.css", "samples.js", "page.js")}
     script = parts["samples.js"] + parts["page.js"]
     # Escape the characters with which a text could end the element. JSON in ASCII is the same in every encoding.

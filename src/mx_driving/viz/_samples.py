@@ -140,7 +140,7 @@ def _check_looks_of_cameras(call: SampledCall) -> None:
 
 
 def _check_seen(call: SampledCall, seen: Tensor) -> None:
-    """Check that a look has all queries, or those that its camera sees. BEVFormer pads to the most queries of a camera."""
+    """Check that a look has all queries, or those that its camera sees, padded as BEVFormer does to the most of any camera."""
     if seen.shape[1] != call.cameras:
         rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
     counts = seen.sum(0).tolist()
