@@ -139,7 +139,7 @@ class Attention(Form):
         return {**arguments, "query": query, "value": memory, "mask": mask}
 
     def _swaps(self, module: Any) -> bool:
-        """Return whether batches are the second axis of the module's inputs. UniAD's module does not read its `batch_first`."""
+        """Return whether batches are the second axis of the module's inputs. UniAD's module ignores its `batch_first`."""
         return not getattr(module, "batch_first", True) and self.sample is not _sample_trajectories
 
     def reads_points_of(self, module: Any) -> bool:
@@ -215,10 +215,10 @@ def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Ten
 
 
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
-    """Call the operator. Some libraries pass one reference point for all batches or queries, so expand them first."""
+    """Call the operator. Some libraries pass one reference point for all batches or queries: expand the points first."""
     reference = reference.expand(*offsets.shape[:2], -1, -1)
     if torch.is_grad_enabled():
-        # The operator saves this tensor for its backward. The module's code does not, so a caller may write to the original.
+        # The operator saves the reference for its backward. The module's code does not, so a caller may write to the reference.
         reference = reference.clone()
     return multi_scale_deformable_attn_with_logits(*inputs, reference, offsets, logits, axis)  # pyright: ignore
 
@@ -233,7 +233,7 @@ def _sample_evenly(module: Any, arguments: Arguments, axis: str = "level") -> Sa
 
 
 def _sample_pillars(module: Any, arguments: Arguments) -> Sampled:
-    """Sample as BEVFormer's MSDeformableAttention3D: a reference for each height of a pillar."""
+    """Sample as BEVFormer's MSDeformableAttention3D: a query has a reference point for each height of a pillar."""
     return _sample_evenly(module, arguments, "point")
 
 
@@ -249,7 +249,7 @@ def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
     value, shapes, starts = _make_inputs(module, arguments)
     value = value if hasattr(module, "value_proj") else put_keys_last(value)
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), len(order), points, 2))
-    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX's modules have no attribute: their code has 0.5.
+    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX's modules have 0.5 in their code.
     inverses = getattr(module, "num_points_scale", getattr(module, "n_points_scale", None))
     if inverses is not None:
         offsets = offsets * (inverses.to(offsets) * factor).view(-1, points, 1)

@@ -43,7 +43,7 @@ class NoKey(Exception):
 
 @dataclass
 class Code:
-    """The key of a function, and the names that its code and the code of the functions it calls uses.
+    """The key of a function, and the names in its code and in the code of the functions that it calls.
 
     Attributes:
         key: equal for equal code.

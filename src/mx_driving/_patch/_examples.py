@@ -91,7 +91,7 @@ def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Ex
     elif getattr(form, "example", None) is not None:
         yield Example([dict(zip(map(find_role, form.parameters), form.example(), strict=True))])
     else:
-        core = form if isinstance(form, Core) else CORES["layer"]  # An autograd function takes the same arguments.
+        core = form if isinstance(form, Core) else CORES["layer"]  # An autograd function takes a core's arguments.
         for sizes in SIZES_OF_CORES:
             yield from _make_core_calls(core, sizes)
 

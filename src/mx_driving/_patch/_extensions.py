@@ -27,7 +27,7 @@ class OverExtension(ExactForm):
     """The form of one of AUTOGRAD_FUNCTIONS."""
 
     foreign: AutogradFunction
-    casts: str = ""  # the dtype to which its code converts all inputs, or "value" for the dtype of value
+    casts: str = ""  # the dtype to which the original code converts all inputs, or "value" for the dtype of value
     kind = AUTOGRAD
 
     @property

@@ -1,4 +1,4 @@
-"""The forms in which libraries write a deformable sampling core, and the operator in each form.
+"""The forms in which libraries write a deformable sampling core, and how the operator answers a call in each form.
 
 `ROLES` has the meaning of each argument's name. A core has a value, shapes, locations and weights, and perhaps other arguments.
 The names do not show how value lies in memory, nor whether levels and points share an axis. `CORES` has a form for each
@@ -45,7 +45,7 @@ ROLES = {
     "weights": ("attention_weights",),
     "counts": ("num_points_list", "num_points_per_level"),  # points of each level
     "keys": ("src_split_sizes",),  # keys of each level
-    "ratios": ("input_valid_ratios",),  # birder's discrete samples stay in these parts of the maps
+    "ratios": ("input_valid_ratios",),  # birder keeps samples of method "discrete" in these parts of the maps
     "method": ("method",),
     "value_shape": ("value_shape",),
     "step": ("im2col_step",),

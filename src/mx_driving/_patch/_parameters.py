@@ -36,7 +36,7 @@ def read_names(instruction: dis.Instruction) -> tuple[Any, ...]:
 
 
 class Parameters:
-    """The parameters of a function below its decorators. The first `bound` parameters, self or ctx, are left out.
+    """The parameters of the function below the decorators. The first `bound` parameters, self or ctx, are left out.
 
     Attributes:
         names: the parameters that a caller may give by position.
@@ -66,7 +66,7 @@ class Parameters:
         return tuple(name for name in self.all if name in self._names_read)
 
     def has_option(self, name: str) -> bool:
-        """Return whether a parameter has a plain default, so that a call may leave it out."""
+        """Return whether a parameter has a plain default: a bool, a number, a string or None."""
         return isinstance(self.defaults.get(name, ...), (bool, int, float, str, type(None)))
 
     def __str__(self) -> str:

@@ -46,7 +46,7 @@ class _Change:
 
 
 _lock = threading.RLock()
-_changes: dict[int, _Change] = {}  # by the holder's id
+_changes: dict[int, _Change] = {}  # id of a holder -> its change
 
 
 class Patch:
@@ -104,7 +104,7 @@ def patch(
     code at once. It replaces an unknown core that is a pure function in plain torch and gives our outputs and gradients on
     small random examples. All other code stays: `skipped` has the reasons, and says how to name a form. An unknown attention
     module keeps its own code, which calls the replaced core. Parameters and linear layers stay. Results have the dtypes of the
-    own code. If a form does not serve a call, the own code runs.
+    original code. If a form does not serve a call, the original code runs.
 
     All models of a file share its cores and module classes, so the change applies to all of them, also to models built later.
 

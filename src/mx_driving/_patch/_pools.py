@@ -47,7 +47,7 @@ class Pool(ExactForm):
         if self.single:
             return output
         features = [t.dtype for name, t in arguments.items() if name in _FEATURES]
-        return output.to(functools.reduce(torch.promote_types, features))  # autocast does not convert a sum in plain torch
+        return output.to(functools.reduce(torch.promote_types, features))  # Under autocast, plain torch's sum has this dtype.
 
 
 def are_fit(arguments: Arguments) -> bool:

@@ -66,7 +66,10 @@ def _explain_branches(node: ast.FunctionDef, parameters: Parameters) -> str:
 
 
 def _list_compared_tensors(node: ast.AST) -> list[ast.expr]:
-    """Return comparisons that give tensors, so no branches: in `(x > 0) & (x < w)`, `(x > 0).float()`, `x[1:] != x[:-1]`."""
+    """Return the comparisons of tensors, as in `(x > 0) & (x < w)`, `(x > 0).float()` and `x[1:] != x[:-1]`.
+
+    They choose no branch.
+    """
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
         return [node.left, node.right]
     if isinstance(node, ast.Compare) and isinstance(node.left, ast.Subscript):

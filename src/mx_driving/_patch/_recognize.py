@@ -93,7 +93,7 @@ def _fit_known(entry: Known, candidate: Candidate, code: Code) -> Fit:
 
 
 def _explain_impurity(candidate: Candidate, reader: Reader) -> str:
-    """Return why a core cannot be tried, or nothing. The reader also reads called cores, unless they are replaced."""
+    """Return why a core cannot be tried, or nothing. Also read the code of cores that it calls, unless they are replaced."""
     try:
         return explain_impurity(reader.read(candidate.original))
     except NoKey as error:

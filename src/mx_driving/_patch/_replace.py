@@ -172,7 +172,7 @@ def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
-    """Return the methods for a function of several operations. Backward runs the function again, and differentiates it."""
+    """Return the methods for a pool, which takes several operations. Backward runs them again and differentiates them."""
     run = differentiable(form.foreign)
 
     def apply(*args: Any) -> Tensor:
@@ -192,7 +192,7 @@ def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
         with torch.enable_grad():
             outputs = run(*args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # A second output is coordinates.
+            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # A second output has no gradient.
         return tuple(next(gradients) if needed else None for needed in needs_grad)
 
     return apply, forward, backward

@@ -97,7 +97,7 @@ class Candidates:
         else:
             return False
         for name in original.__code__.co_names if is_pool else ():
-            # Perhaps no other module than the pool's own imports the autograd function that the pool calls.
+            # Consider the autograd function that the pool calls: perhaps only the pool's module imports it.
             if isinstance(core := original.__globals__.get(name), type):
                 self.consider(core)
         return True

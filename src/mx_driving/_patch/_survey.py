@@ -29,7 +29,7 @@ def survey(target: Any) -> list[Finding]:
 
     findings = examine(candidates.cores) + examine(candidates.pools)
     try:
-        replacements.add(candidates.cores)  # Modules are tried over replaced cores, which need no compiled extension.
+        replacements.add(candidates.cores)  # In a trial, modules call replaced cores, which need no compiled extension.
         replacements.add(candidates.pools)
         return findings + examine(candidates.modules)
     finally:

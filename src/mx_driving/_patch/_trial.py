@@ -29,7 +29,7 @@ from ._pools import Pool
 from ._search import Candidate
 
 CLOSE = 1e-10  # A smaller difference of the results counts as agreement.
-_SINGLE = 1e-4  # the same for a core that computes in float32, whatever its inputs
+_SINGLE = 1e-4  # the limit in place of CLOSE for a core that computes in float32, whatever the dtypes of its inputs
 _Run = Callable[[Arguments], Any]  # runs a function on arguments by role, with value in our layout
 
 
@@ -89,7 +89,7 @@ class Finding:
 
 
 def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Finding:
-    """Return the first form that agrees. If no form agrees, return the most telling refusal."""
+    """Return the first form whose results agree with the original's. If no form agrees, return the most telling refusal."""
     refusals: dict[str, Refused] = {}
     with _isolate():
         for name, form in forms.items():
@@ -127,7 +127,7 @@ def _isolate() -> Iterator[None]:
 
 
 def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
-    """Return the calls that the form serves, and the largest difference. Modules are tried in training and in evaluation."""
+    """Return the fit of the form, and the largest difference of results. Try modules in training and in evaluation."""
     _check_state(form, code)
     module, flags, cores = None, {}, []
     if isinstance(form, Attention):
@@ -222,7 +222,7 @@ def _compare_first(runs: tuple[_Run, _Run], ways: Sequence[Arguments], module: A
 
 
 def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]:
-    """Return two functions, for the original and for its stand-in. Both take arguments by role and draw the same numbers."""
+    """Return functions that call the original and its stand-in. Both take arguments by role, and draw equal random numbers."""
     form, function, parameters = fit.form, candidate.function, candidate.parameters
     layout, bound = getattr(form, "layout", ROWS), () if form.kind == FUNCTION else (module,)
     is_autograd = form.kind == AUTOGRAD
@@ -244,7 +244,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 def _check_dtypes(runs: tuple[_Run, _Run], examples: Iterable[Example], is_pool: bool) -> None:
-    """Check that results in bfloat16 and under autocast have the same dtypes as the original's, if the original runs there.
+    """Check that in bfloat16 and under autocast, results have the original's dtypes. Skip calls that the original refuses.
 
     A pool is not tried under autocast: its autograd function is over a compiled file, which has no autocast, and it may be
     replaced already.

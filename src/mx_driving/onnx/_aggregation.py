@@ -17,7 +17,7 @@ _FAR = -10.0
 
 
 def write_as_attention(write: Writer, inputs: list[ir.Value]) -> Call:
-    """Return inputs of attention with the same result as aggregation of `inputs`."""
+    """Return the inputs with which attention has the same result as aggregation has with `inputs`."""
     features, shapes, starts, locations, weights = inputs
     sizes = (*dims(weights)[2:], *dims(features)[2:])
     if len(sizes) != 5 or not are_fixed(sizes) or locations.dtype is None:

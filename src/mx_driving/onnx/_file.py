@@ -153,7 +153,7 @@ def _ask_onnxruntime(model: ir.Model) -> bool:
     unknown = {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}
     try:
         answers = _list_outputs_in_session(model, [*unknown.values()]) if unknown else ()
-    except Exception:  # onnxruntime may lack a node. Sizes then stay unknown, and attention with unknown sizes stays.
+    except Exception:  # onnxruntime may lack a node. Sizes then stay unknown, and attention without sizes is not replaced.
         return False
     for answer in answers:
         kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
@@ -194,7 +194,7 @@ def _inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Inline local functions. Return the model unchanged if onnx fails."""
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except Exception:  # onnx cannot convert every opset. Attention in functions that are not inlined stays.
+    except Exception:  # onnx cannot convert every opset. Attention in a function that is not inlined is not replaced.
         return proto
 
 
@@ -282,7 +282,7 @@ def _follow_sizes(file: LoadedFile) -> None:
         bypass_identities(copy)
         RemoveUnusedNodesPass()(copy)
         folded = _fold_constants(copy)
-    except Exception:  # Any node may fail. Sizes then stay unknown, and attention with unknown sizes stays.
+    except Exception:  # Any node may fail. Sizes then stay unknown, and attention without sizes is not replaced.
         return
     _add_sizes(file.model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
     if not _all_sizes_are_fixed(folded):
@@ -343,7 +343,7 @@ def _infer_symbolically(proto: onnx.ModelProto, merge: bool) -> Any:
         while inference.run_:
             whole = inference._infer_impl()
         inference._update_output_from_vi()
-    except Exception:  # Inference fails in many ways. Sizes then stay unknown, and attention with unknown sizes stays.
+    except Exception:  # Inference fails in many ways. Sizes then stay unknown, and attention without sizes is not replaced.
         return None
     return inference if whole else None
 

@@ -22,7 +22,7 @@ _LIKELIEST = 24  # at most so many candidates are tried; in all known files the 
 
 
 def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str, Sampling | str]]:
-    """Yield (name of the sum's tensor, sampling that passes its trial). If no sampling passes, yield (name, reason).
+    """For each weighted sum, yield the name of its tensor, and the sampling that passes its trial or the reason why none does.
 
     GridSample nodes outside the weighted sums of the main graph come first. The caller may replace a sampling before it takes
     the next, because the search runs in a copy. `tables=False` leaves out the form "gather".

@@ -1,4 +1,4 @@
-"""Satisfy rules that onnx's checker has and onnxruntime has not: sorted nodes, shapes of inputs and outputs, a graph name."""
+"""Satisfy rules of onnx's checker that onnxruntime lacks: sorted nodes, shapes of inputs and outputs, a name of the graph."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _undo_scaling(grid: ir.Value) -> ir.Value:
 
 
 def _find_gathers(value: ir.Value) -> list[ir.Node]:
-    """Return the Gather nodes whose rows the samples `value` are computed from: their index is floored or cast from floats."""
+    """Return the Gather nodes that read the rows of the samples `value`. Their index is floored, or cast from floats."""
     sampled = walk_back(value, lambda node: not _read_index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
     indices = ((node, _read_index(node)) for node in nodes if node is not None)
@@ -178,7 +178,7 @@ def _list_map_sizes(images: list[ir.Value], indices: list[ir.Value]) -> list[tup
 
 
 def find_gather(corner: ir.Node) -> ir.Node | None:
-    """Return the Gather whose rows, times their weights, the ReduceSum `corner` adds; None for another node."""
+    """If `corner` is a ReduceSum over weighted rows, return the Gather of these rows; else return None."""
     product = find_producer(corner.inputs[0], *PAIRS) if is_node(corner, "ReduceSum") else None
     if not is_node(product, "Mul"):
         return None

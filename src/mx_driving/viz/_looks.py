@@ -111,7 +111,7 @@ class _KeepLooks(_torch_private.TorchDispatchMode):
 
 @contextlib.contextmanager
 def recording() -> Iterator[Looks]:
-    """Record every call of a sampling operator inside the `with` block, in order, by modules, patched models or other code.
+    """Record every call of a sampling operator inside the `with` block, in order: calls by modules, patched models or any code.
 
     A look has the name of the layer that made the call; `looks.of("spatial")` selects looks by such names. `bev_pool_v3` and
     its other names sample nothing: their calls are not recorded. Functions of torch.compile run eagerly inside the block.
