@@ -2,8 +2,8 @@
 
 The vendor's distribution `mx-driving` has the same import name, and eight of its files, such as `__init__.py`, have the paths
 of our files. The later installation overwrites these files, and uninstalling either distribution removes them. Then `import
-mx_driving` runs the vendor's `__init__.py` or none, so no code inside `mx_driving` can report it. This package has its own
-name, and compares the files with pip's record; command.py imports `mx_driving` only after that.
+mx_driving` runs the vendor's `__init__.py` or none, so no code inside `mx_driving` can report the loss. This package has its
+own name, and compares the files with pip's record. command.py imports `mx_driving` only after this comparison.
 
 pip's record of an editable installation has no Python files, so there is nothing to compare.
 """

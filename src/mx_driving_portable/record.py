@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "FUNCTIONS", "Recorder", "main", "recording", "start"]
 
 FORMAT = 1  # version of the file format; keep equal to FORMAT of _replay/calls.py
-EVERY = 101  # a prime, to record the layers of a model in turn
+EVERY = 101  # a prime, to record the layers of a model in turn: a multiple of their number would record one layer only
 MEGABYTES = 1000.0
 _ABSENT: Any = object()
 
@@ -305,7 +305,7 @@ class _WrappedFunction:
 
 
 class _OpenCall:
-    """A call that is being recorded. The copies of its inputs are made before the call, or, for the first NaN, after it."""
+    """A call that is being recorded. Its inputs are copied before the function runs, or, for the first NaN, after it ran."""
 
     def __init__(self, function: _WrappedFunction, index: int, args: Any, kwargs: dict[str, Any]) -> None:
         import torch
@@ -324,8 +324,8 @@ class _OpenCall:
         self.edges = self._find_edges() if torch.is_grad_enabled() and not self.entry.backward else {}
 
     def _find_edges(self) -> dict[str, tuple[Any, int]]:
-        """Return name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge: its
-        gradient is the sum of their gradients, and no result of the operator."""
+        """Return name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge: the
+        gradient at the edge is the sum of their gradients, and no result of the operator."""
         names = DIFFERENTIABLE[self.entry.operator]
         inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
         # The node of a leaf is the next function of a view of the leaf.
@@ -419,7 +419,7 @@ class _WrappingFinder(importlib.abc.MetaPathFinder):
 
             def execute_and_wrap(module: types.ModuleType) -> None:
                 with contextlib.suppress(AttributeError):
-                    del loader.exec_module  # a loader may load several modules
+                    del loader.exec_module  # A loader may load several modules: wrap only this one.
                 execute(module)
                 self.recorder.wrap(module)
 
@@ -605,7 +605,7 @@ class Recorder:
         return recorded
 
     def _call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call the original, and record the call if its number is a multiple of `every`, or for the first NaN."""
+        """Call the original, and record the call if its number is a multiple of `every`, or if it gives the first NaN."""
         if _is_compiling() or not self.is_active() or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)

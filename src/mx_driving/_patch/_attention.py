@@ -3,8 +3,8 @@
 A form calls a module's linear layers as the module's own code calls them, so hooks, adapters and quantised layers keep working.
 The operator computes the softmax and the locations.
 
-Several forms may have the parameters of one module. For instance, a mask is True for keys that count, or for keys that are
-hidden. `patch` takes the form whose trial agrees.
+Two forms may have the same parameters with different meanings. For instance, a mask is True for keys that count in one form,
+and for keys that are hidden in another. `patch` takes the form whose results on small examples equal the module's.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ from ._forms import (
 )
 from ._parameters import find_source
 
-LEVELS = 0  # in a shape: the number of levels
+LEVELS = 0  # in `Attention.references`: stands for the module's number of levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that every forward of these modules names
-# Attributes without a check: every attention form reads them as the modules do, or they change no number.
+# `patch` does not check the values of these attributes: every attention form reads them as the modules do, or no result depends
+# on them.
 READ = LINEAR_LAYERS | {
     *("n_heads", "num_heads", "n_levels", "num_levels", "n_points", "num_points", "batch_first", "im2col_step"),
     *("d_model", "embed_dims", "embed_dim", "hidden_size", "head_dim", "ratio", "value_proj", "output_proj"),
 }
-Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, channels], logits, last sides of the weights
+# output [bs, num_queries, channels]; logits, whose last axis has all samples of a head; the shape of the samples of a head
+Sampled = tuple[Tensor, Tensor, tuple[int, ...]]
 
 
 def has_layers(kind: type) -> bool:
@@ -91,7 +93,8 @@ class Attention(Form):
     )
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        # Refuse a mask of numbers, by which some libraries multiply values, and a table of floats, whose fractions some use.
+        # Refuse a mask that is not boolean: some libraries multiply value by it. Refuse a table of floats: some libraries
+        # compute with fractions of sizes.
         mask, tables = arguments.get("mask"), (arguments.get("shapes"), arguments.get("starts"))
         is_mask = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
         if not is_mask or not all(is_table(t) for t in tables if isinstance(t, Tensor)):
@@ -105,8 +108,8 @@ class Attention(Form):
         return has_layout and reference.dim() == 4 and self._takes(module, *reference.shape[2:])
 
     def _takes(self, module: Any, count: int, last: int) -> bool:
-        """Return whether the form takes these last sides of the reference points."""
-        if self.sample is _sample_pillars:  # Any number of heights that divides the number of points will do.
+        """Return whether the form takes reference points whose last two axes have the sizes `count` and `last`."""
+        if self.sample is _sample_pillars:  # count is the number of heights of a pillar. It must divide the number of points.
             return last == 2 and _get_levels_and_points(module)[1] % max(count, 1) == 0
         sides = [(get_levels(module) if number == LEVELS else number, width) for number, width in self.references]
         return (count, last) in sides
@@ -123,7 +126,7 @@ class Attention(Form):
         return (out, logits.softmax(-1).unflatten(-1, sides)) if self.weights else out
 
     def _batches_first(self, module: Any, arguments: Arguments) -> dict[str, Any]:
-        """Return the arguments with batches first, positions added, and a mask that is True where a key is hidden."""
+        """Return the arguments with batches first, positions added to the query, and a mask that is True for hidden keys."""
         query: Any = arguments["query"]
         memory, position, mask = (arguments.get(role) for role in ("value", "position", "mask"))
         memory = query.repeat_interleave(self.queue, 0) if memory is None else memory
@@ -136,16 +139,16 @@ class Attention(Form):
         return {**arguments, "query": query, "value": memory, "mask": mask}
 
     def _swaps(self, module: Any) -> bool:
-        """Return whether the module has batches second. UniAD's module does not read its `batch_first`."""
+        """Return whether batches are the second axis of the module's inputs. UniAD's module ignores its `batch_first`."""
         return not getattr(module, "batch_first", True) and self.sample is not _sample_trajectories
 
     def reads_points_of(self, module: Any) -> bool:
-        """Return whether module and form agree: each level has its own number of points, or all levels have the same."""
+        """Return whether the form is for modules like this one: with a number of points per level, or one for all levels."""
         return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
 
 
 def _get_attribute(module: Any, *names: str) -> int:
-    """Return a number that libraries store under several names."""
+    """Return a number that libraries store in an attribute with one of these names."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
@@ -170,7 +173,7 @@ def _get_counts(module: Any) -> list[int]:
 
 
 def _get_sizes(module: Any) -> tuple[int, int, int]:
-    """Return the heads, the channels of a head, and the points on all levels."""
+    """Return the number of heads, of channels of a head, and of points of a head, summed over the levels."""
     heads, (levels, points) = get_heads(module), _get_levels_and_points(module)
     project = getattr(module, "value_proj", None)
     channels = project.out_features if project else _get_attribute(module, "d_model", "embed_dims", "embed_dim", "hidden_size")
@@ -178,7 +181,10 @@ def _get_sizes(module: Any) -> tuple[int, int, int]:
 
 
 def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
-    """Return the attention modules whose sizes break a documented limit of Atlas A2 -> the limit. Skip unknown sizes."""
+    """Return name of an attention module -> the documented limit of Atlas A2 that its sizes break.
+
+    Skip modules whose sizes are not found.
+    """
     passed = {}
     for name, module in model.named_modules():
         if all(hasattr(module, layer) for layer in LINEAR_LAYERS):
@@ -189,9 +195,10 @@ def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operator's value and tables. The value is projected if the module projects it, and 0 for hidden keys.
+    """Return the operator's value, spatial_shapes and level_start_index.
 
-    To check whether a mask hides any key takes a hundredth of the time of masking.
+    value is projected if the module has a value_proj, and is 0 for hidden keys. A mask that hides no key is dropped: the check
+    takes a hundredth of the time of masking.
     """
     value, hidden = arguments["value"], arguments["mask"]
     if value.dim() != 4:
@@ -208,9 +215,10 @@ def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Ten
 
 
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
-    """Call the operator. Expand the reference points first: some libraries pass the same ones for all batches or queries."""
+    """Call the operator. Some libraries pass one reference point for all batches or queries: expand the points first."""
     reference = reference.expand(*offsets.shape[:2], -1, -1)
-    if torch.is_grad_enabled():  # The modules' own code does not save the reference, so a caller may write to it.
+    if torch.is_grad_enabled():
+        # The operator saves the reference for its backward. The module's code does not, so a caller may write to the reference.
         reference = reference.clone()
     return multi_scale_deformable_attn_with_logits(*inputs, reference, offsets, logits, axis)  # pyright: ignore
 
@@ -225,23 +233,23 @@ def _sample_evenly(module: Any, arguments: Arguments, axis: str = "level") -> Sa
 
 
 def _sample_pillars(module: Any, arguments: Arguments) -> Sampled:
-    """Sample as BEVFormer's MSDeformableAttention3D: a reference for each height of a pillar."""
+    """Sample as BEVFormer's MSDeformableAttention3D: a query has a reference point for each height of a pillar."""
     return _sample_evenly(module, arguments, "point")
 
 
 def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
     """Sample as RT-DETR v2, D-FINE and DEIM: each level has its own number of points, and the reference is a box.
 
-    A level with more points than another is listed several times. The operator divides the box by twice the points of one
-    entry of this list. These modules multiply the box by offset_scale, and divide it by all points of the level. Most of them
-    have a buffer with the inverse of each level's number of points.
+    The operator takes equally many points on each level, so a level with more points is passed several times. The operator
+    divides a box by twice the number of points of a passed level. These modules multiply the box by offset_scale, and divide it
+    by all points of the level. Most of them have a buffer with the inverse of each level's number of points.
     """
     counts = _get_counts(module)
     points, order = math.gcd(*counts), repeat_levels(counts)
     value, shapes, starts = _make_inputs(module, arguments)
     value = value if hasattr(module, "value_proj") else put_keys_last(value)
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), len(order), points, 2))
-    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX has the scale in its code.
+    factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX's modules have 0.5 in their code.
     inverses = getattr(module, "num_points_scale", getattr(module, "n_points_scale", None))
     if inverses is not None:
         offsets = offsets * (inverses.to(offsets) * factor).view(-1, points, 1)
@@ -253,7 +261,7 @@ def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
 
 
 def _sample_two_maps(module: Any, arguments: Arguments) -> Sampled:
-    """Sample as BEVFormer's TemporalSelfAttention: the mean of samples of an earlier map and of the queries' own map."""
+    """Sample as BEVFormer's TemporalSelfAttention: sample an earlier map and the current map, and return the mean of both."""
     query, maps = arguments["query"], module.num_bev_queue
     sides, both = (get_heads(module), maps), torch.cat([arguments["value"][: len(query)], query], -1)
     inputs = _make_inputs(module, arguments)
@@ -283,7 +291,7 @@ def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
 
 
 def _has_levels_apart(module: Any, value: Any) -> bool:
-    """Return whether value is a list of levels. LibreYOLO's GTR merges its levels and its linear layers for deployment."""
+    """Return whether levels and linear layers are separate. LibreYOLO's GTR merges its levels and its layers for deployment."""
     by_level = isinstance(value, (list, tuple)) and all(level.dim() == 4 for level in value)
     return by_level and not getattr(module, "_fused_offset_weight", False)
 
@@ -293,14 +301,14 @@ _CONFIGURED = frozenset(("decoder_n_points",))
 _TRAJECTORIES = frozenset(("query", "value", "trajectories", "boxes"))
 _COUNTED = frozenset(("num_points_list", "n_points_list", "num_points_scale", "n_points_scale", "offset_scale", "total_points"))
 _DROPOUT = frozenset(("dropout",))
-# References are boxes: with points, these modules run for few shapes only, by accidental broadcasting.
+# Reference points must be boxes, of width 4. With width 2 these modules run only for shapes whose axes happen to broadcast.
 _UNEVEN: dict[str, Any] = {
     "sample": _sample_unevenly,
     "mark": "num_points_list",
     "reads": _COUNTED,
     "references": ((1, 4),),
 }
-# The name that a user writes -> the form. The first six have a number of points for each level.
+# The name that a user writes in patch(forms=...) -> the form. In the first six, each level has its own number of points.
 ATTENTION_FORMS = {
     "rt_detr_v2_transformers": Attention(keeps=True, weights=True, **_UNEVEN),
     "d_fine_transformers": Attention(weights=True, uneven=_CONFIGURED, **_UNEVEN),

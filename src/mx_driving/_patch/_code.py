@@ -1,4 +1,4 @@
-"""The key of a function: a hash of its syntax tree and of the functions and methods that the function reaches.
+"""The key of a function: a hash of its syntax tree, and of those of the functions and methods that it calls.
 
 Two functions with the same key compute the same. A key does not depend on the Python version. It does not depend on comments,
 docstrings, annotations, asserts and branches that only raise. A function has no key if its source cannot be read, or is not the
@@ -25,9 +25,9 @@ import torch
 from ._parameters import find_source, list_code, read_names, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
-# A test that calls only these functions has no effect. So a branch that only raises after such a test may be dropped.
+# These functions have no side effects. So a key leaves out an `if` whose test calls only them and whose body only raises.
 _HARMLESS = {"size", "sum", "dim", "len", "isinstance", "numel", "prod", "item", "all", "any", "type", "format"}
-# functions that an assert may call in addition
+# A key leaves out an assert whose test calls only these functions and those of _HARMLESS.
 _ASSERTED = {"set", "list", "sorted", "min", "max", "hasattr", "allclose", "equal", "isfinite", "is_floating_point", "issubset"}
 _WORDS = {"print", "warn", "torch_compilable_check"}  # functions that only print or check
 _KNOWN_PACKAGES = {"torch", "math", "numpy", "typing", "builtins", "torchvision", "functools", "itertools", "warnings"}
@@ -38,12 +38,12 @@ _ABSENT = object()
 
 
 class NoKey(Exception):
-    """Why a function has no key: `args[0]`."""
+    """Raised for a function that has no key. `args[0]` is the reason."""
 
 
 @dataclass
 class Code:
-    """The key of a function, and all that the function reaches.
+    """The key of a function, and the names in its code and in the code of the functions that it calls.
 
     Attributes:
         key: equal for equal code.
@@ -69,7 +69,7 @@ class Code:
 
 
 class Reader:
-    """Reads the code of functions. A key says where a core is called, and does not depend on the core's code.
+    """Reads the code of functions. A call of a core is a part of the caller's key, but the core's own code is not.
 
     A reader keeps the syntax trees of files for one call of `patch`, in which files do not change. Readers may share `files`.
     """
@@ -79,7 +79,7 @@ class Reader:
         self.files: dict[str, _File] = {} if files is None else files
 
     def read(self, original: Any) -> Code:
-        """Return the code of a function, of the forward of a module class, or of both methods of an autograd function."""
+        """Return the code of a function, of a module class's forward, or of an autograd function's forward and backward."""
         code = Code()
         if not isinstance(original, type):
             parts = [self._read_function(original, None, code)]
@@ -94,7 +94,7 @@ class Reader:
         return code
 
     def name_module(self, function: Any, name: str) -> str:
-        """Return the name of the module that a global name stands for. If its import failed, return the text of the import."""
+        """Return the name of the module that a global name stands for. If its import failed, return the import as text."""
         source = find_source(function)
         module = source.__globals__.get(name)
         return module.__name__ if isinstance(module, types.ModuleType) else str(self._open(source.__code__).find_binding(name))
@@ -165,7 +165,7 @@ class _File:
         self._parsed: dict[int, tuple[ast.Module, list[types.CodeType]]] = {}
 
     def find(self, code: types.CodeType) -> ast.FunctionDef:
-        """Return the definition of the running code. The file may have changed since its import, so compile it to compare."""
+        """Return the definition that compiles to `code`. Compile to check it: the file may have changed since its import."""
         tree, compiled = self._parse(code.co_firstlineno - 1)
         for node in ast.walk(tree) if code in compiled else ():
             if isinstance(node, ast.FunctionDef) and (node.name, _get_first_line(node)) == (code.co_name, code.co_firstlineno):
@@ -173,7 +173,7 @@ class _File:
         raise NoKey(f"the source of {code.co_name} is not at hand")
 
     def _parse(self, line: int) -> tuple[ast.Module, list[types.CodeType]]:
-        """Return the tree and the compiled functions of the definition that has a line.
+        """Return the syntax tree of the top-level definition that contains a line, and its compiled functions.
 
         The tree also has the top-level statements that define nothing, because imports change how calls are compiled.
         """
@@ -188,7 +188,7 @@ class _File:
         return self._parsed[start]
 
     def find_binding(self, name: str) -> Any:
-        """Return how the file binds a global name: its assignments and its imports, whether they succeed or not."""
+        """Return the assignments and imports of a global name in the file, also imports that failed."""
         return [
             _Text("").dump(statement) if isinstance(statement, ast.Assign) else [getattr(statement, "module", ""), alias.name]
             for statement in _list_statements(self._parse(0)[0])
@@ -232,7 +232,7 @@ def _list_nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def list_globals(function: Any) -> Iterator[str]:
-    """Return the global names that the code of a function and of the functions in it loads."""
+    """Return the global names that a function and its nested functions load."""
     for code in list_code(function):
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -240,7 +240,7 @@ def list_globals(function: Any) -> Iterator[str]:
 
 
 def is_of_known_library(value: Any) -> bool:
-    """Return whether a module, a class or a function belongs to Python, torch or another library that its name identifies."""
+    """Return whether a module, class or function is of Python or of `_KNOWN_PACKAGES`. Its name then stands for its code."""
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     is_named = isinstance(value, types.ModuleType) or callable(value)
     return is_named and str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"} and hasattr(value, "__name__")
@@ -249,8 +249,8 @@ def is_of_known_library(value: Any) -> bool:
 class _Text:
     """Writes a syntax tree as nested lists.
 
-    Drops docstrings, annotations, statements that only check or print, empty fields, and fields that only some Python versions
-    have.
+    Drops docstrings, annotations, statements that only check or print, empty fields, and fields of the tree that only some
+    Python versions have.
 
     Attributes:
         names: the names that are loaded.
@@ -307,7 +307,7 @@ def _is_for_readers(statement: ast.stmt, owner: Any, place: int) -> bool:
 
 
 def _is_harmless(node: ast.AST, allowed: set[str]) -> bool:
-    """Return whether an expression calls only these functions and methods, and assigns nothing."""
+    """Return whether an expression calls only `allowed` functions and methods, and assigns nothing."""
     calls = {_get_called(call) for call in ast.walk(node) if isinstance(call, ast.Call)}
     return calls <= allowed and not any(isinstance(part, ast.NamedExpr) for part in ast.walk(node))
 

@@ -1,4 +1,4 @@
-"""The small examples of a trial: sizes, arguments of constructors, and arguments of calls by role."""
+"""The small examples of a trial (_trial.py): sizes, arguments of constructors, and arguments of calls by role."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ._attention import LEVELS, Attention, get_heads, get_levels
 from ._forms import CORES, FUNCTION, ROWS, SPLIT, Arguments, Core, find_role, make_tables
 from ._parameters import Parameters
 
-_LISTED = {"value_spatial_shapes", "value_shapes"}  # modules' names for shapes that are a list
+_LISTED = {"value_spatial_shapes", "value_shapes"}  # parameters of modules that take the shapes as a list
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an example. All of them differ, so that an exchange of two axes shows."""
+    """Sizes of an example. Most sizes differ, so that results show whether a form exchanges two axes."""
 
     batches: int
     queries: int
@@ -31,15 +31,15 @@ class Sizes:
     levels: int
     counts: tuple[int, ...]  # points of each level, for code whose levels have different numbers of points
     points: int
-    maps: tuple[tuple[int, int], ...]  # (H, W); more maps than levels, for classes that fix their levels
-    spread: float  # scale of a module's parameters, so also of its offsets and logits; scale of a core's value and weights
+    maps: tuple[tuple[int, int], ...]  # (H, W) of each level. SMALL has spare maps, for classes with a fixed number of levels.
+    spread: float  # the scale of a module's parameters, or of a core's value and weights
 
     @property
     def width(self) -> int:
         return self.heads * self.channels
 
     def list_arguments(self, uneven: Set[str]) -> dict[str, Any]:
-        """Return the arguments of a module's constructor, by name. Constructors of transformers take a configuration."""
+        """Return the arguments of a module's constructor, by name. In the library transformers, it takes a configuration."""
         configuration = {
             **{"d_model": self.width, "num_feature_levels": self.levels, "decoder_attention_heads": self.heads},
             **{"decoder_n_levels": self.levels, "decoder_n_points": self.points, "decoder_offset_scale": 0.5},
@@ -57,7 +57,8 @@ class Sizes:
 
 
 SMALL = Sizes(2, 14, 3, 4, 2, (2, 4), 4, ((3, 2), (2, 4), (1, 3), (2, 1), (1, 1)), 1)
-# The second example has sizes of 1 and large numbers, for cores that clamp; the third has one query.
+# The second example has one batch, head, level and point, and large numbers, because a core may clamp them. The third example
+# has one query.
 _FAR = 1e6
 SIZES_OF_CORES = (
     Sizes(2, 5, 3, 4, 2, (2, 4), 2, ((5, 4), (3, 6)), 1),
@@ -67,7 +68,7 @@ SIZES_OF_CORES = (
 
 
 class Example(NamedTuple):
-    """A call of a trial.
+    """One call of a trial.
 
     Attributes:
         ways: arguments by role, in each of the ways to write the call. The original may take only one of the ways.
@@ -90,7 +91,7 @@ def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Ex
     elif getattr(form, "example", None) is not None:
         yield Example([dict(zip(map(find_role, form.parameters), form.example(), strict=True))])
     else:
-        core = form if isinstance(form, Core) else CORES["layer"]  # An autograd function has its arguments.
+        core = form if isinstance(form, Core) else CORES["layer"]  # An autograd function takes a core's arguments.
         for sizes in SIZES_OF_CORES:
             yield from _make_core_calls(core, sizes)
 
@@ -109,7 +110,7 @@ def _make_core_calls(form: Core, sizes: Sizes) -> Iterator[Example]:
 
 
 def _make_core_tensors(sizes: Sizes, points: Sequence[int]) -> dict[str, Any]:
-    """Return value, locations and weights; some locations lie outside the map, some weights are negative."""
+    """Return value, locations and weights. Some locations lie outside the map. Some weights are negative."""
     rand, samples = make_random(torch.float64), (sizes.batches, sizes.queries, sizes.heads, *points)
     value = rand(sizes.batches, sum(h * w for h, w in sizes.maps), sizes.heads, sizes.channels) - 0.5
     locations = rand(*samples, 2)
@@ -123,10 +124,10 @@ def make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def _make_module_calls(form: Attention, module: Any, parameters: Parameters, maps: Sequence[Any]) -> Iterator[Example]:
-    """Return calls with a value and a mask, with a value alone, and with the needed arguments alone, for each reference width.
+    """For each width of reference points, return calls with value and mask, with value, and with only the needed arguments.
 
-    Some references lie outside the maps. A module that reads its own query must have as many queries as keys, and some others
-    must, too.
+    Some reference points lie outside the maps. A module that gets no value samples its query, so it needs as many queries as
+    keys. Some modules need that even if they get a value.
     """
     rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), _get_width(form, module)
     batches = SMALL.batches

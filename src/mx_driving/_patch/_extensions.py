@@ -1,7 +1,8 @@
-"""Autograd functions over compiled extensions: a form for each entry of the table of foreign functions.
+"""Autograd functions that call a compiled extension: a form for each of AUTOGRAD_FUNCTIONS (_foreign_functions.py).
 
 A compiled file for CUDA may end the process if it gets memory of a CPU, so such a function cannot be tried. Either its code is
-known, or `patch` checks its name, its parameters, and the name and module of the compiled function that its forward calls.
+known (known.py), or `patch` checks its name, its parameters, and the name and module of the compiled function that its forward
+calls.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ._pools import are_fit, make_frustum, make_image, make_lifted, make_runs, m
 
 @dataclass(frozen=True)
 class OverExtension(ExactForm):
-    """An autograd function of the table of foreign functions."""
+    """The form of one of AUTOGRAD_FUNCTIONS."""
 
     foreign: AutogradFunction
-    casts: str = ""  # the dtype to which its code converts all inputs, or "value" for the dtype of value
+    casts: str = ""  # the dtype to which the original code converts all inputs, or "value" for the dtype of value
     kind = AUTOGRAD
 
     @property
@@ -35,7 +36,7 @@ class OverExtension(ExactForm):
 
     @property
     def example(self) -> Callable[[], tuple[Any, ...]] | None:
-        """The function that makes the arguments of a trial. None: the arguments are those of a core."""
+        """The function that makes the arguments of a trial. None: a trial uses the examples of a core."""
         if self.foreign.operator == AGGREGATION:
             return _make_aggregation
         words = self.foreign.words.split()
@@ -45,7 +46,7 @@ class OverExtension(ExactForm):
         return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.foreign
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether the operators take the call. Pooling operators sum points, and have no other method."""
+        """Return whether the operators take the call. Pooling operators sum points: refuse a call with another `method`."""
         if self.foreign.operator != POOL:
             return True
         named = dict(zip(self.foreign.words.split(), arguments.values(), strict=True))
@@ -64,12 +65,12 @@ def _make_aggregation() -> tuple[Tensor, ...]:
     return features - 0.5, shapes.int(), starts.int(), 1.4 * places - 0.2, weights
 
 
-# A word that only one layout has -> the function that makes its example.
+# A word of `AutogradFunction.words` that only one layout of pools has -> the function that makes an example of this layout.
 _EXAMPLES = {
     **{"ranks_bev": make_lifted, "geom_feat": make_sorted_rows, "geom_xyzb": make_sorted_xyzb},
     **{"depth": make_image, "voxel_num": make_frustum, "places": make_runs},
 }
 _NAMES = ("attention", "attention_without_starts", "geometric", "aggregation")
 _POOL_NAMES = ("lifted", "sorted_rows", "sorted_xyzb", "lift_splat_function", "fiery", "frustum", "image")
-# The name that a user writes -> the form.
+# The name that a user writes in patch(forms=...) -> the form.
 EXTENSIONS = dict(zip((*_NAMES, *_POOL_NAMES), map(OverExtension, AUTOGRAD_FUNCTIONS), strict=True))

@@ -1,4 +1,4 @@
-"""The calls of a function or class that a form answers, and the stand-in that answers them."""
+"""`Fit` says which calls of a function or class a form answers. A stand-in is the function that answers them by an operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .known import Values
 
 @dataclass(frozen=True)
 class Fit:
-    """A form, and the limits of what it serves.
+    """A form for a function or class, and the conditions on the calls that it serves.
 
     Attributes:
         owner: the class of the layer. Subclasses with the same methods are served, too.
@@ -46,7 +46,7 @@ class Fit:
     starts: bool = True
 
     def serves(self, layer: Any, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the form answers a call. If not, the own code of the function or layer runs."""
+        """Return whether the form answers a call. If not, the original code of the function or layer runs."""
         if self.form.kind == MODULE and not self._knows(layer):
             return False
         if not all(_has_value(arguments[name], values) for name, values in self.options.items()):
@@ -57,7 +57,7 @@ class Fit:
         return (reference is None or reference.shape[-1] in self.widths) and self.form.serves(layer, arguments)
 
     def _knows(self, layer: Any) -> bool:
-        """Return whether a layer has the code and the flags of this form."""
+        """Return whether a layer's methods, flags and cores are those that the form serves."""
         if not isinstance(layer, self.owner):  # type: ignore[arg-type]
             return False
         if any(name in layer.__dict__ for name in ("forward", *self.methods)):
@@ -70,7 +70,7 @@ class Fit:
         return all(self._knows_core(getattr(layer, name)) for name in self.holders)
 
     def _knows_core(self, core: Any) -> bool:
-        """Return whether an attribute of a layer holds an unmodified core that the form replaces."""
+        """Return whether `core`, an attribute of a layer, is one of `self.cores`, without hooks or other changes."""
         if isinstance(core, functools.partial):
             return core.func in self.cores and not core.args and core.keywords in ({}, {"method": "default"})
         if core in self.cores:
@@ -83,7 +83,7 @@ def _has_value(value: Any, values: Any) -> bool:
 
 
 def make_fit(form: Any, candidate: Candidate, code: Code, flags: Values, cores: tuple[Any, ...] = ()) -> Fit:
-    """Return the fit of a candidate whose layer has these flags. Options have their defaults."""
+    """Return the fit of a form for a candidate. It serves layers with these flags, and calls with default options."""
     parameters, is_attention = candidate.parameters, isinstance(form, Attention)
     names = [name for name in parameters.read if not form.reads_all and find_role(name) not in form.roles]
     holders = code.attributes - READ - form.reads - set(flags) if is_attention else ()
@@ -100,7 +100,7 @@ def make_fit(form: Any, candidate: Candidate, code: Code, flags: Values, cores: 
 
 
 def reads_starts(core: Any) -> bool:
-    """Return whether a core reads level_start_index. A core in plain torch takes the levels one after the other."""
+    """Return whether a core reads level_start_index. Cores in plain torch often assume that levels lie one after the other."""
     candidate = describe(core)
     if candidate is None or candidate.kind == AUTOGRAD:
         return True
@@ -128,12 +128,13 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
 
 
 def _is_exported_by_tracing() -> bool:
-    """Return whether torch.onnx's older exporter runs, which does not know our operators."""
+    """Return whether torch.onnx's older exporter, by tracing, runs. It does not know our operators."""
     return _torch_private.is_tracing() and torch.onnx.is_in_onnx_export()
 
 
 def _select_names(fit: Fit, parameters: Parameters) -> list[str]:
-    """Return the parameters that a form gets: those that the code reads, and the table of shapes, which takes time to make."""
+    """Return the parameters that a form gets: those that the code reads, and the table of shapes even if the code reads only a
+    list of shapes. To make the table from the list would take time."""
     names = parameters.all if fit.form.reads_all else parameters.read
     tables = [name for name in parameters.all if find_role(name) == "shapes"] if fit.form.kind != FUNCTION else []
     names = [name for name in parameters.all if name in names or name in tables]

@@ -1,8 +1,8 @@
-"""The forms in which libraries write a deformable sampling core, and the operator in each form.
+"""The forms in which libraries write a deformable sampling core, and how the operator answers a call in each form.
 
 `ROLES` has the meaning of each argument's name. A core has a value, shapes, locations and weights, and perhaps other arguments.
-The names do not show how values lie in memory, and whether levels and points share an axis. `CORES` has the alternatives, which
-are tried in turn.
+The names do not show how value lies in memory, nor whether levels and points share an axis. `CORES` has a form for each
+combination. `patch` tries these forms in turn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROLES = {
     "weights": ("attention_weights",),
     "counts": ("num_points_list", "num_points_per_level"),  # points of each level
     "keys": ("src_split_sizes",),  # keys of each level
-    "ratios": ("input_valid_ratios",),  # birder's discrete samples stay in these parts of the maps
+    "ratios": ("input_valid_ratios",),  # birder keeps samples of method "discrete" in these parts of the maps
     "method": ("method",),
     "value_shape": ("value_shape",),
     "step": ("im2col_step",),
@@ -65,7 +65,7 @@ def collect_roles(names: Sequence[str]) -> set[str]:
 
 
 class Form:
-    """One way in which other people write a core or a module, and how our operators answer its calls."""
+    """One way in which libraries write a core or a module, and how our operators answer calls of it."""
 
     kind: str
     reads_all: bool  # whether the form gets arguments that the original's code does not read
@@ -77,14 +77,16 @@ class Form:
         return kind == self.kind and self._has(parameters)
 
     def _has(self, parameters: Parameters) -> bool:
-        """Return whether all roles that the form needs are there, and whether it can serve the parameters that the code reads:
-        each has a role of the form or a plain default, and no two have the same role."""
+        """Return whether the parameters have all roles that the form needs, and the form can serve those that the code reads.
+
+        Each parameter that the code reads must have a role of the form or a plain default. No two may have the same role.
+        """
         read = parameters.read
         is_known = all(find_role(name) in self.roles or parameters.has_option(name) for name in read)
         return is_known and self.needs <= collect_roles(parameters.all) and len(collect_roles(read)) == len(read)
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether the form can answer such a call. If not, the original's own code runs."""
+        """Return whether the form can answer a call with these arguments. If not, the original code runs."""
         raise NotImplementedError
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
@@ -93,7 +95,7 @@ class Form:
 
 
 class ExactForm(Form):
-    """A form with exactly these parameters. Our function takes the arguments unchanged."""
+    """A form for functions with exactly the parameters `parameters`. Our function takes the arguments unchanged."""
 
     parameters: tuple[str, ...]
     reads_all = True
@@ -103,7 +105,7 @@ class ExactForm(Form):
 
 
 def is_table(t: Any) -> bool:
-    """Return whether t is a tensor of whole numbers."""
+    """Return whether t is a tensor of int32 or int64."""
     return isinstance(t, Tensor) and t.dtype in INDEX
 
 
@@ -131,12 +133,12 @@ def make_tables(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -
 
 
 def repeat_levels(counts: Sequence[int]) -> list[int]:
-    """Return the indices of levels, each repeated count / gcd(counts) times."""
+    """Return the indices of the levels. The index of a level with `count` points is repeated count / gcd(counts) times."""
     return [level for level, count in enumerate(counts) for _ in range(count // math.gcd(*counts))]
 
 
 def put_keys_last(value: Tensor) -> Tensor:
-    """Return value [bs, num_keys, num_heads, channels], with a gradient in the layout of `_KeysLast`."""
+    """Return value [bs, num_keys, num_heads, channels]. For a batch of one on a CPU, its gradient gets `_KeysLast`'s layout."""
     return _KeysLast.apply(value) if value.shape[0] == 1 and value.requires_grad and value.device.type == "cpu" else value
 
 
@@ -206,7 +208,7 @@ def _lie_together(levels: Sequence[Tensor]) -> bool:
 ROWS = ValueLayout(lambda value, _: value, lambda value, _: value, 2)  # mmcv, Deformable-DETR, ultralytics
 KEYS_LAST = ValueLayout(
     lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1).contiguous()
-)  # RF-DETR
+)  # RF-DETR: [bs, heads, channels, keys]
 BY_LEVEL = ValueLayout(lambda value, _: _join(value).permute(0, 3, 1, 2), _split_levels)  # D-FINE, DEIM: a list of levels
 IMAGES = ValueLayout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each level
     lambda value, heads: _join([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _split_images
@@ -258,7 +260,7 @@ class Core(Form):
         )
 
     def _agree(self, value: Any, locations: Tensor, weights: Tensor) -> bool:
-        """Return whether batches and heads agree. A core in plain torch may broadcast its arguments."""
+        """Return whether the arguments agree in batch and heads. A core in plain torch may broadcast; the operator does not."""
         sides = locations.shape[0], locations.shape[2]
         if isinstance(value, Tensor) and (value.dim() != 4 or (value.shape[0], value.shape[self.layout.heads]) != sides):
             return False
@@ -279,17 +281,18 @@ class Core(Form):
             return promote(multi_scale_deformable_attn(value, shapes, starts, locations, weights), weights)
         pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5 if discrete else locations
         out = geometric_kernel_attention(value, shapes, starts, pixels, weights)
-        return out.to(torch.promote_types(value.dtype, weights.dtype))  # Autocast does not convert a gather.
+        # The original gathers rows and multiplies them by weights. Autocast converts neither, so the dtype is the promoted one.
+        return out.to(torch.promote_types(value.dtype, weights.dtype))
 
 
 def promote(out: Tensor, weights: Tensor) -> Tensor:
-    """Return the output in the dtype of its product with the weights, as plain torch does."""
+    """Return the output in the promoted dtype of output and weights, as in plain torch, which multiplies the two."""
     return out.to(torch.promote_types(out.dtype, weights.dtype))
 
 
 _AXES = {"": (SPLIT, _MERGED), "_split": (SPLIT,), "_merged": (_MERGED,)}
 _COUNTS = _NEEDED | {"counts"}
-# The name that a user writes -> the form.
+# The name that a user writes in patch(forms=...) -> the form.
 CORES = {
     **{f"{name}{word}": Core(layout, axes) for word, axes in _AXES.items() for name, layout in LAYOUTS.items()},
     "layer": Core(ROWS, (SPLIT,), kind=MODULE),

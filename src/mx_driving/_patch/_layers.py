@@ -45,9 +45,9 @@ def _select_called(cores: list[Any], module: torch.nn.Module) -> list[Any]:
 
 
 def list_cores(kind: type, attributes: Mapping[str, Any] | None = None) -> list[Any]:
-    """Return the cores that the forward and the constructor of a class name, without the code of inner layers.
+    """Return the cores whose names are in the code of a class's forward and constructor. Skip the code of inner layers.
 
-    The search reads bytecode, so it also serves classes whose code has no key. `attributes` has those of an instance.
+    The search reads bytecode, so it also works for classes whose code has no key. `attributes`: the attributes of an instance.
     """
     cores: list[Any] = []
     seen: set[int] = set()

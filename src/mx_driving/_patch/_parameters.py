@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-STAND_IN = "mx_driving.patch"  # the file name of code that calls an operator instead of a function's own code
+STAND_IN = "mx_driving.patch"  # co_filename of the code that `patch` puts into a function
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that read arguments whose names are not in the bytecode
 Binder = Callable[[tuple[Any, ...], Mapping[str, Any]], "dict[str, Any] | None"]
@@ -26,7 +26,7 @@ def unwrap(function: Any) -> Any:
 
 
 def find_source(function: Any) -> Any:
-    """Return the function below its decorators. If `patch` has changed it, return a copy that has its own code."""
+    """Return the function below its decorators. If `patch` has changed its code, return a copy with the original code."""
     return inspect.unwrap(unwrap(function))
 
 
@@ -36,7 +36,7 @@ def read_names(instruction: dis.Instruction) -> tuple[Any, ...]:
 
 
 class Parameters:
-    """The parameters of a function below its decorators. The first `bound` parameters, self or ctx, are left out.
+    """The parameters of the function below the decorators. The first `bound` parameters, self or ctx, are left out.
 
     Attributes:
         names: the parameters that a caller may give by position.
@@ -66,7 +66,7 @@ class Parameters:
         return tuple(name for name in self.all if name in self._names_read)
 
     def has_option(self, name: str) -> bool:
-        """Return whether a parameter has a plain default, so that a call may leave it out."""
+        """Return whether a parameter has a plain default: a bool, a number, a string or None."""
         return isinstance(self.defaults.get(name, ...), (bool, int, float, str, type(None)))
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Parameters:
         return f"({', '.join([*self.names, *more, *self.keyword_only, *words])})"
 
     def binder(self, roles: Mapping[str, str]) -> Binder:
-        """Return a function that takes the arguments of a call, and returns those that `roles` names, by role.
+        """Return a function that takes the arguments of a call, and returns role -> argument for the names in `roles`.
 
         It returns None if the call has arguments in *args, or in **kwargs that the code reads.
         """
@@ -93,7 +93,7 @@ class Parameters:
 
 @functools.lru_cache(1000)
 def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Return the local names that code reads, also in its inner functions."""
+    """Return the local names that code reads. A name that an inner function uses counts as read."""
     names = {*code.co_cellvars, *(code.co_varnames if _BY_NAME & set(code.co_names) else ())}
     for step in dis.get_instructions(code):
         if "LOAD" in step.opname and ("FAST" in step.opname or "DEREF" in step.opname):
@@ -102,7 +102,7 @@ def _names_read(code: types.CodeType) -> frozenset[str]:
 
 
 def list_code(function: Any) -> Iterator[types.CodeType]:
-    """Return the code of a function and of the functions in it."""
+    """Return the code of a function and of its nested functions."""
     waiting = [getattr(find_source(function), "__code__", None)]
     while waiting:
         if code := waiting.pop():
@@ -111,10 +111,10 @@ def list_code(function: Any) -> Iterator[types.CodeType]:
 
 
 def collect_words(function: Any) -> set[str]:
-    """Return the names and strings in the code of a function and of the functions in it."""
+    """Return the names and strings in the code of a function and of its nested functions."""
     return {w for code in list_code(function) for w in (*code.co_names, *code.co_consts) if isinstance(w, str)}
 
 
 def list_attributes(kind: type, name: str) -> list[Any]:
-    """Return the attributes of one name of a class and its bases: a method may call the overridden one by `super()`."""
+    """Return the attributes with this name of a class and of its bases, because `super()` may call an overridden method."""
     return [vars(base)[name] for base in kind.__mro__ if name in vars(base)]

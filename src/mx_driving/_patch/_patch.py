@@ -46,7 +46,7 @@ class _Change:
 
 
 _lock = threading.RLock()
-_changes: dict[int, _Change] = {}  # by the holder's id
+_changes: dict[int, _Change] = {}  # id of a holder -> its change
 
 
 class Patch:
@@ -104,7 +104,7 @@ def patch(
     code at once. It replaces an unknown core that is a pure function in plain torch and gives our outputs and gradients on
     small random examples. All other code stays: `skipped` has the reasons, and says how to name a form. An unknown attention
     module keeps its own code, which calls the replaced core. Parameters and linear layers stay. Results have the dtypes of the
-    own code. If a form does not serve a call, the own code runs.
+    original code. If a form does not serve a call, the original code runs.
 
     All models of a file share its cores and module classes, so the change applies to all of them, also to models built later.
 
@@ -140,7 +140,7 @@ def patch(
     replacements = Replacements(named, dict(candidates.unknown))
     with _lock:
         try:
-            # Modules come last, over replaced cores, so that their trial needs no compiled extension.
+            # Modules come last: in their trial they call the replaced cores, which need no compiled extension.
             for group in (candidates.cores, candidates.pools, candidates.modules):
                 replacements.add(group)
             if not replacements.originals:
@@ -225,7 +225,10 @@ class Replacements:
 
 
 def _put_over_cores(fit: Fit, named: str) -> tuple[Fit | None, str]:
-    """Return the fit of an attention module with the replaced cores that it may call, or the reason why it has none."""
+    """Return the fit of an attention module with the replaced cores that the module may call.
+
+    Return None and a reason if the module calls a core that is not replaced.
+    """
     assert fit.owner is not None
     left = [core.__qualname__ for core in fit.cores if not _is_replaced(core)]
     if left and not named:
@@ -250,7 +253,7 @@ def _get_name(target: Any) -> str:
 
 
 def _hold(fit: Fit | None, original: Any) -> None:
-    """Replace an original. If fit is None, it is replaced already: count one more patch that holds it."""
+    """Replace an original. If fit is None, the original is already replaced: count one more patch that holds it."""
     holder = find_holder(original)
     change = _changes.get(id(holder))
     if change is None:

@@ -1,6 +1,7 @@
-"""The forms of functions that sum points into cells, as BEVDet, BEVFusion and BEVDepth write them, over bev_pool_v3.
+"""Forms of pools: functions that sum points into cells, as in BEVDet, BEVFusion and BEVDepth. bev_pool_v3 answers their calls.
 
-A pool is tried after the autograd function that it calls is replaced. Some points of its examples lie outside the grid.
+`patch` first replaces the autograd function that a pool calls, and then tries the pool. Some points of the examples lie outside
+the grid.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class Pool(ExactForm):
 
     parameters: tuple[str, ...]
     run: Callable[..., Any]
-    pattern: str  # regular expression that finds its name
+    pattern: str  # regular expression that the other function's name must match
     example: Callable[[], tuple[Any, ...]]  # makes the arguments of a trial
-    single: bool = False  # whether it sums in float32, whatever the dtypes
+    single: bool = False  # whether the other function sums in float32, whatever the dtypes of its inputs
     kind = FUNCTION
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         return re.search(self.pattern, name) is not None and super().fits(name, kind, parameters)
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether the operators take the call. They need as many coordinates as features."""
+        """Return whether the operators take the call. They need coordinates for each row of features."""
         return are_fit(arguments) and ("coords" not in arguments or len(arguments["coords"]) == len(arguments["feats"]))
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
@@ -46,22 +47,22 @@ class Pool(ExactForm):
         if self.single:
             return output
         features = [t.dtype for name, t in arguments.items() if name in _FEATURES]
-        return output.to(functools.reduce(torch.promote_types, features))  # autocast does not convert a sum in plain torch
+        return output.to(functools.reduce(torch.promote_types, features))  # Under autocast, plain torch's sum has this dtype.
 
 
 def are_fit(arguments: Arguments) -> bool:
-    """Return whether features are floating, and all other tensors whole numbers."""
+    """Return whether features have a floating dtype, and all other tensors int32 or int64."""
     tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
     return all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items())
 
 
 def _pool_bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
-    """Sum in float32, whatever the dtypes."""
+    """Sum in float32, whatever the dtypes of depth and feat."""
     return bev_pool_v2(depth, feat.float(), *ranks_shape_and_intervals)
 
 
 def _pool_alike(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
-    """Sum as the forks in plain torch do: the result has the dtype of depth * feat."""
+    """Sum as BEVDet's forks in plain torch do: the result has the dtype of depth * feat."""
     return bev_pool_v2(depth, feat.to(torch.promote_types(depth.dtype, feat.dtype)), *ranks_shape_and_intervals)
 
 
@@ -130,7 +131,7 @@ _FUNCTIONS = {
 }
 POOLS = {
     **_FUNCTIONS,
-    # MapTR's functions have no gradient.
+    # The same functions without a gradient, as in MapTR.
     **{f"{name}_no_grad": replace(form, run=torch.no_grad()(form.run)) for name, form in _FUNCTIONS.items()},
 }
 

@@ -1,8 +1,8 @@
 """Decide whether an unknown core can be tried: it must be a pure function, and a trial must be able to take its branches.
 
 A pure function of tensors has no state. If it gives our numbers on small examples that take every branch, it gives our numbers
-on all inputs. The examples of a trial take branches on optional arguments, on the number of axes, and on whether a size is 1.
-They do not take branches on a dtype, a device or another size.
+on all inputs. The examples of a trial take both sides of a branch on an optional argument, on the number of axes, or on whether
+a size is 1. They do not take both sides of a branch on a dtype, a device or another size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BUILTINS = {"len", "range", "zip", "enumerate", "int", "float", "list", "tuple"
 _BUILTINS |= {"dict", "slice", "str"}
 _SETTING = {"STORE_GLOBAL": "sets the global", "DELETE_GLOBAL": "deletes the global", "STORE_ATTR": "sets the attribute"}
 _STATES = {"is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabled", "get_default_dtype", "globals", "environ"}
-_STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}  # No example has such numbers or settings.
+_STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}  # No example has NaN or infinity, nor changes a setting.
 _EXPORTING = {"is_exporting", "is_compiling", "is_tracing", "is_scripting", "is_in_onnx_export", "isinstance"}
 
 
@@ -66,7 +66,10 @@ def _explain_branches(node: ast.FunctionDef, parameters: Parameters) -> str:
 
 
 def _list_compared_tensors(node: ast.AST) -> list[ast.expr]:
-    """Return the comparisons of tensors. `(x > 0) & (x < w)`, `(x > 0).float()` and `x[1:] != x[:-1]` are not branches."""
+    """Return the comparisons of tensors, as in `(x > 0) & (x < w)`, `(x > 0).float()` and `x[1:] != x[:-1]`.
+
+    They choose no branch.
+    """
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
         return [node.left, node.right]
     if isinstance(node, ast.Compare) and isinstance(node.left, ast.Subscript):

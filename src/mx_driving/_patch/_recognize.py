@@ -25,7 +25,8 @@ from ._search import Candidate
 from ._trial import Finding, try_forms
 from .known import Known, read_table
 
-# FORMS: the name that a user writes -> the form. GROUPS: the name that a user writes -> the forms to try.
+# In patch(forms=...) a user writes the name of a form, a key of FORMS, or of a group of forms that are tried in turn, a key of
+# GROUPS.
 FORMS: Mapping[str, Form] = {**ATTENTION_FORMS, **CORES, **EXTENSIONS, **POOLS}
 GROUPS: Mapping[str, Mapping[str, Form]] = {"core": CORES, "pool": POOLS}
 _CASTS = {"half", "float16", "float", "float32", "double", "float64", "bfloat16", "type_as", "to", "type"}
@@ -92,7 +93,7 @@ def _fit_known(entry: Known, candidate: Candidate, code: Code) -> Fit:
 
 
 def _explain_impurity(candidate: Candidate, reader: Reader) -> str:
-    """Return why a core cannot be tried, or nothing. The reader also reads called cores, unless they are replaced."""
+    """Return why a core cannot be tried, or nothing. Also read the code of cores that it calls, unless they are replaced."""
     try:
         return explain_impurity(reader.read(candidate.original))
     except NoKey as error:
@@ -122,5 +123,5 @@ def _find_compiled_function(candidate: Candidate, reader: Reader, forms: Mapping
 
 
 def _is_module(name: str, known: str) -> bool:
-    """Return whether the name of a module, or the text that binds it, ends in the last part of a known name."""
+    """Return whether `name`, a module's name or the text of its import, ends in the last part of a known module's name."""
     return re.search(rf"(^|[.' ]){re.escape(known.rpartition('.')[2])}('|$)", name) is not None

@@ -27,7 +27,7 @@ from ._parameters import STAND_IN, Parameters, unwrap
 # `_get_key` of a function -> its stand-in. Entries stay when a patch ends, because another thread may be about to call them.
 SERVED: dict[str, Callable[..., Any]] = {}
 _PROCESS = uuid.uuid4().hex
-_OWN = "the own code"  # a placeholder in _SOURCE for the function's own code object
+_OWN = "the own code"  # in _SOURCE: a placeholder for the code object of the original
 # - `function.__code__ = code` needs as many free variables as the function has. A nested function is compiled to get them: code
 #   made by CodeType.replace(co_freevars=...) crashes debuggers.
 # - The new code has the function's parameters, because decorators such as mmcv's read them.
@@ -105,7 +105,7 @@ def _get_key(function: types.FunctionType) -> str:
 
 
 def run_own_code(code: Any, names: dict[str, Any], contents: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a function with the own code of a replaced function, and with the contents of its closure."""
+    """Return a function that runs the original code of a replaced function. `contents`: the values of its closure."""
     return types.FunctionType(code, names, closure=tuple(map(types.CellType, contents)))
 
 
@@ -114,7 +114,7 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function that casts inputs as an autograd function does: by custom_fwd's `cast_inputs`, then as its code does.
+    """Return a function that casts inputs as an autograd function does: first by custom_fwd's `cast_inputs`, then to `known`.
 
     It is a plain function, because torch.compile takes callable objects only from torch 2.13 on.
     """
@@ -172,7 +172,7 @@ def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
-    """Return the methods for a function of several operations. Backward runs the function again, and differentiates it."""
+    """Return the methods for a pool, which takes several operations. Backward runs them again and differentiates them."""
     run = differentiable(form.foreign)
 
     def apply(*args: Any) -> Tensor:
@@ -192,7 +192,7 @@ def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
         with torch.enable_grad():
             outputs = run(*args)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # A second output is coordinates.
+            gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # A second output has no gradient.
         return tuple(next(gradients) if needed else None for needed in needs_grad)
 
     return apply, forward, backward

@@ -1,6 +1,7 @@
 """Find the cores of a target and the attention modules around them.
 
-`patch` searches the Python modules of its target. Of a library in `_FILES`, it also imports files whose texts mention a core.
+`patch` searches the Python modules of its target. If the target is a library in `_FILES`, `patch` imports and searches the
+files of that library whose text mentions a core.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Candidates:
         else:
             return False
         for name in original.__code__.co_names if is_pool else ():
-            # Perhaps no other module than the pool's own imports the autograd function that the pool calls.
+            # Consider the autograd function that the pool calls: perhaps only the pool's module imports it.
             if isinstance(core := original.__globals__.get(name), type):
                 self.consider(core)
         return True
@@ -109,7 +110,7 @@ def is_core(member: Any) -> bool:
 
 
 def _is_for_torch_library(name: str, parameters: Parameters) -> bool:
-    """Return whether a function makes the shape of a core's output for `torch.library`, or is its backward."""
+    """Return whether a function is a fake implementation for `torch.library` (shapes only), or the backward of a core."""
     return "grad_output" in parameters.all or name.endswith(("_fake", "_meta", "_abstract"))
 
 
@@ -156,7 +157,7 @@ def find_network(target: Any) -> Any:
 
 
 def find(target: Any, with_modules: bool) -> Candidates:
-    """Return the candidates of a target: of a library or module by its name, of a Python module, or of a model."""
+    """Return the candidates of a target: a Python module, a model, or the name of a library or module."""
     candidates = Candidates(with_modules)
     if isinstance(target, torch.nn.Module):
         for name in sorted({base.__module__ for part in target.modules() for base in type(part).__mro__}):
@@ -191,7 +192,7 @@ def _search_loaded(name: str, candidates: Candidates) -> None:
 
 
 def _search_imported(name: str, candidates: Candidates) -> None:
-    """Import a module and search it. If a library imports its models on first use, name the modules to import."""
+    """Import a module and search it. If it has no candidates, list in `unknown` its submodules that are not imported yet."""
     try:
         importlib.import_module(name)
     except ImportError as error:
@@ -205,7 +206,7 @@ def _search_imported(name: str, candidates: Candidates) -> None:
 
 
 def _search_files(name: str, candidates: Candidates) -> None:
-    """Import and search the modules of a known library whose texts have a mark."""
+    """Take a library of `_FILES`. Import and search its modules whose text has all words of one of `_MARKS`."""
     for module_name in _find_in_library(name, _FILES[name]):
         try:
             module = importlib.import_module(module_name)
@@ -225,7 +226,7 @@ def _find_in_library(library: str, files: str) -> Iterator[str]:
 
 
 def find_marked(roots: Iterable[pathlib.Path], files: str, package: str) -> Iterator[str]:
-    """Return the names of the modules in folders whose texts have the words of a core or of an attention module."""
+    """Search folders for modules whose text has all words of one of `_MARKS`. Return the names of these modules."""
     for root in roots:
         for file in sorted(root.glob(files)):
             text = file.read_text(encoding="utf-8", errors="ignore")

@@ -29,7 +29,7 @@ def survey(target: Any) -> list[Finding]:
 
     findings = examine(candidates.cores) + examine(candidates.pools)
     try:
-        replacements.add(candidates.cores)  # Modules are tried over replaced cores, which need no compiled extension.
+        replacements.add(candidates.cores)  # In a trial, modules call replaced cores, which need no compiled extension.
         replacements.add(candidates.pools)
         return findings + examine(candidates.modules)
     finally:
@@ -54,6 +54,6 @@ def _find_in_folder(folder: pathlib.Path) -> Candidates:
     for module_name in find_marked([folder], "**/*.py", ""):
         try:
             candidates.search(importlib.import_module(module_name))
-        except Exception as error:  # Other people's files may ask for anything.
+        except Exception as error:  # The import of an unknown file may raise anything.
             candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
     return candidates

@@ -29,12 +29,12 @@ from ._pools import Pool
 from ._search import Candidate
 
 CLOSE = 1e-10  # A smaller difference of the results counts as agreement.
-_SINGLE = 1e-4  # the same for a core that computes in float32, whatever its inputs
+_SINGLE = 1e-4  # the limit in place of CLOSE for a core that computes in float32, whatever the dtypes of its inputs
 _Run = Callable[[Arguments], Any]  # runs a function on arguments by role, with value in our layout
 
 
 class Refused(Exception):
-    """The form is refused: `args[0]` is the reason. If all forms are refused, the reason of the lowest rank is reported."""
+    """The form is refused: `args[0]` is the reason. If all forms are refused, the refusal with the lowest rank is reported."""
 
     rank, difference = 3, math.inf
 
@@ -46,7 +46,7 @@ class Differs(Refused):
 
 
 class DiffersBy(Refused):
-    """The results of the form have the shapes of the original's, but other numbers."""
+    """The results of the form have the shapes of the original's results, but other numbers."""
 
     rank = 1
 
@@ -89,7 +89,7 @@ class Finding:
 
 
 def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Finding:
-    """Return the first form that agrees. If no form agrees, return the most telling refusal."""
+    """Return the first form whose results agree with the original's. If no form agrees, return the most telling refusal."""
     refusals: dict[str, Refused] = {}
     with _isolate():
         for name, form in forms.items():
@@ -107,7 +107,10 @@ def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Fi
 
 @contextlib.contextmanager
 def _isolate() -> Iterator[None]:
-    """Restore torch's random state and settings. Use one thread: to wake others takes longer than these examples."""
+    """Run a trial on the CPU in one thread, then restore torch's settings and random state.
+
+    To wake other threads would take longer than the examples.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -124,7 +127,7 @@ def _isolate() -> Iterator[None]:
 
 
 def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
-    """Return the calls that the form serves, and the largest difference. Modules are tried in training and in evaluation."""
+    """Return the fit of the form, and the largest difference of results. Try modules in training and in evaluation."""
     _check_state(form, code)
     module, flags, cores = None, {}, []
     if isinstance(form, Attention):
@@ -146,7 +149,7 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
 
 
 def _check_state(form: Any, code: Code) -> None:
-    """Check that a module does not set its attributes or pass itself on. A core that is a layer must read none either."""
+    """Check that a module neither sets its attributes nor passes itself on. A core that is a layer must not read attributes."""
     if form.kind == MODULE and not isinstance(form, Attention) and (code.attributes or code.writes or code.passes_self):
         raise Differs(f"its code uses its attributes {', '.join(sorted(code.attributes | code.writes)) or 'in an unknown way'}")
     if form.kind == MODULE and code.writes:
@@ -156,7 +159,7 @@ def _check_state(form: Any, code: Code) -> None:
 
 
 def _find_flags(module: Any, names: Set[str], cores: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the values of the attributes that hold no core."""
+    """Return name -> value for the attributes in `names` that hold no core."""
     flags = {}
     for name in sorted(names):
         value = getattr(module, name, None)
@@ -170,7 +173,7 @@ def _find_flags(module: Any, names: Set[str], cores: Sequence[Any]) -> dict[str,
 
 
 def _widen(fit: Fit, candidate: Candidate, module: Any, name: str, value: bool) -> Fit:
-    """Return a fit that serves the other value of a flag or option, too, if that value changes no number."""
+    """Return a fit that serves both values of a boolean flag or option, if the other value gives the same results."""
     field = "flags" if name in fit.flags else "options"
     wider = dataclasses.replace(fit, **{field: {**getattr(fit, field), name: (value, not value)}})  # type: ignore[arg-type]
     if field == "flags":
@@ -186,9 +189,9 @@ def _widen(fit: Fit, candidate: Candidate, module: Any, name: str, value: bool) 
 
 
 def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments | None = None) -> tuple[Fit, float]:
-    """Compare the results of all examples. `more` are further arguments.
+    """Compare the results of all examples. `more`: further arguments of each call.
 
-    A module may refuse widths of reference points and masks. The fit does not serve those.
+    A module may refuse masks, or a width of reference points. The returned fit does not serve what the module refuses.
     """
     runs, served, refusals, difference = _make_runs(fit, candidate, module), [], [], 0.0
     for example in make_examples(fit.form, module, candidate.parameters):
@@ -208,7 +211,7 @@ def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments |
 
 
 def _compare_first(runs: tuple[_Run, _Run], ways: Sequence[Arguments], module: Any) -> float:
-    """Return the difference for the first of the ways to write an example that the original takes."""
+    """Try the ways to write an example in turn. Return the difference for the first way that the original accepts."""
     refusals = []
     for way in ways:
         try:
@@ -219,7 +222,7 @@ def _compare_first(runs: tuple[_Run, _Run], ways: Sequence[Arguments], module: A
 
 
 def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]:
-    """Return functions that call the original and its stand-in with arguments by role, and with the same random numbers."""
+    """Return functions that call the original and its stand-in. Both take arguments by role, and draw equal random numbers."""
     form, function, parameters = fit.form, candidate.function, candidate.parameters
     layout, bound = getattr(form, "layout", ROWS), () if form.kind == FUNCTION else (module,)
     is_autograd = form.kind == AUTOGRAD
@@ -241,7 +244,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 def _check_dtypes(runs: tuple[_Run, _Run], examples: Iterable[Example], is_pool: bool) -> None:
-    """Check that results in bfloat16 and under autocast have the same dtypes as the original's, if the original runs there.
+    """Check that in bfloat16 and under autocast, results have the original's dtypes. Skip calls that the original refuses.
 
     A pool is not tried under autocast: its autograd function is over a compiled file, which has no autocast, and it may be
     replaced already.
@@ -262,7 +265,7 @@ def _check_dtypes(runs: tuple[_Run, _Run], examples: Iterable[Example], is_pool:
 
 
 def _build(kind: type, form: Attention) -> Any:
-    """Return a module in float64 with random parameters: of SMALL's sizes if its constructor takes them, else of its own."""
+    """Return a float64 module with random parameters. It has the sizes of SMALL, or its defaults if they cannot be set."""
     small = SMALL.list_arguments(form.uneven)
     try:
         module: Any = kind(**{name: small[name] for name in inspect.signature(kind).parameters if name in small})
@@ -323,7 +326,7 @@ def _compute(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> tupl
 
 
 def _measure(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of an element, divided by the largest element if that is above 1."""
+    """Return the largest difference of two elements, divided by the largest element of `theirs` if that is above 1."""
     ours, theirs = ours.detach().double(), theirs.detach().double()
     if not theirs.numel():
         return 0.0

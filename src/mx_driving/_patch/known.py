@@ -1,7 +1,8 @@
 """The table of code that `patch` knows: attention modules, cores, autograd functions and pools of other projects.
 
-known.jsonl has an entry per line. `make known` tries the code of packages, and prints new entries. The outputs and gradients of
-each entry were compared with those of its form in float64. Autograd functions over a compiled function were read instead.
+known.jsonl has an entry per line. `make known` tries the code of packages, and prints new entries. A trial compared the outputs
+and gradients of each entry with those of its form, in float64. Autograd functions that call a compiled function cannot be
+tried: people read their code instead.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-Values = Mapping[str, Sequence[Any]]  # a name -> its values that a form serves
+Values = Mapping[str, Sequence[Any]]  # the name of an attribute or parameter -> the values of it that a form serves
 
 
 class Known(NamedTuple):
-    """A code and its form.
+    """The code of another project, and its form.
 
     Attributes:
         form: the name of the form.
@@ -44,13 +45,13 @@ _DEFAULTS = Known("", "")._asdict()
 
 
 def format_entry(key: str, entry: Known) -> str:
-    """Return the line of known.jsonl: the key, and all that is not a default."""
+    """Return the line of known.jsonl for an entry: the key, and the fields that differ from their defaults."""
     facts = {name: value for name, value in entry._asdict().items() if value != _DEFAULTS[name]}
     return json.dumps({"key": key, **facts})
 
 
 @functools.cache
 def read_table() -> dict[str, Known]:
-    """Return the key of each code (_code.py) -> its entry. `import mx_driving` does not read the table."""
+    """Return key (_code.py) -> entry, for all code in the table. `import mx_driving` does not read the table."""
     lines = pathlib.Path(__file__).with_name("known.jsonl").read_text(encoding="utf-8").splitlines()
     return {entry.pop("key"): Known(**entry) for entry in map(json.loads, lines)}

@@ -1,4 +1,4 @@
-"""`mx-driving bench`: the operators on models' workloads, beside plain torch, in one run."""
+"""`mx-driving bench`: time the operators and plain torch on workloads of models."""
 
 from __future__ import annotations
 

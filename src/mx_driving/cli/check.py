@@ -1,4 +1,4 @@
-"""`mx-driving check`: every operator, against the float64 reference."""
+"""`mx-driving check`: compare every operator with the float64 reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _make_table(results: list[WorkloadErrors]) -> Any:
     table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for result in results:
         title = re.sub(r" (?=[\[\d])", "\n", result.workload.name, count=1)  # The sizes get a line of their own.
-        operator = result.workload.operator.replace("_with_logits", "\n  _with_logits")  # leaves room for the times
+        operator = result.workload.operator.replace("_with_logits", "\n  _with_logits")  # two lines, for room for the times
         table.add_row(f"[bold]{operator}[/]\n{escape(title)}\n{result.dtype}")
         errors = "\n".join(
             f"[{'red' if not error <= result.allowed[name] else 'green'}]{error:.1e}[/] / {result.allowed[name]:.1e}"
@@ -37,7 +37,7 @@ def _make_table(results: list[WorkloadErrors]) -> Any:
 
 
 def _describe_backends(results: list[WorkloadErrors]) -> list[str]:
-    """Return a line for each backend, with its operators. The backend's dtypes, after a semicolon, are left out."""
+    """Return a line for each backend, with its operators. Leave out the dtypes, which follow a semicolon in `backend`."""
     served: dict[str, dict[str, None]] = {}
     for result in results:
         served.setdefault(result.backend, {})[result.workload.operator] = None

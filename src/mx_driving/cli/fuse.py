@@ -1,4 +1,4 @@
-"""`mx-driving fuse`: deformable attention in another form in an ONNX file that somebody else exported."""
+"""`mx-driving fuse`: write the deformable attention of an ONNX file in another form."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _find_version(package: str) -> str | None:
 
 
 def _collect() -> dict[str, Any]:
-    """Return the facts that `--json` prints. Only `torch.__version__` also names the version of CUDA."""
+    """Return the facts that `--json` prints. Take torch's version from `torch.__version__`, which also names CUDA's."""
     versions = {package: _find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
     return {
         "versions": {"python": platform.python_version(), **versions},

@@ -1,4 +1,4 @@
-"""Options that several commands have, with one text and one effect."""
+"""Options that several commands share. Each has one help text and one effect."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def use_threads(threads: int) -> None:
 
 
 def arrays(path: Path | None) -> dict[str, Any]:
-    """Return the arrays of the file of --inputs by name; an empty dictionary without the option."""
+    """Return the arrays in the file that the option --inputs names, by name; an empty dictionary without the option."""
     if path is None:
         return {}
     if by_name := read_arrays("--inputs", path):

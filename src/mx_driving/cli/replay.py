@@ -1,4 +1,4 @@
-"""`mx-driving replay`: calls that were recorded on a device, computed again and judged."""
+"""`mx-driving replay`: compute calls that were recorded on a device again, and judge the recorded results."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
 
     verdicts, problems = [], []
     for name in track(stems, description="judging", console=console, transient=True, disable=console is None):
-        try:  # without the vendor's limits, which the environment may set
+        try:  # suspended() lifts the vendor's limits, which the environment may set.
             with suspended(), ruled(f"{name} must be a call that can be judged"):
                 call, left_out = read(name, stems[name])
                 problems += left_out

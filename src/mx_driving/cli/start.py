@@ -19,7 +19,7 @@ _UsageError: Any = typer.BadParameter.__base__  # typer's class; click's with an
 
 
 class WrongValue(typer.BadParameter):
-    """An option's parser refuses a value. The message continues a sentence that begins with the option's name."""
+    """Raised if an option's parser refuses a value. The message continues a sentence that begins with the option's name."""
 
 
 def start(program: str, command: typer.Typer | Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""`mx-driving verify`: deformable attention of an ONNX file on a runtime, judged."""
+"""`mx-driving verify`: run the deformable attention of an ONNX file on a runtime, and judge the outputs."""
 
 from __future__ import annotations
 

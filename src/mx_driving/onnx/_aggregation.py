@@ -1,7 +1,8 @@
 """Write deformable_aggregation as multi_scale_deformable_attn, for forms without a node of aggregation.
 
-A map of a camera becomes a level, a group of channels becomes a head. Aggregation drops samples with a centre off the image;
-attention drops samples only if no pixel is on the map. So move far away the locations that aggregation drops.
+A map of a camera becomes a level, a group of channels becomes a head. Aggregation drops a sample if its centre is off the
+image. Attention drops a sample only if all four pixels around it are off the map. So move the locations that aggregation drops
+far off the map.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _FAR = -10.0
 
 
 def write_as_attention(write: Writer, inputs: list[ir.Value]) -> Call:
-    """Return inputs of attention with the same result as aggregation of `inputs`."""
+    """Return the inputs with which attention has the same result as aggregation has with `inputs`."""
     features, shapes, starts, locations, weights = inputs
     sizes = (*dims(weights)[2:], *dims(features)[2:])
     if len(sizes) != 5 or not are_fixed(sizes) or locations.dtype is None:
@@ -32,7 +33,7 @@ def write_as_attention(write: Writer, inputs: list[ir.Value]) -> Call:
 
 
 def _flatten(write: Writer, name: str, table: ir.Value, *shape: int) -> ir.Value:
-    """Return a table with one axis for the maps of all cameras."""
+    """Return a table, spatial_shapes or level_start_index, with one axis for the maps of all cameras."""
     numbers = read_constant(table)
     if numbers is None:
         return write.like(table, "Reshape", write.table("shape", shape))
@@ -40,7 +41,7 @@ def _flatten(write: Writer, name: str, table: ir.Value, *shape: int) -> ir.Value
 
 
 def _write_locations(write: Writer, locations: ir.Value, axes: tuple[int, ...]) -> ir.Value:
-    """Return locations [bs, anchor, group, cam * scale, pts, 2] of [bs, anchor, pts, cam, 2]."""
+    """Return locations [bs, anchor, group, cam * scale, pts, 2], made of locations [bs, anchor, pts, cam, 2]."""
     groups, cams, scales, points, _ = axes
     assert locations.dtype is not None
     zero, one, far = (write.table("number", x, locations.dtype.numpy()) for x in (0.0, 1.0, _FAR))

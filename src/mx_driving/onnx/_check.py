@@ -1,4 +1,4 @@
-"""Run an ONNX file and each of its matches on a runtime, and judge the outputs."""
+"""Run an ONNX file, and each match of deformable attention in it, on a runtime. Judge the outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict on a match and its inputs. `judged` is None if the runtime gave no output. `why` describes the fault."""
+    """The verdict on a match with one kind of inputs: IN_THE_FILE, ACROSS or WITHIN.
+
+    `judged` is None if the runtime gave no output. `why` describes the fault.
+    """
 
     match: Match
     inputs: str
@@ -59,7 +62,7 @@ class Comparison:
 
 @dataclass
 class Checked:
-    """The report of `check`. `left`: name -> reason why weighted samples are not a match."""
+    """The report of `check`. `left`: name of a sum of weighted samples -> the reason why the sum is not a match."""
 
     matches: list[Match]
     left: dict[str, str]
@@ -124,7 +127,7 @@ class _Checker:
     run: Run
     folder: Path
     precision: torch.dtype | None
-    origin: str = "in this precision"  # the source of locations that are not finite
+    origin: str = "in this precision"  # where NaN and infinite locations come from, in words
 
     def check(self, inputs: Arrays, left: dict[str, str]) -> Checked:
         report = Checked(self.matches, left)
@@ -151,7 +154,7 @@ class _Checker:
     def run_reference(
         self, inputs: Arrays, defaults: Arrays | None = None, model: ir.Model | None = None
     ) -> tuple[Arrays, Arrays]:
-        """Return the inputs of the file, and its outputs in onnxruntime on the CPU."""
+        """Return the inputs of the file, and the outputs that onnxruntime computes from them on the CPU."""
         file = self.folder / "reference.onnx"
         ir.save(model or self.file.model, file, external_data="reference.data")
         try:
@@ -184,7 +187,7 @@ class _Checker:
         ir.save(model, file, external_data="within.data")
         try:
             outputs = self.run(file, fed)
-        except Failed:  # the runtime may lack memory, or refuse more outputs. The other verdicts stand.
+        except Failed:  # The runtime may lack memory for more outputs, or refuse them. The other verdicts stand.
             return []
         return [self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name) for match in self.matches]
 
@@ -205,7 +208,7 @@ class _Checker:
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, finite: Arrays) -> list[_outputs.Output]:
-        """Judge the whole file's outputs. `finite` has outputs with finite locations in place of NaN and infinity."""
+        """Judge the whole file's outputs. `finite`: its outputs with finite locations in place of NaN and infinite ones."""
         eps = torch.finfo(self.precision).eps if self.precision else 0.0
         near = []
         for moved in _outputs.change_by_ulps(self.file.model, fed, eps):
@@ -221,7 +224,7 @@ class _Checker:
 
 
 def _output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str) -> torch.Tensor:
-    """Return the output of a match in the operator's shape. Plugins return heads and channels in separate axes."""
+    """Return the output of a match in the operator's shape. A plugin's output may have separate axes for heads and channels."""
     value, *_, locations, _ = inputs
     shape = value.shape[0], locations.shape[1], math.prod(value.shape[2:])
     if name not in outputs:

@@ -1,7 +1,7 @@
 """Attention with constant value, locations or weights: exporters fold nodes that do not depend on an input.
 
-Each level then has a constant map, grid or weights. This module concatenates these constants to a tensor for the operator,
-outside the graph. A trial leaves the constants in place. A replacement writes the tensor into the file.
+Each level then has a constant map, grid or weights. This module concatenates the constants of all levels to one tensor for the
+operator. The tensor is outside the graph: only a replacement writes it into the file. A trial runs the file's own constants.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
-    """Yield role -> constant tensor for each possible batch, then an empty dictionary."""
+    """For each possible batch, yield role -> constant tensor of all levels. Then yield an empty dictionary."""
     nodes = [find_producer(part, *MOVES) for samples, _ in pairs for part in split_levels(samples)]
     samplers = [node for node in nodes if is_node(node, "GridSample")]
     values = {
@@ -70,7 +70,7 @@ def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> ir.TensorProto
     blocks = [_order_axes(array, batch, role) for array in arrays]
     if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) > 1:
         return None
-    # 16 bits have too few digits for grid + 1.
+    # (grid + 1) / 2 would lose digits in 16 bits.
     dtype = np.float32 if role == "locations" and arrays[0].dtype.itemsize == 2 else arrays[0].dtype
     return ir.tensor(np.concatenate(blocks, axis).astype(dtype))
 

@@ -1,8 +1,8 @@
 """The operators as single nodes in ONNX: ours for onnxruntime, NVIDIA's plugin for TensorRT, the vendor's for its converter.
 
 Only `onnx.translations` imports this module: it needs onnxscript. Our kernels are in native/src/onnxruntime/operators.cpp.
-TensorRT's parser reads an unknown node as the plugin of the same name. The plugin's domain is that of onnxruntime's TensorRT
-provider.
+TensorRT's parser reads an unknown node as the plugin of the same name. The plugin's node gets the domain that onnxruntime's
+TensorRT provider uses.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _make_node(
 
 
 def _translate_to_ours(operator: Operator) -> Callable[..., Any]:
-    """Return a function that writes our node. Sizes are attributes; if a size is free, they are an input."""
+    """Return a function that writes our node. The operator's sizes are attributes, or an input if one of them is free."""
     inputs = [(name, _TYPES[t.elements], t.optional) for name, t in zip(operator.inputs, operator.tensors, strict=True)]
     inputs += [("sizes", ["tensor(int64)"], True)] if operator.sizes else []
     attributes = [_SCHEMA.Attribute(size, _SCHEMA.AttrType.INT, required=False) for size in operator.sizes]
@@ -82,7 +82,8 @@ def _cast(tensor: Any, dtype: int) -> Any:
 
 
 def _translate_to_theirs(domain: str, takes_halves: bool, splits_heads: bool) -> Callable[..., Any]:
-    """Return a function that writes the node: in float16 if the node takes it and all tensors have it, else in float32."""
+    """Return a function that writes the node of a domain: in float16 if it takes float16 and all tensors are float16, else in
+    float32."""
     types = {"floating": ["tensor(float)"] + ["tensor(float16)"] * takes_halves, "index": ["tensor(int32)"]}
     inputs = [(name, types[t.elements], False) for name, t in zip(_ATTENTION.inputs, _ATTENTION.tensors, strict=True)]
     node = _make_node(domain, NAMES[domain], inputs, [])

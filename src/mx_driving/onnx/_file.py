@@ -32,7 +32,7 @@ _Sizes = dict[str, list[int | str | None]]
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return the path if it is valid. An empty path would mean the working folder; onnx reads only UTF-8 names."""
+    """Return the path. Refuse an empty path, which would mean the working folder, and a name that is not UTF-8, like onnx."""
     text = os.fspath(path)
     if not text:
         raise Problem(f"{name} must be the path of a file; got ''")
@@ -61,7 +61,7 @@ def silence_libraries() -> Iterator[None]:
 
 
 class _Unreadable(Exception):
-    """A file that breaks a rule."""
+    """Raised for a file that breaks a rule. `fact` is what the file has instead."""
 
     def __init__(self, rule: str, fact: str) -> None:
         super().__init__(rule, fact)
@@ -145,18 +145,21 @@ def _infer_shapes(model: ir.Model) -> ir.Model:
 
 
 def _ask_onnxruntime(model: ir.Model) -> bool:
-    """Set types and shapes of outputs of onnxruntime's own nodes, which onnx cannot infer. Return whether any was set."""
+    """onnx cannot infer the outputs of onnxruntime's own nodes: ask onnxruntime for their dtypes and shapes, and set them.
+
+    Return whether onnxruntime gave an answer.
+    """
     nodes = (node for node in model.graph if node.domain.startswith("com.microsoft"))
     unknown = {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}
     try:
         answers = _list_outputs_in_session(model, [*unknown.values()]) if unknown else ()
-    except Exception:  # onnxruntime may lack a node. Then the report lists attention with unknown sizes in `left`.
+    except Exception:  # onnxruntime may lack a node. Sizes then stay unknown, and attention without sizes is not replaced.
         return False
     for answer in answers:
         kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
         if kind in ir.DataType.__members__:
             value.dtype = ir.DataType[kind]
-            # onnxruntime returns [] for an unknown number of axes, too.
+            # [] means a scalar, or an unknown number of axes: keep the shape.
             value.shape = ir.Shape(answer.shape) if answer.shape else value.shape
     return bool(answers)
 
@@ -191,14 +194,15 @@ def _inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Inline local functions. Return the model unchanged if onnx fails."""
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except Exception:  # onnx cannot convert every opset. The report lists attention in functions in `left`.
+    except Exception:  # onnx cannot convert every opset. Attention in a function that is not inlined is not replaced.
         return proto
 
 
 def _take_out_defaults(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Return the defaults of inputs: initializers that are also graph inputs are not constants (IR >= 4).
+    """Remove the defaults of inputs from the initializers, and return them.
 
-    Before IR version 4 every initializer had to be an input, and none could be overridden.
+    From IR version 4 on, an initializer that is also a graph input is a default, no constant. Before IR version 4 every
+    initializer had to be an input, and none could be overridden.
     """
     defaults = {}
     for value in [value for value in model.graph.inputs if value.is_initializer()]:
@@ -278,7 +282,7 @@ def _follow_sizes(file: LoadedFile) -> None:
         bypass_identities(copy)
         RemoveUnusedNodesPass()(copy)
         folded = _fold_constants(copy)
-    except Exception:  # Any node may fail. Then the report lists attention with unknown sizes in `left`.
+    except Exception:  # Any node may fail. Sizes then stay unknown, and attention without sizes is not replaced.
         return
     _add_sizes(file.model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
     if not _all_sizes_are_fixed(folded):
@@ -289,7 +293,8 @@ def _follow_sizes(file: LoadedFile) -> None:
 def _fold_constants(model: ir.Model) -> ir.Model:
     """Fold constants twice: folded constants give sizes, and known sizes are further constants.
 
-    Use recorded shapes only where inference gives none: onnx's inference stops at a contradiction, as in files of paddle2onnx.
+    Use the shapes that the file records only where inference gives none. Inference stops at a recorded shape that contradicts
+    the nodes, and files of paddle2onnx have such shapes.
     """
     from onnxscript.optimizer import fold_constants
 
@@ -327,7 +332,7 @@ def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
 
 
 def _infer_symbolically(proto: onnx.ModelProto, merge: bool) -> Any:
-    """Infer shapes as `infer_shapes` does, but write no file into the working folder if a size stays unknown."""
+    """Infer shapes as onnxruntime's `infer_shapes` does, but write no file into the working folder if a size stays unknown."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
 
     whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
@@ -338,7 +343,7 @@ def _infer_symbolically(proto: onnx.ModelProto, merge: bool) -> Any:
         while inference.run_:
             whole = inference._infer_impl()
         inference._update_output_from_vi()
-    except Exception:  # Inference fails in many ways. Then the report lists attention with unknown sizes in `left`.
+    except Exception:  # Inference fails in many ways. Sizes then stay unknown, and attention without sizes is not replaced.
         return None
     return inference if whole else None
 
@@ -360,5 +365,5 @@ def _add_sizes(model: ir.Model, inferred: _Sizes) -> None:
 
 
 def _choose_size(recorded: int | str | None, inferred: int | str | None) -> int | str | None:
-    """Return a number if either size is a number. paddle2onnx records sizes that contradict the nodes."""
+    """Prefer a number to a name, and the inferred size to the recorded size, which paddle2onnx may record wrongly."""
     return next((size for size in (inferred, recorded) if isinstance(size, int)), inferred or recorded)

@@ -22,7 +22,7 @@ _LIKELIEST = 24  # at most so many candidates are tried; in all known files the 
 
 
 def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str, Sampling | str]]:
-    """Yield (name of the sum's tensor, sampling that passes its trial). If no sampling passes, yield (name, reason).
+    """For each weighted sum, yield the name of its tensor, and the sampling that passes its trial or the reason why none does.
 
     GridSample nodes outside the weighted sums of the main graph come first. The caller may replace a sampling before it takes
     the next, because the search runs in a copy. `tables=False` leaves out the form "gather".
@@ -56,7 +56,7 @@ def _search(file: LoadedFile, tables: bool) -> Iterator[tuple[str, Sampling | st
 
 
 def _prove_sum(file: LoadedFile, node: ir.Node, pairs: Pairs) -> Sampling:
-    """Return the first candidate that passes its trial. Concatenate constants of the levels first."""
+    """Return the first candidate that passes its trial. If the levels have constant inputs, first try tensors made of these."""
     return _take_first(lambda constants: _prove_first(file, find_candidates(node, pairs, constants)), find_constants(pairs))
 
 

@@ -1,7 +1,7 @@
 """Write multi_scale_deformable_attn into an existing ONNX graph, in one of several forms.
 
 `translations` has the forms for graphs that torch exports. Here sizes are known when a node is written, so gathers need no
-nodes for shapes.
+nodes that compute shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_attention(node: ir.Node) -> bool:
 
 
 def has_logits(node: ir.Node) -> bool:
-    """Return whether the node has offsets and logits. In forks of BEVFormer_tensorrt, such nodes have locations."""
+    """Return whether the node has offsets and logits. A node of the same type in BEVFormer_tensorrt's forks has locations."""
     inputs = [v for v in node.inputs if v is not None]
     return node.op_type in WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 
@@ -61,7 +61,7 @@ class Call(NamedTuple):
     starts: ir.Value
     locations: ir.Value
     weights: ir.Value
-    sums_in_float32: bool = False  # whether a file in 16 bits sums in float32
+    sums_in_float32: bool = False  # whether the file sums samples in float32. Its inputs may have 16 bits.
 
     @property
     def inputs(self) -> tuple[ir.Value, ...]:
@@ -127,7 +127,7 @@ class _Gathers:
         if batch != 1 and self.opset < 11:
             raise Unfit("gathers of more than one scene need opset 11 or later")
         self.output_dtype = call.read_dtype()
-        self.sides, self.starts, self.batch = np.array(maps)[:, ::-1], np.array(starts), batch  # sides: width, height
+        self.sides, self.starts, self.batch = np.array(maps)[:, ::-1], np.array(starts), batch  # sides: (width, height)
         self.keys, self.heads, self.channels, self.points = sizes
         self.axes = 0, 0, self.heads, len(self.starts) * self.points
 

@@ -65,7 +65,7 @@ class Fused:
 
 
 def _pad_levels(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
-    """Return locations or weights with axes of levels and points. All levels are padded to the same number of points."""
+    """Return locations or weights with separate axes for levels and points. Pad all levels to the same number of points."""
     points = sampling.points
     if len(set(points)) > 1:
         indices, mask = pad_points(points)
@@ -77,7 +77,7 @@ def _pad_levels(write: Writer, value: ir.Value, sampling: Sampling, *last: int) 
 
 
 def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.Value]:
-    """Return value, locations and weights. If the source broadcasts, expand them to a common batch and number of queries."""
+    """Return value, locations and weights. The file broadcasts them: expand them to one batch size and number of queries."""
     value, locations, weights = ends
     samples = [sampling.last_sizes(tensor) for tensor in sampling.ends]
     weights = _expand_like(write, weights, locations, 2, samples[2])
@@ -87,7 +87,7 @@ def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.
 
 
 def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, last: tuple[int, ...]) -> ir.Value:
-    """Expand the first axes to the sizes of `other`, and the last axes to `last`."""
+    """Expand the first `axes` axes to the sizes of `other`, and the last axes to `last`."""
     first = write.op("Gather", write.op("Shape", other), write.table("axes", range(axes)), axis=0)
     shape = write.op("Concat", first, write.table("shape", [1] * (2 - axes) + list(last)), axis=0)
     new = write.like(value, "Expand", shape)
@@ -147,7 +147,7 @@ def _describe_attention(model: ir.Model) -> str:
 
 
 def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, **options: str | None) -> None:
-    """Replace nodes of other forms."""
+    """Replace `others`, nodes of other forms, by nodes of this form."""
     for node in others:
         name = str(node.outputs[0].name)
         try:

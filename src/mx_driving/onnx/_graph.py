@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import onnx_ir as ir
 
-PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # int8 tools insert them. The search walks through them, the trial refuses them.
+PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # Quantisers insert them. The search walks through them; a trial refuses them.
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # they keep all elements of a tensor
 MOVES = VIEWS | {"Slice", "Split", "Gather"}
 INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
@@ -17,7 +17,7 @@ SAID_DOMAIN = "mx_driving.domain"  # key of a node's metadata: its domain in the
 
 
 class Unfit(Exception):
-    """Samples that cannot be replaced. The message is a clause of the report."""
+    """Raised for samples that cannot be replaced. The message is the reason, a clause of the report."""
 
 
 def dims(value: ir.Value) -> tuple[int | str | None, ...]:
@@ -102,7 +102,7 @@ def read_number(value: ir.Value | None) -> float | None:
 
 
 def walk_chosen_sources(value: ir.Value) -> Iterator[ir.Value]:
-    """Yield the sources, also through a Where that chooses between a value and a constant."""
+    """Yield the value and its sources. Walk also through a Where that chooses between a value and a constant."""
     for last in walk_sources(value, *MOVES):
         yield last
     node = last.producer()
@@ -125,7 +125,7 @@ def name_unshaped(value: ir.Value) -> str:
 
 
 def walk_back(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
-    """Walk upstream along all inputs, through nodes for which `through` is true. Yield the value first, then the nearest."""
+    """Walk upstream along all inputs, through nodes for which `through` is true. Yield the value, then the nearest sources."""
     seen, todo = {value}, [value]
     while todo:
         yield (value := todo.pop(0))

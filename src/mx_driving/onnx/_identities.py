@@ -13,7 +13,7 @@ from ._graph import are_fixed, dims, is_node, read_attribute, read_constant
 
 _NEUTRAL = {"Add": 0, "Sub": 0, "Mul": 1, "Div": 1, "Pow": 1}  # type of a node -> its neutral number
 _COMMUTATIVE = {"Add", "Mul"}
-_OF_ONE = {"Concat", "Max", "Mean", "Min", "Sum"}  # they return a single input unchanged
+_OF_ONE = {"Concat", "Max", "Mean", "Min", "Sum"}  # nodes that return their input unchanged if they have only one
 _RESHAPE = {"Flatten", "Reshape", "Squeeze"}  # they keep the number of elements and their order
 _REPEAT = {"Expand", "Tile"}
 
@@ -31,7 +31,7 @@ def bypass_identities(model: ir.Model) -> dict[str, list[str]]:
             for user, position in tuple(node.outputs[0].uses()):
                 user.replace_input_with(position, value)
             if not node.outputs[0].is_graph_output():
-                node.replace_input_with(index, None)  # the bypassed node does not count as a reader
+                node.replace_input_with(index, None)  # The bypassed node is no longer a reader of the input.
     return bypassed
 
 

@@ -182,7 +182,10 @@ def _read_logits(
 
 
 def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
-    """Return arrays of the same sizes with locations across every border of the maps; None if the operator is not SCALE."""
+    """Return arrays of the same sizes with locations across every border of the maps.
+
+    Return None for operators other than multi_scale_deformable_attn.
+    """
     if match.operator != SCALE:
         return None
     sampling = match.source if isinstance(match.source, Sampling) else _make_sampling(match, arrays)

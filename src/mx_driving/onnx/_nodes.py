@@ -18,7 +18,7 @@ from ._writer import Writer
 
 _STANDARD = {"", "ai.onnx", "ai.onnx.ml", OURS}
 _LIKE_OURS = re.compile("deform|msda|bev_?pool|voxel_?pool|cumsum", re.IGNORECASE)
-_AXES, _AGGREGATION_AXES = (4, 2, 1, 6, 5), (3, 3, 2, 5, 6)  # how many axes each input of attention, of aggregation has
+_AXES, _AGGREGATION_AXES = (4, 2, 1, 6, 5), (3, 3, 2, 5, 6)  # the number of axes of each of the five inputs
 _IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes without influence on the result
 
 
@@ -55,7 +55,7 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
 
 
 def _write_in_form(write: Writer, node: ir.Node, form: str, **options: str | None) -> ir.Value:
-    """Write nodes of a form that compute the output of the node. Return the new output."""
+    """Write nodes of a form that compute the same output as the node. Return the new output."""
     if node.op_type in POOLS:
         return write_pool(write, node, form)
     if has_logits(node):
@@ -88,7 +88,7 @@ def read_inputs(node: ir.Node) -> list[ir.Value]:
 
 
 def _has_heads_apart(node: ir.Node) -> bool:
-    """Return whether the output has an axis for heads and one for channels."""
+    """Return whether the node's output has separate axes for heads and channels."""
     if node.outputs[0].shape is not None:
         return len(node.outputs[0].shape) == 4
     if node.op_type in WITH_LOGITS:

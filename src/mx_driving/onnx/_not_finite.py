@@ -1,6 +1,6 @@
-"""Locations that are NaN or infinite. torch's older exporter writes them for a level of one row: a linspace of one step.
+"""Leave out numbers that depend on NaN or infinite locations: implementations sample different numbers there.
 
-Implementations sample different numbers at such locations. So leave out every number that depends on them.
+torch's older exporter writes such locations for a level of one row, for which it computes a linspace of one step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._graph import INTEGER, add_outputs, read_constant, walk_back
 from ._matches import Arrays
 
 Run = Callable[[ir.Model], Arrays]  # model -> outputs by name
-_INSTEAD = 0.37  # a location on every map; no implementation samples here for NaN
+_INSTEAD = 0.37  # replaces NaN and infinity. The location is on every map, and no implementation samples there for NaN.
 _FAR = -10.0  # off every map
 # `_find_origin` runs the model at most _RUNS times, and reads at most _NEAREST tensors in a run.
 _NEAREST, _RUNS = 64, 16

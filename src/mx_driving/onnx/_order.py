@@ -1,4 +1,4 @@
-"""Satisfy rules of onnx's checker that onnxruntime does not have: sorted nodes, shapes of inputs and outputs, a name."""
+"""Satisfy rules of onnx's checker that onnxruntime lacks: sorted nodes, shapes of inputs and outputs, a name of the graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _find_cycle(nodes: list[ir.Node]) -> list[str]:
 
 
 def check_file(path: Path, proto: onnx.ModelProto, has_changed: bool = False) -> None:
-    """Check the file with onnx. Check a completed copy of proto if proto has changed, or is incomplete for the checker."""
+    """Check the file with onnx. If proto differs from the file, or lacks what the checker needs, check a completed copy."""
     _check_types(proto.graph)
     unsaid = [v for v in (*proto.graph.input, *proto.graph.output) if _lacks_shape(v)]
     onnx.checker.check_model(_complete(proto) if has_changed or unsaid or not proto.graph.name else path)

@@ -1,8 +1,8 @@
 """Compare a runtime's outputs of a file with onnxruntime's, within the error of rounding.
 
 Rounding anywhere in a file acts like a small change of its weights and inputs. So change weights and inputs by a few ulps,
-several times: rounding may move the outputs as far as these changes do. If a ranking nearly ties, rounding exchanges whole
-queries. So count the numbers that moved further; the outputs of the changed files give the allowed count.
+several times: rounding may move each number of the outputs as far as these changes move it. If two scores of a ranking nearly
+tie, rounding may exchange whole queries. So a share of the numbers may move further. The changed files show how large it is.
 
 Only change arrays of two or more axes. Numbers that decide a shape, such as scales of a Resize, have fewer axes.
 """
@@ -22,7 +22,7 @@ from ._matches import Array, Arrays
 
 _SEEDS = 3
 _ULPS = 4.0  # the largest change of weights and inputs
-_FURTHER = 16.0  # allowed error as a multiple of the usual change; within a tensor, changes vary by a smaller factor
+_FURTHER = 16.0  # allowed error as a multiple of the usual change. Changes of a tensor's numbers vary by a smaller factor.
 _SOME = 0.02  # the share of an output's numbers that may be off because of near ties in a ranking
 
 
@@ -57,7 +57,7 @@ class Output:
 
 
 def change_by_ulps(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
-    """Change the model's weights in place, and yield changed inputs. Changes are ulps of the dtype, or of a larger eps."""
+    """Change the model's weights in place, and yield changed inputs. An ulp is the dtype's, or `eps` if that is larger."""
     weights = {v: np.asarray(v.const_value.numpy()) for v in model.graph.initializers.values() if v.const_value is not None}
     for seed in range(_SEEDS):
         random = np.random.default_rng(seed)
@@ -106,7 +106,7 @@ def judge(name: str, true: Array, near: list[Array], got: Array | None, finite: 
 
 
 def find_largest_ulp(true: Array) -> float:
-    """Return the ulp of the largest number; 0 for classes and indices."""
+    """Return the ulp of the largest number; 0 for integers, which are classes or indices."""
     if true.dtype.kind != "f":
         return 0.0
     return float(np.finfo(true.dtype).eps) * float(np.abs(true[np.isfinite(true)]).max(initial=0.0))
@@ -120,7 +120,7 @@ def find_distances(a: Array, b: Array) -> Array:
 
 
 def _usual_change(changes: Array) -> Array:
-    """Return the median over the queries.
+    """Return the median of the changes over the queries.
 
     The longer of the last two axes has the queries. The shorter has boxes and scores, which move by different amounts.
     """

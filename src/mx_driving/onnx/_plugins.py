@@ -11,7 +11,7 @@ from ._forms import AGGREGATES, JOINED, NODES, TENSORRT, WITH_LOGITS, has_logits
 from ._graph import SAID_DOMAIN, are_fixed, dims
 from ._order import walk_nodes
 
-# Plugin -> the index of an input with the axis of queries.
+# Name of a plugin -> the index of an input whose first two axes are batch and queries.
 _SHAPED_PLUGINS = {**dict.fromkeys((NODES[TENSORRT], *JOINED, *AGGREGATES), 3), **dict.fromkeys(WITH_LOGITS, 2)}
 
 

@@ -21,7 +21,7 @@ from .._operator.problems import Problem
 from ._session import open_session
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-_FEW = 8  # at most so many columns are compared separately
+_FEW = 8  # the columns of an output are compared separately if there are at most so many
 _SAME = 1e-5  # do not look for NaN locations if outputs differ by less than this share of the magnitude
 _DTYPES = {
     "tensor(float)": np.float32,
@@ -34,7 +34,8 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """`difference` is a share of the largest magnitude. It leaves out the `off` queries, which change places at near ties."""
+    """`off`: the number of queries that change places because their scores nearly tie. `difference`: the largest difference of
+    the other queries, divided by the largest magnitude."""
 
     difference: float
     off: int
@@ -106,7 +107,7 @@ def _make_input(described: Any, random: np.random.Generator) -> np.ndarray[Any, 
 
 
 def _mark_largest(out: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Replace the largest number of a dtype by infinity. Models mark invalid anchors with the largest number."""
+    """Replace the largest number of the dtype by infinity. Models mark invalid anchors with this number."""
     tensor = torch.from_numpy(out)
     return torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
 

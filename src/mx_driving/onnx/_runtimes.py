@@ -21,13 +21,13 @@ from . import _running
 from ._matches import Arrays
 
 Run = Callable[[Path, Arrays], Arrays]
-# Settings of a provider. OpenVINO may compute in 16 bits by default.
+# Provider -> its settings. OpenVINO may compute in 16 bits by default.
 _OPTIONS = {"OpenVINOExecutionProvider": {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'}}
 _REGISTERED: set[str] = set()  # providers of plugin libraries, which onnxruntime accepts only once
 
 
 class Failed(Exception):
-    """A runtime that gave no outputs. The message is a clause of the report."""
+    """Raised if a runtime gives no outputs. The message is the reason, a clause of the report."""
 
 
 def find_runtime(runtime: str) -> Run:

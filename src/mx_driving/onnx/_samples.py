@@ -1,9 +1,9 @@
 """Read how a file computes samples: with GridSample, or with gathers and the arithmetic of bilinear interpolation.
 
-Files for runtimes without a correct GridSample gather four corners at floors of the locations, and weight the corners. They
+Files for runtimes without a correct GridSample gather the four pixels around a location, its corners, and weight them. They
 gather from the map of each level, or from one table with the maps of all levels. torch's default export and `fuse` write a
-table and four sums over samples, a sum for each corner. Indices into the table are floors of locations * sizes - 0.5; the
-sizes of the maps are a constant.
+table, and four sums over all samples: a sum for each corner. The index of a row is computed from
+floor(location * size - 0.5), where the sizes of the maps are a constant.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ._graph import (
     walk_sources,
 )
 
-# Attribute -> allowed values, the default first.
+# Attribute of GridSample -> allowed values, the default first.
 _GRID_SAMPLE = {"mode": ("linear", "bilinear"), "padding_mode": ("zeros",), "align_corners": (0,)}
 _GATHERS = {"Gather", "GatherElements", "GatherND"}
 _ARITHMETIC = {"Add", "Sub", "Mul", "Sum", "ReduceSum", "Cast", "CastLike", "Where", "Concat", "Expand"}
@@ -50,12 +50,12 @@ class Candidates:
 
     images: list[ir.Value]  # candidates for value: the sampled tensor and its sources, the nearest first
     locations: list[ir.Value]  # candidates for locations, the nearest first
-    maps: list[Maps]  # candidates for heights and widths
+    maps: list[Maps]  # candidates for the (height, width) of the level, or of all levels in the table
     points: int  # number of points per map
 
 
 def split_levels(value: ir.Value) -> list[ir.Value]:
-    """Return the inputs of the Concat that joins the samples of levels to `value`; empty if a part is not samples."""
+    """Return the inputs of the Concat that joins the samples of levels to `value`; empty if an input has no samples."""
     parts = list(_split_concats(value))
     return parts if all(is_node(find_producer(v, *MOVES), "GridSample") or _find_gathers(v) for v in parts) else []
 
@@ -121,7 +121,7 @@ def _undo_scaling(grid: ir.Value) -> ir.Value:
 
 
 def _find_gathers(value: ir.Value) -> list[ir.Node]:
-    """Return the Gather nodes that read sampled rows of `value`: their index is floored or rounded."""
+    """Return the Gather nodes that read the rows of the samples `value`. Their index is floored, or cast from floats."""
     sampled = walk_back(value, lambda node: not _read_index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
     indices = ((node, _read_index(node)) for node in nodes if node is not None)
@@ -178,7 +178,7 @@ def _list_map_sizes(images: list[ir.Value], indices: list[ir.Value]) -> list[tup
 
 
 def find_gather(corner: ir.Node) -> ir.Node | None:
-    """Return the Gather of the weighted rows that a ReduceSum adds; else None."""
+    """If `corner` is a ReduceSum over weighted rows, return the Gather of these rows; else return None."""
     product = find_producer(corner.inputs[0], *PAIRS) if is_node(corner, "ReduceSum") else None
     if not is_node(product, "Mul"):
         return None
@@ -219,7 +219,10 @@ def list_weights(corner: ir.Node) -> list[ir.Value]:
 
 
 def _find_scaled_locations(gather: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
-    """Return the tensors of six axes and the constant sizes of maps from which the row's index is computed."""
+    """A row's index is computed from locations and from constant sizes of maps. Return the candidates for both.
+
+    Candidates for locations have six axes.
+    """
     chains: list[list[ir.Value]] = []
     sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
     both: dict[Maps, None] = {}

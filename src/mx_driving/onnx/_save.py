@@ -25,8 +25,8 @@ from ._session import is_missing_kernel, open_session
 def save(file: LoadedFile, path_out: Path) -> str | None:
     """Write the model. If onnxruntime lacks a kernel for another node of the file, return its error.
 
-    Weights stay in the model's file or in a file beside it. Sizes are those of the original file. Outputs of the
-    nodes that replace others have no sizes there, and get their fixed sizes.
+    Weights stay in the model's file or in a file beside it. Sizes are those of the original file. Outputs of new nodes have no
+    sizes in the original file, and get their fixed sizes.
     """
     model, path_in = file.model, file.path
     _restore_defaults(file)
@@ -50,7 +50,7 @@ def save(file: LoadedFile, path_out: Path) -> str | None:
 
 
 def _find_refusal(model: ir.Model, path: Path) -> tuple[str | None, bool]:
-    """Return (error of onnx's checker or of onnxruntime or None, whether onnxruntime lacks a kernel).
+    """Return the error of onnx's checker or of onnxruntime, or None, and whether onnxruntime lacks a kernel.
 
     Do not load a file with nodes of other libraries. Load nodes of other forms as our nodes.
     """

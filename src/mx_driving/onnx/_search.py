@@ -26,7 +26,7 @@ from ._samples import (
     split_levels,
 )
 
-_MAPS = 1000  # at most so many combinations of level sizes are tried; few add up to a tensor's number of keys
+_MAPS = 1000  # at most so many combinations of level sizes are tried. Most have another number of keys than any tensor.
 Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 
 
@@ -101,7 +101,10 @@ def _read_factors(node: ir.Node) -> Pairs:
 
 
 def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
-    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes."""
+    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes. Leave out the terms of an Add.
+
+    A leaf is what `read_leaf` returns for a node.
+    """
     totals: dict[ir.Node, list[Any]] = {}
     for node in graph:
         if first := read_leaf(node):
@@ -144,7 +147,7 @@ def _is_cast(sampling: Sampling) -> bool:
 
 
 def _count_doubts(sampling: Sampling) -> int:
-    """Return a penalty: the number of casts, and of batch and query sizes that differ from those of locations."""
+    """Return a penalty: the number of casts, plus the number of batch and query sizes that differ from those of locations."""
     bs, queries = dims(sampling.locations)[:2]
     sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
     different = sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
@@ -152,7 +155,7 @@ def _count_doubts(sampling: Sampling) -> int:
 
 
 def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.Value]) -> Iterator[Sampling]:
-    """Yield the samplings that fit. Equal sizes allow several samplings."""
+    """Yield the samplings whose shapes fit. Several may fit, because axes may have equal sizes."""
     images, locations = intersect(level.images for level in levels), intersect(level.locations for level in levels)
     for choice in itertools.islice(itertools.product(*(level.maps for level in levels)), _MAPS):
         maps = tuple(size for sizes in choice for size in sizes)

@@ -25,11 +25,11 @@ _AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)
 _ELEMENTS = 2**26
 _ENDLESS = 2**31 - 1  # exporters write this number or more for "to the end"
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
-_SHAPED = MOVES | {"Expand", "Pad"}  # the inputs of these nodes after the first decide only the shape
+_SHAPED = MOVES | {"Expand", "Pad"}  # The first input of these nodes has the data. The others decide only the output's shape.
 
 
 def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
-    """Return the fixed size of batch (0) or queries (1), or None, and the size in each tensor.
+    """Return the size of the axis batch (0) or queries (1), None if it is free, and the sizes that the tensors have there.
 
     A size of 1 in one tensor may be broadcast to the size in another.
     """
@@ -72,7 +72,7 @@ def name_sizes(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
 
 
 def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
-    """Yield shapes with size 1 on some axes, unless the file says that the sizes are equal."""
+    """Yield shapes with size 1 on some free axes, except for axes that have one name in all tensors and so are equal."""
     numbers = [find_fixed(sampling, axis)[0] for axis in (0, 1)]
     bs, queries = (few if size in (None, 1) else size for size, few in zip(numbers, FEW, strict=True))
     groups: dict[Any, list[tuple[int, int]]] = {}

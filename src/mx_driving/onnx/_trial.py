@@ -87,7 +87,7 @@ def _collect_part(sampling: Sampling, defaults: Collection[str]) -> tuple[list[i
 
 
 def _check_nodes(sampling: Sampling, nodes: list[ir.Node]) -> None:
-    maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # a constant map does not depend on `value`
+    maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # constant maps are not computed from `value`
     if pairs := [str(node.name) for node in nodes if is_node(node, "DequantizeLinear")]:
         between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
         raise Unfit(f"{between}; {_QUANTISED}")
@@ -207,7 +207,7 @@ def _open_session(model: ir.Model, sampling: Sampling) -> tuple[Any, set[ir.Data
 
 
 def _compute_in_float32(graph: ir.Graph, dtypes: set[ir.DataType]) -> None:
-    """Replace these dtypes by float32."""
+    """Replace these dtypes by float32 in the tensors and attributes of a graph."""
     for value in (*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)):
         if value.dtype in dtypes:
             value.type = ir.TensorType(ir.DataType.FLOAT)  # a new object, because the whole file shares the old type

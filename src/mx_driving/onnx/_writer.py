@@ -24,7 +24,7 @@ def make_tables(maps: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]],
 
 
 class Writer:
-    """Writes nodes that replace an old tensor. Their names begin with the name of the tensor.
+    """Writes nodes that compute a replacement of the tensor `old`. Their names begin with the name of this tensor.
 
     As a context manager, it detaches the new nodes after an exception, so that the graph is unchanged.
     """

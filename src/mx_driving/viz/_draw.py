@@ -154,6 +154,6 @@ def _find_axes(ax: Any, aspect: float) -> Any:
         from ._picture import Picture, PictureAxes
     except ImportError:
         raise RuntimeError(f"mx_driving.viz draws with matplotlib: {pip_install('[demo]')}") from None
-    # pyplot would keep the figure for a window that never opens.
+    # Make the figure without pyplot, which would keep it for a window that never opens.
     figure = Picture(figsize=(4 * math.sqrt(aspect) + 1, 4 / math.sqrt(aspect) + 1), layout="constrained")
     return figure.add_subplot(axes_class=PictureAxes)

@@ -65,7 +65,7 @@ def to_one_layout(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
         return locations.where(within, torch.nan)[:, None, None], weights.cpu().float()
     locations, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
     sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
-    if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
+    if OPERATORS[look.operator].rows == 1:  # the operator reads whole pixels: it truncates and clamps locations
         return ((locations.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
     shown = geometry.on_map(geometry.pixels(locations, sizes), sizes)
     return locations.where(shown[..., None], torch.nan), weights
@@ -111,7 +111,7 @@ class _KeepLooks(_torch_private.TorchDispatchMode):
 
 @contextlib.contextmanager
 def recording() -> Iterator[Looks]:
-    """Record every call of a sampling operator inside the `with` block, in order, by modules, patched models or other code.
+    """Record every call of a sampling operator inside the `with` block, in order: calls by modules, patched models or any code.
 
     A look has the name of the layer that made the call; `looks.of("spatial")` selects looks by such names. `bev_pool_v3` and
     its other names sample nothing: their calls are not recorded. Functions of torch.compile run eagerly inside the block.

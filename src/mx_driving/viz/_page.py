@@ -28,7 +28,7 @@ from ._samples import SampledCall, Samples
 
 CallLooks = Look | Sequence[Look]  # a call, or a call for each camera
 _NOTHING = 65535  # stands for the location of a sample that reads nothing; 0..65534 stand for -0.5..1.5
-_LARGEST = 32767  # the largest weight of a call; other weights are scaled in proportion
+_LARGEST = 32767  # stands for the largest weight of a call. Other weights are scaled in proportion.
 
 
 def page(
@@ -96,7 +96,7 @@ def page(
 
 
 def _check_arguments(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
-    """Check the simple arguments. Return the path."""
+    """Check four arguments of `page` that need no other argument. Return the path."""
     if not isinstance(path, (str, Path)):
         rules.fail(TypeError, "path", "be a string or a Path", type(path).__name__)
     path = Path(path)
@@ -150,7 +150,7 @@ def _make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
 
 
 def _join_cameras(calls: Sequence[SampledCall], cameras: int) -> Iterator[SampledCall]:
-    """Join successive calls of a layer that has a call for each camera. Alone, such a call does not fit the cameras."""
+    """Join the successive calls of a layer that calls the operator once for each camera: one call does not fit the cameras."""
 
     def make_key(call: SampledCall) -> Any:
         look = call.looks[0]
@@ -224,7 +224,7 @@ def _fit_to_size(
 
 
 def _estimate_query_size(calls: Sequence[SampledCall], laid: PlaneLayout, plane: Plane, seen: Tensor | None) -> float:
-    """Return the mean size of a query in base64."""
+    """Return the mean number of bytes that a query takes on the page, in base64."""
     size = 4.0 * len(calls) + 4 + 4 * laid.places.shape[1] + (0 if laid.grid is None else 4)
     for call in calls:
         for samples in call.samples(seen):
@@ -285,10 +285,10 @@ def _pack(numbers: Tensor, kind: str) -> str:
 
 
 def _fill_template(facts: dict[str, Any]) -> bytes:
-    """Return the template with these facts. Its policy lets a browser run only our script and fetch nothing."""
+    """Return the template with these facts. Its security policy lets a browser run only our script, and fetch nothing."""
     parts = {name: _read_template(name) for name in ("page.html", "page.css", "samples.js", "page.js")}
     script = parts["samples.js"] + parts["page.js"]
-    # Escape the characters with which a text could end the element. JSON in ASCII is the same in every encoding.
+    # Escape the characters with which a text could end the element of the data. JSON in ASCII is the same in every encoding.
     data = json.dumps(facts, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     fills = {
         "title": html.escape(facts["title"]),

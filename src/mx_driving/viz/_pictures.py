@@ -14,7 +14,7 @@ from torch import Tensor
 from .._operator import rules
 
 LONGEST = 960  # the longest side of a picture, in pixels; a page shows no more
-EXACT = 256  # pictures up to this side are feature maps, and keep every pixel
+EXACT = 256  # a picture whose sides are at most this long is taken for a feature map, and keeps every pixel
 _RULE = "be a torch.Tensor [H, W, 3], [3, H, W] or [H, W], or a Pillow image"
 _BYTES = "hold bytes, or floats from 0 to 1"
 

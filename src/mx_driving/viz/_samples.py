@@ -16,7 +16,7 @@ from ._looks import Look, to_one_layout
 class Samples(NamedTuple):
     """The samples of n queries in a camera. An axis of 1 means that all heads, or all levels, share their locations."""
 
-    queries: Tensor  # [n], rising numbers of queries
+    queries: Tensor  # [n], the numbers of the queries, rising
     locations: Tensor  # [n, head or 1, level or 1, point, 2], 0..1 is the picture; NaN where nothing is read
     weights: Tensor  # [n, head, level, point]
 
@@ -140,7 +140,7 @@ def _check_looks_of_cameras(call: SampledCall) -> None:
 
 
 def _check_seen(call: SampledCall, seen: Tensor) -> None:
-    """Check that a look has all queries, or those that its camera sees. BEVFormer pads to the most queries of a camera."""
+    """Check that a look has all queries, or those that its camera sees. BEVFormer pads all cameras to one number of queries."""
     if seen.shape[1] != call.cameras:
         rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
     counts = seen.sum(0).tolist()
