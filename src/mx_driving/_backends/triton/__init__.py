@@ -43,7 +43,7 @@ def why_not(device: str = "cuda", index: int | None = None) -> str | None:
         return too_old
     gpus = getattr(torch, device)
     if not gpus.is_available():
-        return None  # no GPU: tests execute the kernels' PTX on the CPU
+        return None  # without a GPU, allow the kernels: tests execute their PTX on the CPU
     check = _why_not_xpu if device == "xpu" else _why_not_amd if torch.version.hip else _why_not_nvidia
     reasons = [check(i) for i in (range(gpus.device_count()) if index is None else [index])]
     return reasons[0] if all(reasons) else _why_no_compiler()
@@ -68,9 +68,9 @@ def _why_not_xpu(index: int) -> str | None:
 
 
 def _why_no_compiler() -> str | None:
-    """Return why Triton cannot build a launcher at a kernel's first call: building needs a C compiler."""
+    """Return why Triton cannot build the launcher of a kernel, or None. It builds one at the kernel's first call, in C."""
     if sys.platform == "win32" or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
-        return None  # Windows' Triton brings a compiler along
+        return None  # Triton for Windows includes a compiler
     return "Triton finds no C compiler; install gcc or clang, or name one in CC"
 
 

@@ -81,7 +81,7 @@ class Kernels(NamedTuple):
         queries = weights.shape[1]
         launch.check(*self.operator.tables, shapes, starts, num_keys)
         nothing = not (grad.numel() and weights.numel() and num_keys)
-        if nothing or sparse:  # aggregation writes nothing for points outside images
+        if nothing or sparse:  # kernels of aggregation write no gradients for points outside images
             others = [g.zero_() for g in others]
         if nothing:
             return empty_gradients((value,), mask[:1])[0].zero_(), *others
