@@ -29,13 +29,14 @@ def _register(operator: Operator) -> None:
 
     packet = getattr(torch.ops.mx_driving, operator.name)
     packet_backward = getattr(torch.ops.mx_driving, operator.name + "_backward")
-    weights = operator.weights if operator.kind != "pooling" else operator.inputs.index("ranks_bev")  # one rank for each row
+    weights = operator.weights if operator.kind != "pooling" else operator.inputs.index("ranks_bev")  # a rank per row read
 
     def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
         return _row_flops(operator, inputs[0], inputs[weights])
 
     def backward(grad: Any, *rest: Any, **_: Any) -> int:
-        """Count once for the sums in value's gradient, and once for the products that all other gradients share."""
+        """Count the FLOPs of a forward once for the gradient of value, and once for all other gradients: these share the
+        products of grad_output and rows."""
         *inputs, mask = rest
         return _row_flops(operator, inputs[0], inputs[weights]) * (bool(mask[0]) + any(mask[1:]))
 

@@ -20,7 +20,7 @@ from .._show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"
-BARE = "bare operator"  # the rival of an operator with logits that gets computed locations and weights
+BARE = "bare operator"  # timed beside an operator with logits; its locations and weights are computed before
 PLAIN = "plain torch"
 
 
