@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ULPS = 16  # allowed rounding error of a product of at most five factors
+ULPS = 16  # the allowed rounding error of a product of at most five factors, in ulps
 _LEAST_SCALE = 1e-3  # the least scale of a tensor, as a fraction of the largest magnitude of all of a model's tensors
 _TIE = 1e-3  # a query counts as exchanged if it differs by more than this fraction of the output's largest magnitude
 
@@ -43,7 +43,7 @@ def rounding_limit(
 
 
 def entry_differences(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the absolute difference of each two entries. If they differ and one of them is NaN or infinite, it is infinity."""
+    """Return absolute differences of entries: infinity where the entries are not the same and one of them is not finite."""
     ours, theirs = _to_floating(ours), _to_floating(theirs)
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0, (ours - theirs).abs()).nan_to_num(nan=math.inf, posinf=math.inf)

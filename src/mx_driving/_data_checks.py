@@ -259,8 +259,8 @@ def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
         return
 
     def steps_of_cameras(starts: Tensor) -> list[float]:
-        """Return the mean of `_steps_at_ends` for each camera's second map. If its rows are in fact those of a map twice as
-        wide, every second end is also an end of the wide map. So take the mean of even ends or of odd ends, the smaller one."""
+        """Return the mean of `_steps_at_ends` for each camera's second map. If the map's rows are in fact those of a map twice
+        as wide, every second end is also an end of the wide map. So take the smaller of two means: of even and of odd ends."""
         steps = [_steps_at_ends(call.value, start, *size) for size, start in zip(sizes, starts[:, 1].tolist(), strict=True)]
         return [min(step[::2].mean().item(), step[1::2].mean().item()) for step in steps]
 
@@ -271,7 +271,7 @@ def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
 
 
 def _find_overlapping_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find maps that overlap while other rows are in no map: a sign of wrong starts. Overlaps or gaps alone may be intended."""
+    """Find maps that overlap while rows of value are in no map: starts may be wrong. One without the other may be intended."""
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
     begins, ends = maps.unique(dim=0).unbind(1)  # count a map only once, even if cameras share it
     rows = call.value.shape[1]

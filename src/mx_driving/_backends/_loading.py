@@ -16,7 +16,7 @@ from .._library_path import library_path
 from .._operator.rules import flag
 
 _IMPORTED_IN = os.getpid()
-_BY_CTYPES = flag("MX_DRIVING_CTYPES")  # for tests and measurements
+_BY_CTYPES = flag("MX_DRIVING_CTYPES")  # tests and measurements turn it on, so that torch calls the kernels through Python
 _OLDEST_STABLE = "2.10"  # the first torch with a stable C interface for kernels
 _KERNELS, _NOTHING = 1, 2  # values of enum mxd_torch: what C++ shall register with torch
 

@@ -23,12 +23,13 @@ when_imported("torch.distributed.tensor", lambda: CLASSES.append(sys.modules["to
 
 
 def skips_autograd() -> bool:
-    """Return whether calls skip our Autograd kernel, as in inference mode. Then the caller must `prepare` the arguments."""
+    """Return whether calls skip our Autograd kernel: in inference mode, unless torch.compile traces. Our Autograd kernel calls
+    `prepare`; a public function must call it in place of a skipped kernel."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
-    """If an argument is a DTensor, replicate the arguments with indices in `shared`, such as index tables. Return all."""
+    """Return the arguments. If one is a DTensor, replicate those with indices in `shared`, such as index tables."""
     sharded = next((a for a in args if isinstance(a, CLASSES[0])), None) if CLASSES else None
     if sharded is None:
         return args

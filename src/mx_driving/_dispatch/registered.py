@@ -83,7 +83,7 @@ class Registered:
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
-        # An empty batch has no entries, and its folded sizes are all 0 and agree. So check the shapes that an entry would have.
+        # If the vmapped axis is empty, folded axes have size 0 and always agree. So check the shapes that an entry would have.
         if info.batch_size == 0:
             self.check(*(a if d is None else a.new_empty(a.movedim(d, 0).shape[1:]) for a, d in zip(args, dims, strict=True)))
         return vmap.map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
@@ -115,7 +115,7 @@ class Registered:
         """
         value, below = args[self.value], keyset & _torch_private.BELOW_AUTOGRAD
         if type(value) in _PLAIN and value.is_cpu:
-            if value.numel() > _backends.native.MOST_ROWS:  # only then value may have too many rows
+            if value.numel() > _backends.native.MOST_ROWS:  # with fewer elements, value has fewer rows
                 inputs = args[self.value : self.count]
                 if choose(self.operator, "cpu", inputs)[0] == "reference":
                     return self.run("cpu", *args)
@@ -156,7 +156,7 @@ class Registered:
         records the call."""
         mask = [needs[i] for i in self.differentiable]
         backward = getattr(torch.ops.mx_driving, self.operator.name + "_backward").default
-        options = ctx.options if self.operator.options else ()  # OperatorFunction saves none in its ctx
+        options = ctx.options if self.operator.options else ()  # an OperatorFunction saves no options
         inputs = ctx.saved_tensors
         args = (*grads, *inputs, *options, mask)
         if is_recorded(inputs[0]):
@@ -193,7 +193,7 @@ class Registered:
         return _backends.native.kernel(self.operator.name, self.value > 0)
 
     def run_triton(self, *args: Any) -> Any:
-        """Import the Triton kernel at the first call."""
+        """Run the Triton kernel. The first call imports it."""
         return _backends.triton.kernel(self.operator.name, self.value > 0)(*args)
 
     def run_reference(self, *args: Any) -> Any:
@@ -288,8 +288,8 @@ class RegisteredBackward(Registered):
 
 
 def is_recorded(value: Tensor) -> bool:
-    """Return whether a call needs our Autograd kernel: value is of a subclass or may have too many rows for C++, or grad mode,
-    torch.compile or a transform of torch.func is active."""
+    """Return whether a call needs our Autograd kernel: value is of a subclass of Tensor, or may have too many rows for C++; or
+    grad mode, torch.compile or a transform of torch.func is active."""
     if type(value) not in _PLAIN or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return True
     return _torch_private.are_transforms_active() or value.numel() > _backends.native.MOST_ROWS

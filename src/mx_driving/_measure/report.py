@@ -55,7 +55,7 @@ def describe_machine() -> str:
 
 
 def make_tables(rows: list[Row]) -> Iterator[Any]:
-    """Yield a table for each workload and dtype, all of one width."""
+    """Yield a table for each workload and dtype. All tables have the same width."""
     for (workload, dtype), workload_rows in groupby(rows, lambda row: (row["workload"], row["dtype"])):
         table = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
         for direction, direction_rows in groupby(workload_rows, lambda row: row["direction"]):

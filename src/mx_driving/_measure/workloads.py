@@ -100,7 +100,7 @@ def make_pixel_centres(height: int, width: int) -> Tensor:
 
 
 def draw_encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
-    """Draw a query for each pixel of each level, which samples near the pixel."""
+    """Draw a query for each pixel of each level. A query samples near its pixel."""
     return _draw_attention(generator, bs, sizes, torch.cat([make_pixel_centres(*size) for size in sizes]), 4, 3.0)
 
 
@@ -176,7 +176,7 @@ def _draw_decoder_with_logits(generator: torch.Generator, sizes: Sizes, queries:
 
 
 def _draw_bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> Args:
-    """Draw a pillar of four reference points for each query. Two of the query's eight points belong to each of them."""
+    """Draw a pillar of four reference points for each query. Two of the query's eight points belong to each reference point."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1)
     height = torch.tensor([0.06, 0.02, -0.02, -0.06])

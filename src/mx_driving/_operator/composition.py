@@ -193,7 +193,7 @@ def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the backward as a function of grad_output, the inputs and output_mask. It calls the bare operator's backward."""
+    """Return the backward as a function of grad_output, the inputs and output_mask. It calls `bare`, the bare operator's."""
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, mask = args

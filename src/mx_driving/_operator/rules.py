@@ -152,7 +152,7 @@ def no_library(name: str, missing: str | None, libraries: Sequence[str]) -> NoRe
 
 
 def broken_library(name: str, error: ImportError, reason: str) -> NoReturn:
-    """Raise an error for a module that is installed but fails to import with `error`. It has the class of `error`."""
+    """Raise an error of the class of `error`. The module `name` is installed, but its import has failed with `error`."""
     raise type(error)(f"target must be imported without an error; got {name!r}: {reason}", name=error.name) from error
 
 
@@ -163,7 +163,7 @@ def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str
 
 
 def name_of_a_form(core: str, name: object, names: Collection[object]) -> None:
-    """Check that `name` names a form, a way in which libraries write a sampling core. `core` is the class or function."""
+    """Check that `name` names a form, one of the ways in which libraries write a sampling core. `core`: the core's name."""
     if name not in names:
         fail(ValueError, "forms", f"name a form of {', '.join(map(str, names))}", f"{name!r} for {core}")
 

@@ -24,7 +24,7 @@ AMD = {
     "gfx1200": "RDNA 4", "gfx1201": "RDNA 4",
 }  # fmt: skip
 DEVICES = ("cuda", "xpu")  # PyTorch's device types that Triton compiles for; "cuda" includes AMD's GPUs
-_MOST_ROWS = 1 << 30  # row indices have 32 bits, with room for a neighbour on each side
+_MOST_ROWS = 1 << 30  # most rows of value: an index of a row, or of its neighbour, fits into 32 bits
 _OLDEST = (8, 0)
 
 
@@ -68,7 +68,7 @@ def _why_not_xpu(index: int) -> str | None:
 
 
 def _why_no_compiler() -> str | None:
-    """Return why Triton cannot build the launcher of a kernel, or None. It builds one at the kernel's first call, in C."""
+    """Return why Triton cannot build launchers, or None. At a kernel's first call, Triton compiles a launcher from C."""
     if sys.platform == "win32" or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         return None  # Triton for Windows includes a compiler
     return "Triton finds no C compiler; install gcc or clang, or name one in CC"

@@ -82,7 +82,7 @@ def _walk(
         )
         if SUMS:
             total += factor.to(tl.float32) * values.to(tl.float32)
-            ends = target != next_target  # at the end of a walk, next_target is -1
+            ends = target != next_target  # after the last point, next_target is -1, so the last run ends, too
             add(sums + target.to(tl.int64) * CHANNELS + c, total, ends & here & (c < CHANNELS))
             total = tl.where(ends, 0.0, total)
         if DOTS:

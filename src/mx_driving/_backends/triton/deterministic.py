@@ -46,7 +46,7 @@ def _ordered_sums(
 
 
 class Sums:
-    """Computes the gradient of `value`: holds the memory to which the operator's kernel writes, and how the kernel writes."""
+    """The gradient of `value`: the buffers that the operator's kernel writes, and `how`: what it does with the terms."""
 
     def __init__(self, value: Tensor, needed: bool, per_sample: int, samples: int) -> None:
         """Allocate memory for `samples` samples of `per_sample` corners."""

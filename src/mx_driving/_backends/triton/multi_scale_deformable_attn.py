@@ -20,7 +20,7 @@ def _read_sample(
     reference, locations, weights, query, at, l, p, height, width, top, scale, zero,
     POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr, BOX: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight of a sample, its pixel (x, y), and the pixels (across, down) of an offset of 1.
+    """Return the weight of a sample, its pixel (x, y), and how many pixels (across, down) an offset of 1 moves it.
 
     With REFERENCES, `locations` are offsets and `weights` are logits.
     """
