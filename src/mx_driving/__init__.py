@@ -1,9 +1,12 @@
-"""The vendor's deformable sampling operators for every machine that has PyTorch."""
+"""The deformable sampling operators of Ascend DrivingSDK, for every machine that has PyTorch.
+
+In this package's comments, Ascend is "the vendor", and DrivingSDK "the vendor's library". Its module is mx_driving, too.
+"""
 
 import sys as _sys
 
 __version__ = "0.4.0"  # the native library must have the same version
-__distribution__ = "mx-driving-portable"  # _import_guard.py looks for it
+__distribution__ = "mx-driving-portable"  # _import_guard.py looks for this name, which the vendor's __init__.py lacks
 
 # `python -m mx_driving.config` imports this file first. The command prints paths, and must not wait seconds for torch.
 if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in _sys.orig_argv]):
@@ -29,7 +32,8 @@ if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-
     from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
     from .ops.voxel_pooling_train import npu_voxel_pooling_train
 
-    # By name, Python would find the vendor's compiled _C in this folder, if the vendor's distribution is installed too.
+    # Register our _C. If the vendor's distribution is installed too, this folder has the vendor's compiled _C, and
+    # `import mx_driving._C` would find that file.
     _sys.modules[f"{__name__}._C"] = _C
     __getattr__ = _explain_missing(__name__)
 

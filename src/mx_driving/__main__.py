@@ -1,4 +1,4 @@
-"""`python -m mx_driving` is `mx-driving`."""
+"""`python -m mx_driving` runs the command `mx-driving`."""
 
 from mx_driving_portable.command import main
 

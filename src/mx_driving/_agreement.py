@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ULPS = 16  # allowed rounding error of a product of at most five factors
+ULPS = 16  # the allowed rounding error of a product of at most five factors, in ulps
 _LEAST_SCALE = 1e-3  # the least scale of a tensor, as a fraction of the largest magnitude of all of a model's tensors
-_TIE = 1e-3  # a query has exchanged its rank if it differs by more than this fraction of the largest magnitude
+_TIE = 1e-3  # a query counts as exchanged if it differs by more than this fraction of the output's largest magnitude
 
 
 def rounding_limit(
@@ -43,14 +43,14 @@ def rounding_limit(
 
 
 def entry_differences(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return absolute differences. If one of two entries is NaN or infinite and the other is not the same, return infinity."""
+    """Return absolute differences of entries: infinity where the entries are not the same and one of them is not finite."""
     ours, theirs = _to_floating(ours), _to_floating(theirs)
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0, (ours - theirs).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def output_difference(ours: Tensor, theirs: Tensor, least_scale: float = 0.0) -> float:
-    """Return the largest difference, divided by the largest finite magnitude of theirs, or by `least_scale` if that is larger.
+    """Return the largest difference, divided by the larger of `least_scale` and the largest finite magnitude of `theirs`.
 
     Return infinity if the shapes differ.
     """
@@ -70,8 +70,8 @@ def _largest(t: Tensor) -> float:
 
 
 def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Return the largest `output_difference` of a model's tensors. The least scale is a thousandth of the largest magnitude of
-    all tensors, because some gradients are zero except for rounding."""
+    """Return the largest `output_difference` of a model's tensors. Some gradients are zero except for rounding. So divide the
+    difference of a tensor by at least a thousandth of the largest magnitude of all tensors."""
     assert ours.keys() == theirs.keys()
     least_scale = max(map(largest_magnitude, theirs.values())) * _LEAST_SCALE
     return max(output_difference(ours[name], t, least_scale) for name, t in theirs.items())
@@ -80,7 +80,8 @@ def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> floa
 def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     """Return True for queries of outputs [1, queries, ..] that differ by more than rounding. Two-stage models rank queries.
     If two scores nearly tie, a rounding error exchanges their ranks, and both queries get the other rank's embedding.
-    A query of which only one output is NaN is not off, so `difference_beside_ties` returns infinity for it."""
+    If a query is NaN in only one of ours and theirs, it is not a tie: return False, so that `difference_beside_ties` keeps
+    the query and returns infinity."""
     off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
     for name, out in theirs.items():
         difference = (ours[name] - out)[0].reshape(len(off), -1).nan_to_num().abs()
@@ -89,7 +90,7 @@ def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
 
 
 def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, int]:
-    """Return (largest difference of a model's outputs without the queries that are off, number of queries that are off)."""
+    """Leave out the queries of `queries_off`. Return (largest difference of the other queries, number of queries left out)."""
     off = queries_off(ours, theirs)
     outputs_beside_ties = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
     return (model_difference(*outputs_beside_ties) if not off.all() else math.inf), int(off.sum())

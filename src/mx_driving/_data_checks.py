@@ -22,18 +22,22 @@ from ._operator import composition, geometry
 from ._operator.description import OPERATORS, Operator, SamplingInputs
 from ._operator.rules import flag
 
-# The number of open data_checks(), plus 1 if the environment turns the checks on. It is process-wide, as in limits.py.
+# The number of open data_checks() in all threads, plus 1 if the environment turns the checks on.
 _open = int(flag("MX_DRIVING_CHECK"))
 _when_enabled: list[Callable[[], None]] = []  # called once, when the checks are first enabled
 _warned: set[tuple[str, str]] = set()  # (operator, kind) of past warnings, which are not repeated
 
-_SOME = 0.1  # "some": more than this fraction
-_MOST = 0.5  # "most": more than this fraction
+_SOME = 0.1  # some entries are wrong: more than this fraction of them
+_MOST = 0.5  # most entries are wrong: more than this fraction of them
 _PIXELS = (2, 16384)  # bounds of a pixel's larger coordinate; few normalised locations have a coordinate above 2
-_OBLONG = math.log(1.25)  # a map is clearly wide or clearly high if the ratio of its sides is larger
-_FEW_ROWS, _FEW_NUMBERS = 8, 256  # a map with fewer rows or columns, or fewer numbers at row ends, is too small to judge
-# The mean difference of neighbours at the ends of rows, divided by that of all neighbours on the map, is large above _STEP and
-# usual below _NO_STEP. We measured 1.2 to 8 for photographs through a convolution and for smooth random maps (2026-11-22).
+_OBLONG = math.log(1.25)  # logarithm of the least ratio of sides of a map that is clearly wide or clearly high
+# A map is too small to judge if it has fewer rows or columns than _FEW_ROWS, or if value has fewer than about _FEW_NUMBERS
+# numbers at the ends of the map's rows.
+_FEW_ROWS, _FEW_NUMBERS = 8, 256
+# The last pixel of a row and the first pixel of the next are neighbours in value, but not in the picture. So their mean
+# difference is larger than the mean difference of all neighbours: we measured ratios of 1.2 to 8 for photographs through a
+# convolution and for smooth random maps (2026-11-22). A ratio above _STEP shows ends of rows. A ratio below _NO_STEP shows that
+# no rows end there.
 _STEP, _NO_STEP = 1.5, 1.1
 _NOT_THE_CALLER = (*(os.path.dirname(str(file)) + os.sep for file in (__file__, torch.__file__)), "<eval_with_key>")
 _SUMS = (0.75, 1.33)  # bounds of the median sum of a query's weights after a softmax, with room for dropout
@@ -200,7 +204,7 @@ def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterat
         yield "normalised", names.locations, "be pixels of each level", fact
         return
     off, swapped = (_fraction(~_on_map(call, sides)) for sides in (sizes, sizes.flip(-1)))
-    # How far x and y reach over maps whose shapes are swapped; the smaller of both.
+    # the largest x / H and the largest y / W: the fractions of the swapped maps that samples reach; the smaller of the two
     reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()
     if off > 0.05 and swapped < 0.1 * off and reach > 0.75:
         fact = f"{_percent(off)} of samples off their maps, and {_percent(swapped)} if the shapes were (W, H)"
@@ -210,7 +214,7 @@ def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterat
 
 
 def _find_swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find pyramids with a wide level and a high level. All levels of a pyramid show the same picture."""
+    """Find pyramids that have a wide and a high level, although all levels of a pyramid show the same picture."""
     for levels in call.shapes.view(-1, *call.shapes.shape[-2:]).tolist():
         aspects = [math.log(width / height) for height, width in levels]
         if min(aspects) < -_OBLONG and max(aspects) > _OBLONG:
@@ -220,14 +224,14 @@ def _find_swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterato
 
 
 def _find_swapped_shapes(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find shapes that look swapped. At row ends, neighbours in value differ more than usual: compare (H, W) with (W, H)."""
+    """Find shapes that look swapped: neighbours differ more than usual at row ends of (W, H), and not at those of (H, W)."""
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
     oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and _is_large(call, h, w)]
     if not oblong:
         return
     _, height, width, start = max(oblong)
     steps, swapped = (_steps_at_ends(call.value, start, *size) for size in ((height, width), (width, height)))
-    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # drops ends that (W, H) has, too
+    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # False where a row of (W, H) ends, too
     if steps[not_shared].mean() < _NO_STEP and swapped.mean() > _STEP:
         fact = f"({height}, {width}), while rows of {names.value} seem to end every {height}"
         yield "swapped", names.shapes, "be (H, W)", fact
@@ -238,13 +242,14 @@ def _is_large(call: SamplingInputs, height: int, width: int) -> bool:
 
 
 def _steps_at_ends(value: Tensor, start: int, height: int, width: int) -> Tensor:
-    """Return the differences of neighbours at the ends of rows, divided by the mean difference on the map."""
+    """Return the difference of neighbours at the end of each row, divided by the mean difference of neighbours on the map."""
     steps = value[:, start : start + height * width].float().diff(dim=1).abs().flatten(2).mean((0, 2))
     return steps[width - 1 :: width] / steps.mean()
 
 
 def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find maps stored scale by scale in deformable_aggregation: neighbours differ at row ends only if maps are read so."""
+    """Find maps of deformable_aggregation that are stored scale by scale, not camera by camera: neighbours differ more than
+    usual at the row ends of the first order, and not at those of the second."""
     camera_major = geometry.starts_of(call.shapes)
     if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
         return
@@ -254,8 +259,8 @@ def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
         return
 
     def steps_of_cameras(starts: Tensor) -> list[float]:
-        """Return the step at the row ends of each camera's second map. If the rows belong to a map twice as wide, every second
-        of these ends is an end of the wide map, too. So take the smaller mean of even and odd ends."""
+        """Return the mean of `_steps_at_ends` for each camera's second map. If the map's rows are in fact those of a map twice
+        as wide, every second end is also an end of the wide map. So take the smaller of two means: of even and of odd ends."""
         steps = [_steps_at_ends(call.value, start, *size) for size, start in zip(sizes, starts[:, 1].tolist(), strict=True)]
         return [min(step[::2].mean().item(), step[1::2].mean().item()) for step in steps]
 
@@ -266,9 +271,9 @@ def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
 
 
 def _find_overlapping_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find maps that overlap while other rows are in no map: a sign of wrong starts. Overlaps or gaps alone may be intended."""
+    """Find maps that overlap while rows of value are in no map: starts may be wrong. One without the other may be intended."""
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
-    begins, ends = maps.unique(dim=0).unbind(1)  # unique, because cameras may share a whole map
+    begins, ends = maps.unique(dim=0).unbind(1)  # count a map only once, even if cameras share it
     rows = call.value.shape[1]
     covered = (torch.bincount(begins, minlength=rows + 1) - torch.bincount(ends, minlength=rows + 1)).cumsum(0)[:rows]
     unread = int((covered == 0).sum())

@@ -30,7 +30,7 @@ def writable(name: str, path: Path, inputs: Sequence[Path] = ()) -> None:
             raise Problem(f"{name} must be a file; got {path}, a folder")
         if path.is_file():
             os.close(os.open(path, os.O_WRONLY))
-        elif not path.exists():  # do not open pipes and devices before the result exists
+        elif not path.exists():  # an existing pipe or device is not opened before there is a result
             tempfile.TemporaryFile(dir=folder).close()
 
 

@@ -1,7 +1,7 @@
-"""The table of foreign functions: functions of the vendor's library and of compiled extensions, and autograd functions over
-them. `compat`, `patch`, `ops` and `replay` read it.
+"""The table of foreign functions: functions of the vendor's library and of compiled extensions, and the autograd functions that
+call these. `compat`, `patch`, `ops` and `replay` read it.
 
-record.py never imports this package, because it also runs on machines without it. So record.py has a copy of the shared text;
+record.py also runs on machines without this package, so it cannot import the table. It has a copy of the shared text instead;
 tests/package/test_rooms.py compares the two. A zip application would need no copy, but it would need a build, and nobody could
 edit it where it runs.
 """
@@ -152,7 +152,7 @@ def insert_starts(args: Any) -> list[Any]:
 
 
 class AutogradFunction(NamedTuple):
-    """An autograd function that repositories write over these extensions. `patch` replaces it.
+    """An autograd function of a repository, which calls one of these functions. `patch` replaces it.
 
     pattern: a regular expression for the function's name.
     parameters: the function's own names of its parameters, without ctx.
@@ -191,6 +191,6 @@ AUTOGRAD_FUNCTIONS = (
 
 
 def find_autograd_function(name: str, parameters: Sequence[str]) -> AutogradFunction | None:
-    """Return the entry of an autograd function by its name and its own parameters."""
+    """Return the entry for an autograd function of this name whose forward has these parameters, or None."""
     entries = (entry for entry in AUTOGRAD_FUNCTIONS if entry.parameters.split() == list(parameters))
     return next((entry for entry in entries if re.search(entry.pattern, name)), None)

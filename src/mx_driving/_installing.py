@@ -1,4 +1,4 @@
-"""Commands that install missing packages. No registry has the package's source; a clone installs its own extras."""
+"""Commands that install missing packages. In a clone of the repository, they install the extras of the clone."""
 
 from __future__ import annotations
 

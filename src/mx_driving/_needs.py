@@ -8,7 +8,7 @@ import torch
 
 
 class Need(NamedTuple):
-    torch: str  # the oldest of 2.6, 2.8, 2.11 and 2.13 on which its tests pass
+    torch: str  # the oldest of 2.6, 2.8, 2.11 and 2.13 on which the feature's tests pass
     why: str  # what older versions do
 
 

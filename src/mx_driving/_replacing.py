@@ -14,7 +14,7 @@ _ABSENT = object()
 
 
 class Changes:
-    """Attributes that are set, and their former values."""
+    """Sets attributes and remembers their former values. `undo` restores these."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -24,7 +24,7 @@ class Changes:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Restore all attributes, the last one first. Delete those that the owner inherits or did not have."""
+        """Restore all attributes, in reverse order. Delete an attribute that the owner did not have itself before `set`."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is _ABSENT:
@@ -65,8 +65,8 @@ class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Call `action` now if the module is imported already, else right after its import. So we register with
-    slow modules of torch without importing them."""
+    """Call `action` now if the module is imported already, else right after its import. So we register something with a
+    module of torch without importing the module, which would take long."""
     if name in sys.modules:
         action()
     else:
@@ -74,7 +74,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """An import finder that waits for one module. Other finders find the module; this one adds the action."""
+    """An import finder for a single module. It lets other finders find the module, and calls `action` after its import."""
 
     def __init__(self, name: str, action: Callable[[], None]):
         self.name, self.action = name, action

@@ -23,11 +23,11 @@ __all__ = ["FakeTensor", "FunctionOfOneLevel", "TorchDispatchMode", "allow_funct
 # ---- tracing, dispatch modes and transforms
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-# Under torch.jit.trace sizes are tensors, and the numbers of tensors become constants of the graph.
+# Under torch.jit.trace sizes are tensors, and each number that is read from a tensor becomes a constant of the graph.
 is_tracing = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
 # FakeTensorMode and other modes see every operation, so we do not read the numbers of tensors under a mode.
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
-# torch.vmap and torch.func call our kernels level by level.
+# Inside torch.vmap and torch.func, torch calls our kernels once for each level.
 are_transforms_active = torch._C._are_functorch_transforms_active
 
 
@@ -41,7 +41,7 @@ def is_transformed(t: Tensor) -> bool:
 
 
 def has_no_memory(t: Tensor) -> bool:
-    """Return whether a tensor of the plain type has no numbers: torch's zero tensors, and tensors of functionalization."""
+    """Return whether t has no numbers to read, although its type is Tensor: a zero tensor, or a tensor of functionalization."""
     return t._is_zerotensor() or torch._is_functional_tensor(t)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -62,11 +62,11 @@ def is_batched(t: Tensor) -> bool:
 DispatchKey = torch._C.DispatchKey
 # The keys that a redispatch from our Autograd kernel may choose from.
 BELOW_AUTOGRAD = torch._C._after_autograd_keyset
-# A context without the Autograd keys, because operations of Python kernels must not be recorded.
+# A context that excludes the Autograd keys, so that autograd does not record the torch operations of a Python kernel.
 below_autograd = torch._C._AutoDispatchBelowAutograd
-# Compiled autograd asks a function for this key. Older torch has none.
+# Compiled autograd asks an autograd function for this key. Older torch lacks it.
 compiled_autograd_key = getattr(torch.autograd.Function, "_compiled_autograd_key", None)
-# Autograd turns forward mode off inside a function's forward. Outer levels of torch.func still need it.
+# Autograd turns forward mode off inside the forward of an autograd function. Outer levels of torch.func still need it.
 enable_forward_mode = forward_ad._set_fwd_grad_enabled
 
 
@@ -85,8 +85,8 @@ def register_decomposition(op: Any, decomposition: Any, fake: Any) -> None:
 
 
 def keep_whole_in_inductor(op: Any) -> None:
-    """Let inductor call the operator as it is. If CI is set in the environment, inductor refuses operators that have a
-    decomposition, unless they are on this list."""
+    """Let inductor call the operator as it is. If CI is set in the environment, inductor refuses an operator that has a
+    decomposition, unless FALLBACK_ALLOW_LIST holds its name."""
     from torch._inductor import lowering
 
     lowering.FALLBACK_ALLOW_LIST.add(op.name())
@@ -148,7 +148,7 @@ def cache_shardings_by_mask(op: Any, first: int) -> None:
 # torch.jit.script finds its builtins by identity, so it has to know the functions that replace them.
 find_scripted, register_scripted = _builtins._find_builtin, _builtins._register_builtin
 scripted_builtins = _builtins._get_builtin_table
-# torch.load asks these functions in order for the device of a storage. The public function can only append to the list.
+# torch.load asks these functions in order for the device of a storage. A public function adds to the list, but none removes.
 STORAGE_PLACES: list[Any] = torch.serialization._package_registry
 
 

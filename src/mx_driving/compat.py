@@ -43,9 +43,9 @@ __all__ = ["NAMES", "install", "uninstall"]
 Function = Callable[..., Any]
 
 
-# Last part of a module's name -> stand-ins of its functions. These stand-ins come before a compiled module.
+# Last part of a module's name -> stand-ins of its functions. `import` gives these stand-ins, even if a compiled module exists.
 _EXTENSIONS: dict[str, dict[str, Function]] = {}
-# Module -> stand-ins of a part of its functions. A compiled module comes before these stand-ins, because it has all functions.
+# Module -> stand-ins of some of its functions. `import` gives a compiled module if it exists, because that has all functions.
 _PARTS: dict[str, dict[str, Function]] = {"deformable_aggregation_with_depth_ext": {}}
 for _entry in FUNCTIONS:
     if _entry.module != "mx_driving":
@@ -54,8 +54,8 @@ for _entry in FUNCTIONS:
 
 
 def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
-    """Return a module's `__getattr__`. It returns functions that raise when called, because mmcv checks at import that the
-    functions of mmcv._ext exist."""
+    """Return a `__getattr__` for a module. For a name that we lack, it returns a function that raises when called: mmcv checks
+    at import that the functions of mmcv._ext exist."""
     replaced = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
 
     def absent(name: str) -> Function:

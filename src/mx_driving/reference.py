@@ -40,7 +40,7 @@ class Corners(NamedTuple):
 
     valid: Tensor
     inside: list[Tensor]  # whether corner k lies on the map, and its row in value
-    row: list[Tensor]  # row of value at corner k; 0 where not inside
+    row: list[Tensor]  # row of value at corner k; 0 where inside[k] is False
     right: Tensor  # fraction of a pixel between corner 0 and the sample in x
     below: Tensor  # fraction of a pixel between corner 0 and the sample in y
 
@@ -64,14 +64,14 @@ def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) 
 
 
 def _rows(value: Tensor, row: Tensor, inside: Tensor) -> Tensor:
-    """Gather rows of value [n, num_keys, c]. row and inside are [n, ...]. Return [n, ..., c], zero where not inside."""
+    """Gather rows of value [n, num_keys, c]. `row` and `inside` are [n, ...]. Return [n, ..., c]: 0 where inside is False."""
     flat = row.flatten(1)
     rows = value.gather(1, flat[..., None].expand(-1, -1, value.shape[-1]))
     return torch.where(inside[..., None], rows.unflatten(1, row.shape[1:]), 0)
 
 
 def _add_rows(value: Tensor, row: Tensor, inside: Tensor, terms: Tensor) -> Tensor:
-    """Return value [n, num_keys, c] with terms [n, ..., c] added at the given rows. Ignore terms that are not inside."""
+    """Return value [n, num_keys, c] with terms [n, ..., c] added to the rows `row`. Ignore terms where `inside` is False."""
     n, num_keys, c = value.shape
     offset = torch.arange(n, device=row.device).view(-1, *[1] * (row.dim() - 1)) * num_keys
     terms = torch.where(inside[..., None], terms, 0)
@@ -97,7 +97,7 @@ def _products(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
 
 
 def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the dot products of g with the sample, and with its slopes in x and y. `dots` are those of g with the corners."""
+    """Return the dot products of g with the sample and with its slopes in x and y. `dots`: those of g with the corners."""
     sample = sum(corners.coefficient(k) * dots[k] for k in range(4))
     dx = (1 - corners.below) * (dots[1] - dots[0]) + corners.below * (dots[3] - dots[2])
     dy = (1 - corners.right) * (dots[2] - dots[0]) + corners.right * (dots[3] - dots[1])
@@ -295,7 +295,7 @@ deformable_aggregation_with_logits, deformable_aggregation_with_logits_backward 
 def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
-    """Compute output[b, :, d, h, w] = sum of depth * feat over the points of a cell."""
+    """Return the output: output[b, :, d, h, w] is the sum of depth * feat over the points of the cell (b, d, h, w)."""
     dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     sums = torch.zeros(cells, feat.shape[1], dtype=dtype, device=feat.device)
     if feat.shape[0] and depth.shape[0] and cells:

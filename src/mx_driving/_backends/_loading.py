@@ -16,9 +16,9 @@ from .._library_path import library_path
 from .._operator.rules import flag
 
 _IMPORTED_IN = os.getpid()
-_BY_CTYPES = flag("MX_DRIVING_CTYPES")  # for tests and measurements
+_BY_CTYPES = flag("MX_DRIVING_CTYPES")  # tests and measurements turn it on, so that torch calls the kernels through Python
 _OLDEST_STABLE = "2.10"  # the first torch with a stable C interface for kernels
-_KERNELS, _NOTHING = 1, 2  # enum mxd_torch: the part to register in C++
+_KERNELS, _NOTHING = 1, 2  # values of enum mxd_torch: what C++ shall register with torch
 
 
 @functools.cache
@@ -38,14 +38,14 @@ def _load() -> ctypes.CDLL | str:
         return problem
     if _BY_CTYPES:
         library.mxd_register_with_torch(_NOTHING)
-    if os.getpid() != _IMPORTED_IN:  # forked before the library installed its fork handler
+    if os.getpid() != _IMPORTED_IN:  # this process was forked before the library could install its fork handler
         library.mxd_use_own_threads(1)
     return library
 
 
 def _is_truncated(path: pathlib.Path) -> bool:
-    """Return whether a Linux library ends before its table of sections, which linkers write last. The system kills a process
-    that touches a missing part. Loaders of other systems check the size themselves.
+    """Return whether a Linux library ends before the end of its table of sections, which linkers write last. Linux would load
+    the library, and kill the process when it touches a missing part. Loaders of other systems check the size themselves.
 
     Do not compare size or hash with the build's: strip, patchelf and signatures change both.
     """
@@ -85,7 +85,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def why_by_ctypes() -> str | None:
-    """Register the kernels with torch in C++. Return why torch calls them through Python instead, or None."""
+    """Register the kernels with torch in C++. Return None, or why this is impossible and torch calls them through Python."""
     if _BY_CTYPES:
         return "MX_DRIVING_CTYPES is on"
     if _needs.is_older_than(_OLDEST_STABLE):

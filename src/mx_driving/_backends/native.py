@@ -28,12 +28,12 @@ _BAD_LEVEL, _BAD_RANK = 3, 7
 _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n in range(1, 7)}
 _NOT_GIVEN = struct.pack("qq96x", 0, -1)  # for an optional input that is None, or a gradient that is not needed
 
-# Row indices and the exclusive bound of rows have 32 bits.
+# The most rows of value: row indices, and the exclusive bound of a range of rows, are 32-bit integers.
 MOST_ROWS = 2**31 - 2
 
 
 def serves(value: Tensor) -> bool:
-    """Return whether indices of value's rows fit in 32 bits. True for value with too few axes, which the kernel refuses."""
+    """Return whether indices of value's rows fit in 32 bits. Return True if value has too few axes: the kernel refuses it."""
     return value.dim() < 2 or value.shape[min(1, value.dim() - 2)] <= MOST_ROWS
 
 
@@ -52,7 +52,7 @@ def available_isas() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Run with another instruction set (for tests and measurements). Process-wide."""
+    """Inside the block, all threads of the process run with another instruction set (for tests and measurements)."""
     before = isa()
     if loaded().mxd_use_isa(name.encode()):
         raise ValueError(f"isa must be one of {available_isas()}; got {name!r}")
@@ -75,13 +75,13 @@ def _pack(t: Tensor | None) -> bytes:
 
 
 def _pack_apart(t: Tensor, sizes: tuple[int, ...]) -> bytes:
-    """Pack a tensor, with its last axis split into two axes of `sizes`. A view would take longer."""
+    """Pack a tensor as if its last axis were two axes of `sizes`. To make a view of the tensor would take longer."""
     *shape, _ = t.shape
     *strides, last = t.stride()
     return _PACK[len(shape) + 2](t.data_ptr(), _DTYPE[t.dtype], *shape, *sizes, *strides, sizes[1] * last, last)
 
 
-# Calls a C function by (its name, packed tensors, options), and returns a status.
+# A function (name of a C function, packed tensors, options) -> status. It calls the C function and returns its status.
 Run = Callable[[bytes, list[bytes], Sequence[int]], int]
 
 
@@ -100,7 +100,8 @@ class _Function:
         axes = [*inputs, operator.output]
         if backward:
             axes = [operator.output, *inputs, *(inputs[i] for i in operator.differentiable)]
-        # index of a tensor whose last axis is a product -> (number of the tensor's axes, factors of the product)
+        # The tensors whose last axis is a product of two sizes, such as num_heads * channels:
+        # index of the tensor -> (its number of axes, the two factors)
         self.products = {i: (len(a), a[-1].split(" * ")) for i, a in enumerate(axes) if " * " in a[-1]}
         self.count, self.choices = len(inputs), tuple(operator.choices.values())
         self.first_choice = self.count + len(operator.sizes)

@@ -1,4 +1,4 @@
-"""The way of a call from torch to a kernel. Importing this package registers the operators."""
+"""The path of a call from torch to a kernel. Importing this package registers the operators."""
 
 from . import choose, decompositions, distributed, flops, functions, registered
 

@@ -38,7 +38,7 @@ def backends() -> dict[str, dict[str, str]]:
     >>> sorted(backends())
     ['cpu', 'cuda', 'other']
     """
-    import mx_driving_portable  # imported here, because it imports importlib.metadata
+    import mx_driving_portable  # imported here, so that `import mx_driving` does not wait for importlib.metadata
 
     beside = mx_driving_portable.beside()
     end = f"; {beside}" if beside else ""

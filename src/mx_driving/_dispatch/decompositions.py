@@ -115,7 +115,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
 def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
-    """Send points with an invalid rank to an extra cell, which is dropped. A factor of 0 is not enough: 0 x NaN is NaN."""
+    """Add points that have an invalid rank to an extra cell, and drop this cell. A depth of 0 would not do: 0 x NaN is NaN."""
     dtype, cells = composition.compute_dtype(feat, depth), bs * d * h * w
     feat_row, no_feat = geometry.clamp_index(ranks_feat, feat.shape[0])
     depth_row, no_depth = geometry.clamp_index(ranks_depth, depth.shape[0])
@@ -129,7 +129,8 @@ def bev_pool_v3(
 
 
 def find(name: str) -> Callable[..., Tensor]:
-    """Return the decomposition of an operator. With logits, it calls a bare operator, which may have an ONNX node."""
+    """Return the decomposition of an operator. That of an operator with logits calls a bare operator, which may have an ONNX
+    node."""
     bare = OPERATORS[name].bare
     composed = composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
     return composed or globals()[name]

@@ -23,12 +23,13 @@ when_imported("torch.distributed.tensor", lambda: CLASSES.append(sys.modules["to
 
 
 def skips_autograd() -> bool:
-    """Return whether calls skip our Autograd kernel, which prepares arguments otherwise."""
+    """Return whether calls skip our Autograd kernel: in inference mode, unless torch.compile traces. Our Autograd kernel calls
+    `prepare`; a public function must call it in place of a skipped kernel."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the arguments for DTensor's dispatch: replicate the arguments with indices in `shared`, such as index tables."""
+    """Return the arguments. If one is a DTensor, replicate those with indices in `shared`, such as index tables."""
     sharded = next((a for a in args if isinstance(a, CLASSES[0])), None) if CLASSES else None
     if sharded is None:
         return args
@@ -46,7 +47,7 @@ def _check_torch(mesh: Any, local: Tensor) -> None:
 
 
 def _replicate(table: Tensor, mesh: Any) -> Tensor:
-    """Return an index table as a replicated DTensor. Every process has the same table from its configuration."""
+    """Return an index table as a replicated DTensor. Nothing is sent or compared: every process has computed the same table."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if isinstance(table, DTensor):
@@ -69,8 +70,8 @@ def _register() -> None:
 
 
 def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
-    """Return the dimensions of all axes that can be sharded. Blocks need shards of equal size, because DTensor shards the
-    output by channels: with unequal shards, it would cut the output at other places than the inputs."""
+    """Return the dimensions of all axes that can be sharded. The axis of blocks (heads or groups) needs shards of equal size:
+    DTensor shards the output by channels, and would cut it at other places than inputs with unequal shards of blocks."""
     return [dims for axis, dims in operator.axes.items() if axis != operator.blocks or _has_even_shards(operator, dims, inputs)]
 
 
@@ -115,7 +116,7 @@ def _forward_rules(name: str, *args: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Return the rules of a backward. The gradient of a replicated input is a partial sum."""
+    """Return the rules of a backward. If an input is replicated, each process has a partial sum of its gradient."""
     operator = OPERATORS[name]
     inputs, mask = rest[: len(operator.inputs)], rest[-1]
     everywhere = _placement(None)

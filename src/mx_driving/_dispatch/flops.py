@@ -19,7 +19,7 @@ from .._replacing import when_imported
 
 
 def _row_flops(operator: Operator, value: torch.Size, weights: torch.Size) -> int:
-    """Return two FLOPs, a product and a sum, per row and channel. `weights` may be the shape of logits."""
+    """Return two FLOPs, a product and a sum, for each channel of each row that is read. `weights` may be logits' shape."""
     samples = math.prod(weights[:-1] if operator.kind == "aggregation" else weights)
     return 2 * operator.rows * samples * value[-1]
 
@@ -29,13 +29,15 @@ def _register(operator: Operator) -> None:
 
     packet = getattr(torch.ops.mx_driving, operator.name)
     packet_backward = getattr(torch.ops.mx_driving, operator.name + "_backward")
-    weights = operator.weights if operator.kind != "pooling" else operator.inputs.index("ranks_bev")  # one rank for each row
+    # ranks_bev has an element for each row of feat that is read
+    weights = operator.weights if operator.kind != "pooling" else operator.inputs.index("ranks_bev")
 
     def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
         return _row_flops(operator, inputs[0], inputs[weights])
 
     def backward(grad: Any, *rest: Any, **_: Any) -> int:
-        """Count once for the sums in value's gradient, and once for the products that all other gradients share."""
+        """Count the FLOPs of a forward once for the gradient of value, and once for all other gradients: these share the
+        products of grad_output and rows."""
         *inputs, mask = rest
         return _row_flops(operator, inputs[0], inputs[weights]) * (bool(mask[0]) + any(mask[1:]))
 

@@ -16,15 +16,15 @@ from .registered import REGISTERED
 class OperatorFunction(torch.autograd.Function):
     """An operator as an autograd function.
 
-    `apply` calls the public function, unless a derived class overrides forward or backward. torch.func and forward mode do not
-    support a Function whose forward takes a ctx, but they support the public function.
+    `apply` calls the public function, unless a derived class overrides forward or backward. torch.func and forward mode support
+    the public function, and no Function whose forward takes a ctx.
     """
 
     public: Callable[..., Tensor]
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Call the public function: arguments may have names. If a derived class has its own forward or backward, run these."""
+        """Call the public function, also with keywords. If a derived class overrides forward or backward, run these."""
         base = next(c for c in cls.__mro__ if "public" in vars(c))
         if cls.forward is base.forward and cls.backward is base.backward:
             return cls.public(*args, **kwargs)
@@ -32,8 +32,8 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Return torch.no_grad(), for a caller that calls forward and backward directly. Under compilation, return a null context:
-    torch.export would keep no_grad in its program, and the program would have no gradient."""
+    """Return torch.no_grad(): a caller that calls forward and backward directly needs no graph. During compilation, return a
+    null context, because torch.export would keep no_grad in its program, and the program would have no gradient."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.no_grad()
 
 
@@ -45,8 +45,8 @@ def forward(ctx: Any, public: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def backward(ctx: Any, operator: str, grad_output: Tensor, needs: Any = None) -> tuple[Tensor | None, ...]:
-    """Return a gradient or None for every input of forward. `ctx` is torch's, or any object with saved_tensors. `needs`
-    replaces ctx.needs_input_grad if ctx belongs to a function with other inputs."""
+    """Return a gradient or None for every input of forward. `ctx` is torch's, or any object with saved_tensors. If ctx belongs
+    to a function with other inputs, pass `needs` in place of ctx.needs_input_grad."""
     registered = REGISTERED[operator]
     needs = needs or getattr(ctx, "needs_input_grad", None)
     if isinstance(needs, tuple):
@@ -63,7 +63,7 @@ def autocasts(device: str) -> bool:
 
 
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function like that of a compiled extension: it ignores autocast, so the output has value's dtype."""
+    """Return `public` without autocast, like the function of a compiled extension: the output has value's dtype."""
 
     def function(*inputs: Any, **named: Any) -> Tensor:
         # Torch 2.6 cannot compile `next` with a default.
@@ -79,7 +79,8 @@ def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[Tensor, ...]]) -> Callable[..., Any]:
     """Return a backward like that of a compiled extension: it takes the five inputs and grad_output, and returns all gradients.
 
-    The function ignores further arguments: mmcv's im2col_step, and the vendor's zeros for an aggregation.
+    The function ignores further arguments: mmcv's im2col_step, and the tensors of zeros that callers of the vendor's backward
+    of aggregation pass for the gradients.
     """
     backward_op = getattr(torch.ops.mx_driving, operator + "_backward").default
     mask = [True] * len(OPERATORS[operator].differentiable)

@@ -1,4 +1,5 @@
-"""The operators and their backwards in torch's dispatcher. The dispatcher and `choose` select kernels; no kernel is tried.
+"""The operators and their backwards in torch's dispatcher. The dispatcher and `choose` select the kernel of a call before any
+kernel runs: there is no fallback after an error.
 
 We cannot use `torch.library.register_autograd`: it has reverse mode only. Its kernels raise under torch.func.grad, and silently
 drop forward-mode tangents.
@@ -27,15 +28,15 @@ from .choose import choose
 _CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # False: C++ has registered the CPU kernels
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOTHING = contextlib.nullcontext()
-_DEVICES = {"CPU": "cpu", "CUDA": "cuda", "XPU": "xpu", "CompositeExplicitAutograd": "other"}  # by dispatch key
+_DEVICES = {"CPU": "cpu", "CUDA": "cuda", "XPU": "xpu", "CompositeExplicitAutograd": "other"}  # dispatch key -> device type
 _library = torch.library.Library("mx_driving", "DEF")
 
 
 class Registered:
     """An operator in torch's dispatcher. The methods are in the order in which a call passes them."""
 
-    suffix = ""  # the end of the name
-    value = 0  # the index of value among the arguments
+    suffix = ""  # follows the operator's name
+    value = 0  # the index of value among the arguments: 1 in a backward, after grad_output
     autocast_keys: tuple[str, ...] = ("AutocastCPU", "AutocastCUDA", "AutocastXPU")
 
     def __init__(self, operator: Operator) -> None:
@@ -82,7 +83,7 @@ class Registered:
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
-        # An empty batch has no entries, and its folded sizes are all 0 and agree. So check the shapes that an entry would have.
+        # If the vmapped axis is empty, folded axes have size 0 and always agree. So check the shapes that an entry would have.
         if info.batch_size == 0:
             self.check(*(a if d is None else a.new_empty(a.movedim(d, 0).shape[1:]) for a, d in zip(args, dims, strict=True)))
         return vmap.map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
@@ -95,14 +96,14 @@ class Registered:
         """
         args = distributed.prepare(args, self.shared)
         transformed = _torch_private.are_transforms_active()
-        # forward_ad does not see the level of a compiled torch.func.jvp
+        # a compiled torch.func.jvp is only seen in `transformed`: it sets no level in forward_ad
         if (transformed or _torch_private.is_forward_mode_active()) and _any_tangent(args):
             self.check(*args)
             checks.check_readable_numbers(self.operator, args[self.value : len(args) - self.value])
             return self.reference(*(a if i in self.differentiable else _detach(a) for i, a in enumerate(args)))
         if torch.is_grad_enabled():
             for i in self.differentiable:
-                if args[i] is not None and args[i].requires_grad:  # leave None to the kernel, which refuses it
+                if args[i] is not None and args[i].requires_grad:  # the kernel refuses None
                     with _torch_private.allow_function_of_one_level() if transformed else _NOTHING:
                         return self.function.apply(keyset, *args)
         return self.below_autograd(keyset, *args)
@@ -114,13 +115,13 @@ class Registered:
         """
         value, below = args[self.value], keyset & _torch_private.BELOW_AUTOGRAD
         if type(value) in _PLAIN and value.is_cpu:
-            if value.numel() > _backends.native.MOST_ROWS:  # value has at most as many rows as elements
+            if value.numel() > _backends.native.MOST_ROWS:  # with fewer elements, value has fewer rows
                 inputs = args[self.value : self.count]
                 if choose(self.operator, "cpu", inputs)[0] == "reference":
                     return self.run("cpu", *args)
             if not _CPU_IN_PYTHON:
                 return self.op.redispatch(below, *args)
-        # GPU: call the Python kernel directly, because the way through the dispatcher takes 5 us
+        # GPU: call the Python kernel directly, because a redispatch takes 5 us
         kernel = self.gpu_kernels.get(below.highestPriorityTypeId())
         with _torch_private.below_autograd():
             return kernel(*args) if kernel else self.op.redispatch(below, *args)
@@ -155,7 +156,7 @@ class Registered:
         records the call."""
         mask = [needs[i] for i in self.differentiable]
         backward = getattr(torch.ops.mx_driving, self.operator.name + "_backward").default
-        options = ctx.options if self.operator.options else ()  # the context of an OperatorFunction has no options
+        options = ctx.options if self.operator.options else ()  # an OperatorFunction saves no options
         inputs = ctx.saved_tensors
         args = (*grads, *inputs, *options, mask)
         if is_recorded(inputs[0]):
@@ -192,7 +193,7 @@ class Registered:
         return _backends.native.kernel(self.operator.name, self.value > 0)
 
     def run_triton(self, *args: Any) -> Any:
-        """Import the Triton kernel at the first call."""
+        """Run the Triton kernel. The first call imports it."""
         return _backends.triton.kernel(self.operator.name, self.value > 0)(*args)
 
     def run_reference(self, *args: Any) -> Any:
@@ -287,7 +288,8 @@ class RegisteredBackward(Registered):
 
 
 def is_recorded(value: Tensor) -> bool:
-    """Return whether a call needs our Autograd kernel: for a tensor subclass, for gradients, or for very many rows."""
+    """Return whether a call needs our Autograd kernel: value is of a subclass of Tensor, or may have too many rows for C++; or
+    grad mode, torch.compile or a transform of torch.func is active."""
     if type(value) not in _PLAIN or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return True
     return _torch_private.are_transforms_active() or value.numel() > _backends.native.MOST_ROWS
@@ -298,7 +300,7 @@ def _any_tangent(args: tuple[Any, ...]) -> bool:
 
 
 def _detach(a: Any) -> Any:
-    """Return a tensor without its tangent. Inputs that are not differentiable have no derivative in forward mode, either."""
+    """Return a tensor without its tangent. If an input is not differentiable, forward mode ignores its tangent, too."""
     return a.detach() if isinstance(a, Tensor) else a
 
 
@@ -308,7 +310,8 @@ def _widen(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _follow_data() -> None:
-    """Register Python kernels for the CPU, which run the data checks. They stay registered: a call may outlast the checks."""
+    """Replace the CPU's C++ kernels by Python kernels, which run the data checks while these are on. Never undo this: a call
+    of a Python kernel may still be running when the checks are turned off."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, registered in REGISTERED.items():

@@ -66,7 +66,8 @@ def _call_for_each(operator: Operator, op: Any, value: int, size: int, dims: lis
 
 
 def _call(operator: Operator, op: Any, value: int, args: list[Any]) -> Any:
-    """Call the operator for an entry. Explain an error here, because callers cannot read vmapped index tensors."""
+    """Call the operator for an entry. After an error, check the numbers in index tensors here: callers cannot read those of
+    vmapped tensors."""
     try:
         return op(*args)
     except RuntimeError:

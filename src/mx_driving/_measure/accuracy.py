@@ -97,7 +97,7 @@ def _time_ours_and_plain(workload: Workload, args: Args, grad: Tensor, device: s
     """Return the seconds of one forward and backward by this package, and by plain torch."""
     operator, differentiable = getattr(torch.ops.mx_driving, workload.operator).default, workload.description.differentiable
     ours = _time_call(make_training_call(operator, args, differentiable, grad), device)
-    # A CPU has no 16-bit grid_sample, so people compute in float32.
+    # On a CPU, torch's 16-bit grid_sample is missing or wrong (see plain.py), so people compute in float32.
     wide = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)
     plain = make_training_call(make_plain(workload.operator), wide, differentiable, grad.to(wide[0].dtype))
     return ours, _time_call(plain, device)

@@ -20,7 +20,7 @@ from .._show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"
-BARE = "bare operator"  # the rival of an operator with logits that gets computed locations and weights
+BARE = "bare operator"  # timed beside an operator with logits; its locations and weights are computed before
 PLAIN = "plain torch"
 
 
@@ -55,7 +55,7 @@ def describe_machine() -> str:
 
 
 def make_tables(rows: list[Row]) -> Iterator[Any]:
-    """Yield a table for each workload and dtype, all of one width."""
+    """Yield a table for each workload and dtype. All tables have the same width."""
     for (workload, dtype), workload_rows in groupby(rows, lambda row: (row["workload"], row["dtype"])):
         table = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
         for direction, direction_rows in groupby(workload_rows, lambda row: row["direction"]):

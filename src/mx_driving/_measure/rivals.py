@@ -1,6 +1,6 @@
 """The implementations that are timed on a workload: our operator and plain torch.
 
-An operator with logits is also timed beside its bare operator, which has no logits: it gets computed locations and weights.
+For an operator with logits, the bare operator is timed, too. Its locations and weights are computed before the measurement.
 """
 
 from __future__ import annotations

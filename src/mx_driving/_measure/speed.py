@@ -41,7 +41,7 @@ def measure(workload: Workload, dtype: str, seconds: float, others: Others = lam
     output = ours[OURS].function(*args)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     calls: Calls = {name: make_calls(rival, grad) for name, rival in ours.items()}
-    if dtype in ("float32", "float64"):  # plain torch does not compute in 16 bits on a CPU
+    if dtype in ("float32", "float64"):  # on a CPU, plain torch has no correct 16-bit grid_sample
         calls[PLAIN] = make_calls(Rival(make_plain(workload.operator), args, workload.differentiable), grad)
     calls[OURS]["backward"] = _make_backward_call(workload.operator, ours[OURS], grad)
     if BARE in ours:
@@ -50,7 +50,7 @@ def measure(workload: Workload, dtype: str, seconds: float, others: Others = lam
 
 
 def time_rows(workload: str, dtype: str, calls: Calls, seconds: float) -> list[Row]:
-    """Time all implementations of each direction in turn, round after round. The directions are those of this package."""
+    """For each direction that our operator has, time all implementations in turn, round after round."""
     rows = []
     for direction in calls[OURS]:
         times = interleaved({name: by[direction] for name, by in calls.items() if direction in by}, seconds)

@@ -42,7 +42,7 @@ class Workload(NamedTuple):
         return tuple(i for i in self.description.differentiable if names[i] not in self.constant)
 
     def inputs(self, dtype: str = "float32") -> Args:
-        """Return the arguments of all measurements."""
+        """Return the arguments in this dtype, drawn from a fixed seed: all measurements use the same."""
         return cast(self.make(torch.Generator().manual_seed(0)), getattr(torch, dtype))
 
     def bare(self, args: Args) -> tuple[str, Args]:
@@ -100,7 +100,7 @@ def make_pixel_centres(height: int, width: int) -> Tensor:
 
 
 def draw_encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
-    """Draw a query for each pixel of each level, which samples near the pixel."""
+    """Draw a query for each pixel of each level. A query samples near its pixel."""
     return _draw_attention(generator, bs, sizes, torch.cat([make_pixel_centres(*size) for size in sizes]), 4, 3.0)
 
 
@@ -128,7 +128,7 @@ def draw_sparse4d(generator: torch.Generator, anchors: int, points: int) -> tupl
     y = (0.5 + 0.1 * torch.randn(1, anchors, 1, 1, generator=generator) + extent[..., 1:]).expand_as(x)
     weight = torch.rand(1, anchors, points * 24, 8, generator=generator).softmax(2)
     locations = torch.stack([x, y], -1)
-    # The moves do not undo each other: the centres of a scale's pixels lie between the centres of finer pixels.
+    # A move away from one scale's pixel centres cannot end at those of another scale, which lie elsewhere.
     for height, width in sizes:
         locations = move_off_lattice(locations, torch.tensor([width, height]))
     shapes, starts = shapes.view(6, 4, 2), starts.view(6, 4)
@@ -143,7 +143,7 @@ def draw_maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], p
 
 
 def _round_to_sixteen_bits(t: Tensor) -> Tensor:
-    """Round to numbers that every dtype represents, so that rows in 16 bits and in float32 sample the same locations."""
+    """Round to numbers that every dtype represents, so that workloads in 16 bits and in float32 sample the same locations."""
     return (t.bfloat16() * 4096).round().float() / 4096
 
 
@@ -161,7 +161,7 @@ def _draw_attention_with_logits(
     samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
     pixels = geometry.pixels(samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
-    offsets = torch.where(near, offsets + 0.125, offsets)  # exact in bfloat16 below 32 pixels
+    offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 represents the sum exactly if it is below 32
     return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
 
 
@@ -176,7 +176,7 @@ def _draw_decoder_with_logits(generator: torch.Generator, sizes: Sizes, queries:
 
 
 def _draw_bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> Args:
-    """Draw pillars of four reference points. Each reference point has two of a query's eight points."""
+    """Draw a pillar of four reference points for each query. Two of the query's eight points belong to each reference point."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1)
     height = torch.tensor([0.06, 0.02, -0.02, -0.06])
@@ -185,7 +185,8 @@ def _draw_bevformer_spatial_with_logits(generator: torch.Generator, queries: int
 
 
 def _draw_maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], window: tuple[int, int]) -> Args:
-    """Draw BEV cells. A head has its own height, and reads a window of (height, width) pixels around its projection."""
+    """Draw BEV cells. Each head projects a cell at a height of its own, and reads a window of `window` = (height, width) pixels
+    there."""
     shapes, starts = _make_tables(sizes)
     value = torch.randn(6, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
     above = torch.stack([torch.zeros(8), torch.linspace(-0.2, 0.2, 8)], -1)

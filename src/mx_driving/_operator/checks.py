@@ -28,7 +28,7 @@ _ELEMENTS = {
     "number": (_NUMBER, "have a floating or an integer dtype"),
 }
 _MOST_ELEMENTS = 2**48  # no memory holds an output of so many elements
-_HASHED = (int, str, type(None))  # sizes, options, and None for an optional tensor
+_HASHED = (int, str, type(None))  # the types of sizes, options and omitted tensors, which the cache of `_fit` can hash
 
 Sizes = dict[str, Any]
 Options = dict[str, str]
@@ -63,7 +63,7 @@ def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
             call.append(a)
         else:
             # Symbols cannot be hashed. So bypass the cache for a SymInt, and for a tensor subclass, whose sizes may be symbols.
-            # Leave a MaskedTensor as it is, so that `fit` returns False: no operator reads a MaskedTensor.
+            # No operator reads a MaskedTensor. `fit` returns False for it, because it is passed in place of its shape.
             plain, has_shape = False, isinstance(a, Tensor) and kind.__name__ != "MaskedTensor" and not a.is_nested
             call.append((a.shape, a.dtype, a.device) if has_shape else a)
     return fit(operator, *call) if plain else fit.__wrapped__(operator, *call)
@@ -71,7 +71,7 @@ def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _fit(operator: Operator, *call: Any) -> bool:
-    """Return whether a call keeps all rules. A tensor is a (shape, dtype, device).
+    """Return whether a call keeps all rules. In `call`, a (shape, dtype, device) stands for each tensor.
 
     The first input with an axis sets the size of the axis.
     """
@@ -143,7 +143,7 @@ def _divides(operator: Operator, sizes: Sizes) -> bool:
 
 
 def _memory_holds(operator: Operator, sizes: Sizes) -> bool:
-    """Return whether the output has fewer than 2**48 elements. Only operators with sizes as numbers need this check.
+    """Return whether the output has fewer than 2**48 elements. Only operators that take sizes as numbers need this check.
 
     Do not compare sizes of a graph: torch.export refuses limits of dynamic sizes. torch.compile shows dynamic sizes as ints, so
     their type does not tell whether there is a graph.

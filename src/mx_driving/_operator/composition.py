@@ -44,7 +44,7 @@ class MultiScale:
         if self.repeats != 1:
             reference = reference.repeat(1, 1, self.repeats, 1)
         reference = reference[:, :, None, None] if self.by_point else reference[:, :, None, :, None]
-        # Both broadcast over [bs, queries, heads, levels, points, 2].
+        # `centre` and `box` broadcast over [bs, queries, heads, levels, points, 2].
         self.centre, self.box = reference[..., :2], reference[..., 2:]
         self.locations, self.weights = self.samples()
 
@@ -193,13 +193,14 @@ def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the backward as a function of grad_output, the inputs and output_mask. It calls the bare operator's backward."""
+    """Return the backward as a function of grad_output, the inputs and output_mask. It calls `bare`, the bare operator's."""
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, mask = args
         samples = _samples(operator, inputs[1], inputs[3:], inputs[0])
         tensors = (*inputs[:3], samples.locations, samples.weights)
-        bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)  # locations depend on two inputs
+        # the gradient of locations is needed for reference points and for offsets
+        bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)
         grad_value, *grad_samples = bare(grad, *tensors, bare_mask)
         gradients = samples.gradients(mask, *grad_samples)
         return grad_value, *like_inputs(gradients, [inputs[i] for i in OPERATORS[operator].differentiable[1:]])

@@ -40,7 +40,7 @@ class Input:
     """
 
     name: str
-    elements: Literal["floating", "index", "number"]  # a floating dtype; int32 or int64; a floating or an integer dtype
+    elements: Literal["floating", "index", "number"]  # "index": int32 or int64; "number": floating or integer
     shape: str
     differentiable: bool = False
     optional: bool = False
@@ -63,7 +63,7 @@ class Operator:
     output: tuple[str, ...]  # axes of the output; its dtype is that of the first input
     rows: int  # rows of value that a sample reads
     sharded: tuple[str, ...]  # axes along which processes may share the work
-    sizes: tuple[str, ...] = ()  # axes of the output that callers pass as numbers
+    sizes: tuple[str, ...] = ()  # axes of the output whose sizes callers pass as numbers
     choices: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # option -> values, the default first
     divides: tuple[str, ...] = ()  # (a, b): the size of axis a divides the size of axis b
     bare: str = ""  # the bare operator of an operator with logits
@@ -109,7 +109,7 @@ class Operator:
         return {axis: tuple(self._dimension(axis, axes) for axes in tensors) for axis in self.sharded}
 
     def _dimension(self, axis: str, axes: tuple[str, ...]) -> int | None:
-        """Return the dimension of `axis` in `axes`, or of the channels if `axis` divides these into blocks; else None."""
+        """Return the index of `axis` in `axes`, or of the channels if `axis` divides the channels into blocks; else None."""
         if axis in axes:
             return axes.index(axis)
         whole = self.divides[1] if self.divides[:1] == (axis,) else None

@@ -26,8 +26,8 @@ def inside(locations: Tensor) -> Tensor:
 
 
 def as_int64(index: Tensor) -> Tensor:
-    """Return index in int64. Graphs of torch.jit.trace and make_fx do not check dtypes. There, add an int64 zero: a float index
-    stays floating, and the kernel refuses it. A conversion would truncate it."""
+    """Return `index` as int64. Graphs of torch.jit.trace and make_fx do not check dtypes, and a conversion in the graph would
+    truncate a float index. So add an int64 zero there: a float index stays floating, and the kernel refuses it."""
     if torch.compiler.is_compiling() or not (_torch_private.is_tracing() or _torch_private.count_dispatch_modes()):
         return index.long()
     return index + index.new_zeros(1, dtype=torch.int64)

@@ -32,7 +32,7 @@ _RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
 class Limit(NamedTuple):
     """One documented limit: `argument` must have `quantity` `relation` `bound`.
 
-    `bound` is a value, or the name of another quantity of the argument. `when` is the case in which the limit holds; in all
+    `bound` is a value, or the name of another quantity of the argument. A limit with `when` holds only in this case: in all
     other cases `_SIZES` sets the quantity to 0. `document` is a path in the vendor's repository, Ascend/DrivingSDK.
     """
 
@@ -108,7 +108,7 @@ def _releases_of_environment() -> list[str]:
     return [NEWEST if word.lower() in rules.ON else word]
 
 
-# The release of the environment, then the releases of all open atlas_limits(). It is process-wide, like torch.backends' flags.
+# The release that the environment names, then the releases of all open atlas_limits() of all threads.
 open_releases: list[str] = _releases_of_environment()
 
 
@@ -155,7 +155,7 @@ def suspended() -> Iterator[None]:
 
 
 def current() -> str:
-    """Return the release of the innermost atlas_limits(), or the newest if there is none."""
+    """Return the release of the last opened atlas_limits(), else the environment's, else the newest release."""
     return open_releases[-1] if open_releases else NEWEST
 
 
@@ -186,7 +186,7 @@ def _broken(name: str, sizes: Sizes, release: str) -> Iterator[tuple[Limit, tupl
 
 
 def first_broken(name: str, sizes: Sizes) -> str:
-    """Return a sentence about the first limit of the current release that the sizes break, or an empty string."""
+    """Return a sentence about the first limit that the sizes break in the `current` release; "" if they keep all limits."""
     broken = _broken(name, sizes, current())
     return next((f"{limit.argument} must {rule}; got {fact}" for limit, (rule, fact) in broken), "")
 

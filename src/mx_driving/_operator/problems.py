@@ -16,7 +16,7 @@ class Problem(ValueError):
 
 @contextmanager
 def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of these kinds (without kinds, all errors) to a Problem with the message `rule; got <error>`."""
+    """Convert errors of these kinds to a Problem with the message `rule; got <error>`. Without kinds, convert all errors."""
     try:
         yield
     except Problem:

@@ -23,7 +23,7 @@ INDEX_RULE = "have dtype int32 or int64"
 Named = tuple[str, Any]
 
 ON = ("1", "true", "yes", "on")  # words that turn a switch in the environment on
-OFF = ("0", "false", "no", "off", "")  # words that turn it off
+OFF = ("0", "false", "no", "off", "")  # words that turn a switch in the environment off
 
 
 def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
@@ -53,7 +53,7 @@ def need_tensors(*named: Named) -> None:
             fail(ValueError, name, rule, "a nested tensor")
         if type(t).__name__ == "MaskedTensor":
             fail(TypeError, name, "be a torch.Tensor without a mask, as get_data() gives it", "MaskedTensor")
-        # A compiled backward cannot read the layout of a tensor that is not nested.
+        # In a backward, torch.compile can read the layout of a nested tensor only.
         if (t.is_nested or not torch.compiler.is_compiling()) and t.layout != torch.strided:
             fail(ValueError, name, "have the layout torch.strided", t.layout)
 
@@ -102,7 +102,7 @@ def shape_text(axes: Sequence[str]) -> str:
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """Return whether the environment turns a switch on; `default` if the variable is empty.
+    """Return whether the environment variable `name` turns a switch on; `default` if the variable is empty or not set.
 
     The package reads its switches at import, so a misspelt word raises at import.
     """
@@ -152,7 +152,7 @@ def no_library(name: str, missing: str | None, libraries: Sequence[str]) -> NoRe
 
 
 def broken_library(name: str, error: ImportError, reason: str) -> NoReturn:
-    """Raise an error of the same class as the import's error, for a module that is installed but fails to import."""
+    """Raise an error of the class of `error`. The module `name` is installed, but its import has failed with `error`."""
     raise type(error)(f"target must be imported without an error; got {name!r}: {reason}", name=error.name) from error
 
 
@@ -163,7 +163,7 @@ def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str
 
 
 def name_of_a_form(core: str, name: object, names: Collection[object]) -> None:
-    """Check that `name` is the name of a form. `core` is the class or function that has the form."""
+    """Check that `name` names a form, one of the ways in which libraries write a sampling core. `core`: the core's name."""
     if name not in names:
         fail(ValueError, "forms", f"name a form of {', '.join(map(str, names))}", f"{name!r} for {core}")
 

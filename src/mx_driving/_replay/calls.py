@@ -18,7 +18,7 @@ from .._operator.problems import Problem, ruled
 from .operator_calls import find_output_shape, read_inputs, to_operator_shape
 
 FORMAT = 1  # the version of the file format that this module reads; keep equal to record.FORMAT
-GRADIENTS = "-gradients"  # suffix of the file of a call's gradients
+GRADIENTS = "-gradients"  # ends the name of the file that holds a call's gradients
 _BARE = [name for name, operator in OPERATORS.items() if not operator.bare]
 _SCHEMA = {
     **dict.fromkeys(("function", "device", "caller", "reason", "form"), str),
@@ -28,7 +28,7 @@ _SCHEMA = {
 
 @dataclass
 class RecordedCall:
-    """A call of a function, as a call of its operator. `results`: the device's output and gradients, by name."""
+    """A recorded call of a function, converted to a call of an operator. `results`: name -> the device's output or gradient."""
 
     name: str
     about: dict[str, Any]
@@ -56,7 +56,7 @@ class RecordedCall:
 
     @property
     def has_queries(self) -> tuple[bool, ...]:
-        """Return for each input whether its axis 1 is axis 1 of the output: queries, or channels of cells."""
+        """Return for each input whether its axis 1 is that of the output: an axis of queries, or of channels in pooling."""
         return tuple(axis is not None for axis in self.description.axes[self.description.queries][:-1])
 
     @property
@@ -74,7 +74,7 @@ class RecordedCall:
 
 
 def find_calls(path: Path) -> dict[str, Path]:
-    """Return name -> path without suffix: the calls of a folder and its subfolders, or the call of a file."""
+    """Return the calls of a folder and its subfolders, or the call of a file, as name -> path without suffix."""
     if not os.path.exists(path):  # pathlib fails on a name that is too long
         raise Problem(f"calls must be a folder that record.py wrote, or one file of it; got {path}, which is not there")
     files = [path] if path.is_file() else sorted(path.rglob("*.pt"))
@@ -101,7 +101,7 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
         checks.check_numbers(operator, (*inputs, *sizes))
     problems = []
     if gradients_file.is_file():
-        try:  # an unreadable file of gradients leaves the output to be judged
+        try:  # if this file cannot be read, the output is still judged
             tensors.update(_load(gradients_file)[1])
         except Problem as problem:
             problems.append(str(problem))

@@ -13,15 +13,16 @@ from .. import reference
 from .._operator.description import OPERATORS
 from .calls import RecordedCall
 
-# Queries are computed in parts. The samples of a part on one level have at most so many elements: the reference keeps several
-# copies of them.
+# Queries are computed in parts. A part has at most this many elements in the samples of one level, because the reference keeps
+# several copies of these samples.
 NUMBERS = 2**22
 Core = Callable[..., Tensor]
 Results = dict[str, Tensor]
 
 
 class _Reference(torch.autograd.Function):
-    """The reference with its own backward instead of autograd's: an invalid sample has a gradient of exactly zero."""
+    """The reference's forward and backward as an autograd function. Autograd's backward of the forward would not do: in ours,
+    the gradients of an invalid sample are exactly zero."""
 
     @staticmethod
     def forward(ctx: Any, operator: str, *arguments: Any) -> Tensor:  # pyright: ignore
@@ -66,14 +67,14 @@ def compute(call: RecordedCall, dtype: torch.dtype, core: Core | None = None, qu
             product = (output * grad).sum()  # autograd.grad with grad_outputs would import sympy: 1.3 s
             gradients = torch.autograd.grad(product, tensors, allow_unused=True, materialize_grads=True)
             results.update(zip(call.gradients, gradients, strict=True))
-        for name in [name for name in results if not call.is_by_query(name)]:  # sums over queries, such as grad_value
+        for name in [name for name in results if not call.is_by_query(name)]:  # such as grad_value, a sum over queries
             sums[name] = sums.get(name, 0) + results.pop(name)
         parts.append(results)
     return {**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}, **sums}
 
 
 def _limit_queries(call: RecordedCall) -> int:
-    """Return the most queries of a part."""
+    """Return how many queries a part may have."""
     if call.description.kind == "pooling":
         return max(1, NUMBERS // max(1, call.inputs[4].numel(), math.prod(call.sizes)))
     bs, _, *channels = call.inputs[0].shape
@@ -82,8 +83,8 @@ def _limit_queries(call: RecordedCall) -> int:
 
 
 def compute_by_kernel(call: RecordedCall) -> Results:
-    """Return the results of our CPU kernel. If the output is wider than 16-bit inputs, convert the inputs to its dtype. This is
-    exact: under autocast an operator reads 16 bits, and computes and returns float32."""
+    """Return the results of our CPU kernel. If inputs have 16 bits and the recorded output more, the call ran under autocast:
+    the operator read 16 bits, and computed and returned float32. So convert the inputs to float32, which is exact."""
     inputs, dtype = call.inputs, call.results.get("output", call.grad_output).dtype  # pyright: ignore
     if dtype.itemsize > 2:
         inputs = [t.to(dtype) if t.is_floating_point() and t.dtype.itemsize == 2 else t for t in inputs]

@@ -13,7 +13,7 @@ from .._operator import geometry
 from .calls import RecordedCall
 from .compute import compute
 
-_DRAWS = 4  # two draws of the same rounding errors may differ by this factor
+_DRAWS = 4  # rounding errors are random: the device's may be this many times as large as those of our float32
 _LATTICE = 16  # ulps; a position this close to a pixel centre may be on the centre's other side in float32
 
 
@@ -40,7 +40,7 @@ class ErrorBound:
         self.truth = compute(call, torch.float64)
         self._num_terms = _count_terms(call)
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
-        has_positions = call.description.rows == 4 and call.sampling.shapes.numel()  # bilinear samples
+        has_positions = call.description.rows == 4 and call.sampling.shapes.numel()  # only bilinear samples have positions
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
         self._scales = {name: largest_magnitude(t) for name, t in self.truth.items()}
         if "grad_locations" in self.truth:
@@ -62,7 +62,7 @@ class ErrorBound:
             compute: the dtype of the sums; by default the operator's: float64 if an input is float64, else float32.
             queries: the queries of `got` and `expected`; None for all.
         """
-        extent = self._extent if compute is None else 0  # A caller that tries sums in 16 bits takes positions as exact.
+        extent = self._extent if compute is None else 0  # if `compute` is given, positions count as exact
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))
@@ -70,14 +70,14 @@ class ErrorBound:
             self._least[result]
         )
         rounded, got = expected.to(got.dtype).double(), got.double()
-        expected = torch.where(rounded.isinf(), rounded, expected)  # expected overflows in the dtype of `got`
+        expected = torch.where(rounded.isinf(), rounded, expected)  # if it overflows in the dtype of `got`, expect infinity
         units = entry_differences(got, expected) / limit.clamp_min(self._least[result])
         unsure = self.unsure(result)
         unsure = unsure[:, queries] if queries is not None and unsure.dim() else unsure
         return torch.where(unsure & got.isfinite(), 0, units)
 
     def unsure(self, result: str) -> Tensor:
-        """Return True for gradients of locations on a pixel centre, within rounding: the gradient jumps there."""
+        """Return True for the gradients of locations that are within rounding of a pixel centre, where the gradient jumps."""
         return self._on_centres if result == "grad_locations" else torch.zeros((), dtype=torch.bool)
 
     @functools.cached_property

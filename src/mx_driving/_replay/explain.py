@@ -13,9 +13,9 @@ from .compute import Core, compute, make_core
 from .error_bound import ErrorBound
 from .known_mistakes import list_mistakes
 
-_ALIKE = 2  # two wrong entries may have a common factor by chance
+_ALIKE = 2  # up to this many wrong entries may be the truth times a common factor by chance
 _JUMPS = 1e-3  # the fraction of entries for which float32 and float64 may be on different sides of a jump
-_SOME = 121  # in a large call, a suspicion must first explain this many wrong queries
+_SOME = 121  # in a large call, try a suspected mistake on this many wrong queries before computing all
 # The axes of the weights: name -> dimension.
 _AXES = {
     "pooling": {},
@@ -39,7 +39,7 @@ def explain(bound: ErrorBound) -> dict[str, str]:
 
 
 def _make_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
-    """Yield the known mistakes, and the reading of each strided input as if it were contiguous."""
+    """Yield the known mistakes. Then yield for each input that was not contiguous the mistake of reading it as contiguous."""
     if not all(t.numel() for t in call.inputs):
         return  # the known mistakes need inputs with entries
     for sentence, core in list_mistakes(call.description.name, call.inputs):
@@ -57,7 +57,8 @@ def _make_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
 
 
 def _find_memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
-    """Return the entries' indices in the order of memory for recorded strides; None if the memory has gaps or overlaps."""
+    """Return the indices of t's entries in the order in which a tensor of these strides has them in memory. Return None if such
+    a tensor has gaps or overlaps."""
     if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
         return None
     memory = torch.full((t.numel(),), -1)
@@ -66,7 +67,7 @@ def _find_memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
 
 
 def _find_explained(bound: ErrorBound, suspect: RecordedCall, core: Core, wrong: list[str]) -> list[str]:
-    """Return the wrong results that the suspected mistake reproduces. In a large call, try some wrong queries first."""
+    """Return the wrong results that the suspected mistake reproduces. In a large call, try some wrong queries before all."""
     call = bound.call
     by_query = [name for name in wrong if call.is_by_query(name)]
     if call.num_queries > _SOME and by_query:
@@ -93,7 +94,7 @@ def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | N
 
 
 def _describe_error(bound: ErrorBound, name: str) -> str:
-    """Return words about errors of a known pattern: NaN, zeros, a factor, or another unit. Return "" for other errors."""
+    """Describe errors of a known pattern: NaN, zeros, truth times a factor, or another unit. Return "" for other errors."""
     call, device, truth, wrong = bound.call, bound.call.results[name], bound.truth[name], bound.wrong[name]
 
     def is_right(expected: Tensor) -> bool:

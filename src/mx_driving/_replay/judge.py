@@ -74,7 +74,7 @@ def _judge_result(bound: ErrorBound, name: str, ours: Tensor) -> Judged:
 
 
 def _explain_otherwise(bound: ErrorBound, judged: Judged) -> str:
-    """Explain a wrong result that no known mistake explains: by sums in 16 bits, or by the indices of the wrong entries."""
+    """Explain a wrong result that `explain` does not explain: by sums in 16 bits, or by the indices of the wrong entries."""
     call, name = bound.call, judged.result
     narrow = next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
     if narrow and bool((bound.error(name, call.results[name], bound.truth[name], narrow) <= 1).all()):

@@ -1,4 +1,4 @@
-"""Known mistakes of implementations: differences of vendors' versions, and usual slips.
+"""Known mistakes of implementations: what some versions of the vendor's library do differently, and usual slips.
 
 A mistake is a function of the operator's reference and the operator's arguments. It returns the output with the mistake.
 `explain.py` finds the mistake that gives the device's numbers.
@@ -36,7 +36,7 @@ def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
 
 
 def _clamp(*axes: bool) -> Mistake:
-    """Clamp locations to the border's pixels along these axes."""
+    """Clamp locations along these axes to the centres of the border pixels."""
     along = torch.tensor(axes)
     return _move(lambda at, size: torch.where(along, torch.minimum(torch.maximum(at, 0.5 / size), 1 - 0.5 / size), at))
 
@@ -64,12 +64,12 @@ def _keep_points(choose: Callable[[Tensor], Tensor]) -> Mistake:
 
 
 def _begins(cell: Tensor) -> Tensor:
-    """Return True where a run of one cell begins."""
+    """Return True for the first point, and for each point that is in another cell than the point before it."""
     return torch.cat([torch.ones(1, dtype=torch.bool), cell.diff() != 0])
 
 
 def _has_largest(numbers: Callable[[Tensor], Tensor], cell: Tensor) -> Tensor:
-    """Return True for the points with the largest of their cell's `numbers`."""
+    """Return True for each point whose number in `numbers(cell)` is the largest in its cell."""
     ranks = numbers(cell)
     return ranks == torch.zeros(int(cell.max()) + 1, dtype=torch.long).scatter_reduce(0, cell, ranks, "amax")[cell]
 
@@ -80,7 +80,7 @@ def _channels_last(core: Core, *arguments: Any) -> Tensor:
 
 
 _BORDER = "samples beyond the border read the border's pixels{}, where zeros are the rule".format
-_MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # If several give the same numbers, the first is named.
+_MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # if several fit, `explain` names the first
     (MULTI_SCALE, AGGREGATION, GEOMETRIC): {
         "x and y are swapped in the locations": lambda core, v, s, t, l, w: core(v, s, t, l.flip(-1), w),
         "shapes are read as (W, H)": lambda core, v, s, t, l, w: core(v, s.flip(-1), t, l, w),
@@ -159,8 +159,8 @@ def list_mistakes(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str
 
 
 def _permute_levels(operator: str, levels: int) -> Iterator[tuple[str, Mistake]]:
-    """Yield the mistakes of reading the levels of an attention in another order, in weights, locations or both. Yield at most
-    23 orders: four levels have no more wrong orders."""
+    """Yield mistakes of attention: weights, locations or both are read with the levels in a wrong order. Yield at most 23
+    orders, because four levels have 23 wrong orders."""
     orders = itertools.permutations(range(levels)) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
         for name, i, j in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):

@@ -24,7 +24,7 @@ _CHANNELS_FIRST_FEAT = "voxel_pooling_inference_forward_wrapper"
 
 
 class _Captured(Exception):
-    """Carries the arguments of an operator's call out of the function that calls the operator."""
+    """Carries the arguments of an operator out of the function that calls the operator."""
 
 
 class _Capture(TorchDispatchMode):
@@ -56,7 +56,7 @@ def _sample(operator: str, facts: Facts) -> tuple[Tensor, ...]:
 
 
 def _pool(name: str, function: str, facts: Facts) -> Sequence[Any]:
-    """Call our function of this name. Return the inputs of the operator that it calls."""
+    """Call our pooling function for `function` with the recorded arguments. Return the inputs of the operator that it calls."""
     if function not in _POOLS:
         raise Problem(f"the form of {name} must be one of {', '.join(_POOLS)}; got {function}")
     arguments = [facts[parameter] for parameter in _POOLS[function].names]
@@ -70,7 +70,8 @@ def _pool(name: str, function: str, facts: Facts) -> Sequence[Any]:
 
 
 def find_pool(function: str) -> Callable[..., Any]:
-    """Return our pool for a function of the table. BEVPoolV3.apply takes the same arguments as bev_pool_v3."""
+    """Return our pooling function for a name in the table of foreign functions. For BEVPoolV3.apply, return bev_pool_v3, which
+    takes the same arguments."""
     if _POOLS[function].module != "mx_driving":
         return stand_in(_POOLS[function])
     return getattr(ops, "bev_pool_v3" if function == "BEVPoolV3.apply" else function)

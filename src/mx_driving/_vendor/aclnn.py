@@ -1,4 +1,4 @@
-"""`mx_driving.aclnn`: CANN's two phases over torch tensors."""
+"""The functions of `mx_driving.aclnn`: CANN's interface of two phases, plan and run, for torch tensors."""
 
 from __future__ import annotations
 
@@ -190,7 +190,8 @@ def _raise(status: int, kind: type[Exception] | None = None) -> NoReturn:
 
 
 def _dtypes_fit(operator: str, tensors: tuple[Any, ...]) -> bool:
-    """Return whether phase one accepts the dtypes. It checks them before shapes, for which CANN has the same status."""
+    """Return whether phase one accepts the dtypes. CANN has one status for wrong dtypes and wrong shapes, and phase one checks
+    dtypes first."""
     value, shapes, starts, *others = tensors
     floating = rules.FLOATING - {torch.float64}
     if operator == _FORWARD and os.environ.get("MX_DRIVING_CANN_PRODUCT") == "310P":
@@ -260,8 +261,8 @@ def multi_scale_deformable_attention_grad(
 ) -> Status:
     """Phase two: run the call that phase one prepared.
 
-    The outputs are written when the call returns, unless a level does not fit: `synchronize(stream)` returns that status. An
-    executor runs once; a failed check uses it up, too.
+    The outputs are written when the call returns, unless a level does not fit into num_keys: then `synchronize(stream)` returns
+    the error. An executor runs once. It is also used up if a check fails.
 
     Args:
         workspace: at least workspace_size contiguous bytes; None if phase one returned 0
@@ -345,7 +346,7 @@ def multi_scale_deformable_attn_function_out(
     output: Tensor | None = None,
     stream: Stream | None = None,
 ) -> Tensor:
-    """The forward in one call, as `multi_scale_deformable_attention_grad_out`. If output is None, it makes one: [bs,
+    """The forward in one call, as `multi_scale_deformable_attention_grad_out`. If output is None, it allocates the output: [bs,
     num_queries, num_heads * channels] in value's dtype."""
     rules.need_tensors(("value", value), ("location", location))
     shaped = value.dim() == 4 and location.dim() == 6  # phase one refuses other shapes

@@ -50,7 +50,7 @@ def register() -> None:
         if missing.name not in ("libreyolo", "libreyolo.kernels"):
             raise
         raise RuntimeError(_NEEDED) from None
-    kernels.resolve(_SLOT)  # LibreYOLO registers its kernels at the first resolve; the newest kernel comes first
+    kernels.resolve(_SLOT)  # makes LibreYOLO register its own kernels now: the newest kernel goes first
     kernels.unregister(_SLOT, _NAME)
     kernels.register(_SLOT, ms_deform_attn, name=_NAME)
     kernels.clear_cache()  # LibreYOLO 1.6 remembers the first lookup of a slot, even a lookup that found no kernel

@@ -60,7 +60,7 @@ def kernel_size(sizes: object) -> None:
 
 
 def fix_scale(rows: Sequence[Sequence[float]], num_learnable_pts: int) -> Tensor:
-    """Return the fixed key points of an anchor. If num_learnable_pts is positive, rows may be empty."""
+    """Return the fixed key points of an anchor as a tensor. `rows` may be empty if num_learnable_pts is positive."""
     at_least(0, "num_learnable_pts", num_learnable_pts)
     try:
         points = torch.as_tensor(rows, dtype=torch.float32)
@@ -74,7 +74,7 @@ def fix_scale(rows: Sequence[Sequence[float]], num_learnable_pts: int) -> Tensor
 
 
 def maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
-    """Return the levels of a pyramid. Only the axes H and W may differ from level to level."""
+    """Check the levels of a pyramid, and return them as a list. Only the axes H and W may differ from level to level."""
     if isinstance(levels, Tensor) or not isinstance(levels, Iterable):
         fail(TypeError, "maps", "be a list of tensors, one for each level", type(levels).__name__)
     named = [(f"maps[{i}]", level) for i, level in enumerate(levels)]
@@ -122,11 +122,11 @@ def mask(name: str, t: Tensor) -> None:
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return whether the layer is unmodified, so that other code may replace its call: no own forward (accelerate), no
-    hooks, and no weight of a subclass (quantisers)."""
+    """Return whether the layer is unmodified, so that other code may replace its call. Examples of modified layers have hooks,
+    a forward that is not their class's (accelerate sets one), or a weight of a Tensor subclass (quantisers set one)."""
     if type(layer) is not kind or getattr(layer.forward, "__func__", None) is not _FORWARDS.get(kind, kind.forward):
         return False
-    if _torch_private.is_compiled_in_place(layer) or kind.__call__ is not _CALL:  # libraries may set __call__
+    if _torch_private.is_compiled_in_place(layer) or kind.__call__ is not _CALL:  # some libraries set __call__
         return False
     weights = (getattr(layer, name, None) for name in ("weight", "bias"))
     plain = all(t is None or (type(t) in (Tensor, nn.Parameter) and t.is_floating_point()) for t in weights)

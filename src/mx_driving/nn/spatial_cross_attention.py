@@ -202,9 +202,9 @@ class SpatialCrossAttention(nn.Module):
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Queries sample only these."""
+        """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Sample no other cameras for it."""
         bs, cams, queries = seen.shape
-        if bs * cams == 0:  # _mean_of_all gives the layers gradients of zero
+        if bs * cams == 0:  # in _mean_of_all, the layers still get gradients, of zero
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
         inner = self.deformable_attention
         pairs = seen.flatten().nonzero()[:, 0]  # indices in [bs, cam, num_queries]
@@ -214,7 +214,7 @@ class SpatialCrossAttention(nn.Module):
         together = max(1, _TOGETHER // max(1, samples * max(counts)))
         groups = [counts[i : i + together] for i in range(0, len(counts), together)]
         sizes = [sum(group) for group in groups]
-        # Select once for all cameras, because the backward of each selection fills a gradient of all queries.
+        # Select the queries of all cameras at once: the backward of a selection fills a gradient as large as all queries.
         query = cast_once(query, inner.sampling_offsets, inner.attention_weights)
         positioned = query.flatten(0, 1).index_select(0, rows).split(sizes)
         pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(sizes)
@@ -233,7 +233,7 @@ class SpatialCrossAttention(nn.Module):
         """Return the same mean, but with sizes that do not depend on the data: all queries sample all cameras."""
         inner, cams = self.deformable_attention, seen.shape[1]
         rows, pillars = value.flatten(0, 1), reference_points.flatten(0, 1)
-        # Call a modified module as a whole, although it then repeats its layers for each camera.
+        # If `inner` is modified, call it as a whole, although its layers then compute the same offsets for each camera.
         is_plain = _check.is_plain(inner, MSDeformableAttention3D)
         by_query = inner._offsets_and_logits(query) if is_plain else [query]
         in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in by_query]

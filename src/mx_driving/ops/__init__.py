@@ -1,4 +1,4 @@
-"""The operators under the vendor's paths. Every public function carries the other names of its module as attributes.
+"""The operators under the vendor's paths. Each public function has the other names of its module as attributes.
 
 `from mx_driving.ops import multi_scale_deformable_attn` gives a function, as torchvision's and mmcv's ops are. The vendor has
 a module of that name, so `mx_driving.ops.multi_scale_deformable_attn.MultiScaleDeformableAttnFunction` works here, too. A

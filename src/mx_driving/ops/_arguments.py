@@ -21,8 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def prepare(operator: Operator, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Check a call against the open atlas_limits(), and return its inputs. In inference mode, prepare DTensors here, because
-    inference mode skips our Autograd kernel, which prepares them otherwise."""
+    """Check a call against the open atlas_limits(), and return its inputs. Our Autograd kernel prepares DTensors, but inference
+    mode skips this kernel. So prepare DTensors here in inference mode."""
     if not (limits.open_releases or distributed.CLASSES):
         return inputs
     if limits.open_releases:
@@ -112,7 +112,8 @@ def _refuse_name(function: str, names: Sequence[str], name: str) -> NoReturn:
 
 
 def _gap(tensors: Sequence[Input], args: Sequence[Any]) -> int:
-    """Return the index of the first argument that does not fit its parameter: the argument of this parameter is missing."""
+    """Return the index of the first argument that does not fit its parameter. The caller has probably left out an argument
+    there."""
     return next((i for i, (t, a) in enumerate(zip(tensors, args, strict=False)) if not _fits(t, a)), len(args))
 
 

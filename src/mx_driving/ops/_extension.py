@@ -1,8 +1,8 @@
-"""The pools with the interface of compiled extensions: channels last, no graph, no autocast, separate backward functions.
+"""Pooling functions with the interface of compiled extensions: channels last, no autograd, no autocast, separate backwards.
 
 Extensions also take the intervals of the points. Only `bev_pool_v2_forward` reads the intervals. The other functions read the
-cell of every point. Their results are those of the extensions if all points of an interval share a cell or, in the
-backward of bev_pool_v2, a row of feat.
+cell of every point. Their results equal the extensions' if all points of an interval have the same cell. In the backward of
+bev_pool_v2 they must have the same row of feat instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _v1, _v2, _v3 = as_compiled(bev_pool), as_compiled(bev_pool_v2), as_compiled(bev
 
 
 def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> None:
-    """Check that the caller's outputs have the shapes and devices of the results. A copy to the meta device would be lost."""
+    """Check that the caller's outputs have the shapes and devices of the results. A copy to a meta tensor would lose them."""
     for (name, out), result in zip(outputs.items(), results, strict=True):
         need_tensors((name, out))
         need_dtype(name, out, FLOATING, FLOATING_RULE)
@@ -47,7 +47,7 @@ def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> 
 
 
 def write_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any], add: bool = False) -> None:
-    """Copy the results to the caller's outputs, or add them. Write nothing if an output has a wrong shape."""
+    """Copy the results to the caller's outputs, or `add` them to the outputs. Write nothing if an output has a wrong shape."""
     check_outputs(results, outputs)
     for out, result in zip(outputs.values(), results, strict=True):
         if result is not None:

@@ -1,4 +1,4 @@
-"""Convert inputs of compiled extensions, which ignore shapes, to the shapes of the operators.
+"""Convert inputs of compiled extensions to the shapes of the operators. The extensions do not check shapes.
 
 `deformable_aggregation_ext` is the name of two interfaces. In the older interface (Sparse4D v1 and v2, GaussianFormer, Far3D)
 feature maps have an axis of cameras. Far3D passes attention weights with levels and points in one axis.
@@ -20,7 +20,8 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def sampling_inputs(operator: str, facts: Mapping[str, Any]) -> Inputs:
-    """Return the inputs of a sampling operator. `facts` has the arguments by our names; without starts, maps have no gaps."""
+    """Return the inputs of a sampling operator. `facts`: our name of an argument -> argument. If "starts" is
+    missing, the maps lie one after the other without gaps."""
     if facts.get("starts") is None and isinstance(facts["shapes"], Tensor):
         facts = {**facts, "starts": geometry.starts_of(facts["shapes"])}
     to_inputs = aggregation_inputs if operator == AGGREGATION else attention_inputs

@@ -54,11 +54,11 @@ def _refuse_channels(feat: Tensor, channels: int) -> NoReturn:
 
 
 def sizes_of(name: str, argument: Any, count: str, axes: str) -> list[int]:
-    """Return the sizes as ints or torch.SymInts. BEVFusion passes tensors; NumPy has integer types of its own."""
+    """Return the sizes as ints or torch.SymInts. Convert tensors, which BEVFusion passes, and NumPy's integers."""
     numbers = [_int(size) for size in argument] if isinstance(argument, (list, tuple)) else []
     if len(numbers) != len(axes.split(", ")) or any(size is None for size in numbers):
         fail(ValueError, name, f"be {count} ints, ({axes})", argument)
-    sizes = cast("list[int]", numbers)  # in quotes, because torch 2.6 cannot compile list[int]
+    sizes = cast("list[int]", numbers)  # the type is a string, because torch 2.6 cannot compile list[int]
     if any(size < 0 for size in sizes):
         fail(ValueError, name, "have no negative size", tuple(sizes))
     if not torch.compiler.is_compiling() and any(isinstance(size, int) and size >= 2**48 for size in sizes):
@@ -88,7 +88,7 @@ def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: 
 
 
 def cells(voxels: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
-    """Return the cells of voxels (h, w, d, b); -1 for a voxel outside the grid, whose computed index may be another cell's."""
+    """Return the cells of voxels (h, w, d, b). Return -1 for a voxel outside the grid: it could seem to lie in another cell."""
     (h, w, d, b), outside = _clamp_voxels(voxels, H, W, D, B)
     cell = ((b * D + d) * H + h) * W + w
     return cell - outside * (cell + 1)
@@ -183,6 +183,6 @@ def gradients(
     grad_feat, grad_depth = torch.ops.mx_driving.bev_pool_v3_backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, mask)
     if depth is not None:
         return grad_depth.view(depth.shape), grad_feat.view(feat.shape)
-    if rest := feat.numel() - grad_feat.numel():  # rows of feat without a point
+    if rest := feat.numel() - grad_feat.numel():  # feat has rows without a point; their gradient is 0
         grad_feat = torch.nn.functional.pad(grad_feat.flatten(), (0, rest))
     return None, grad_feat.view(feat.shape)

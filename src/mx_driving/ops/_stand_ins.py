@@ -1,5 +1,5 @@
-"""Functions that replace compiled extensions and their autograd functions. Each layout of arguments in the table of foreign
-functions has an adaptor, which converts the arguments."""
+"""Functions that replace compiled extensions and their autograd functions. The table of foreign functions has several layouts
+of arguments. For each layout, a function here (an adaptor) converts the arguments and calls ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .multi_scale_deformable_attn import multi_scale_deformable_attn
 from .npu_deformable_aggregation import deformable_aggregation
 from .voxel_pooling_train import npu_voxel_pooling_train
 
-Arguments = dict[str, Any]  # by our names
+Arguments = dict[str, Any]  # our name of a parameter -> argument
 FORWARDS = {
     operator: as_compiled(public)
     for operator, public in (
@@ -53,7 +53,7 @@ def _pool_places(entry: Function, arguments: Arguments) -> Any:
 
 
 def _pool_xyzb(entry: Function, arguments: Arguments) -> Any:
-    """Pool points by cells (x, y, z, b). FlashOCC has this order: its innermost axis is W, not H."""
+    """Pool points whose cells are (x, y, z, b), as in FlashOCC. Exchange x and y for bev_pool, whose cells begin with H."""
     places = arguments["geom_xyzb"]
     need_tensors(("geom_xyzb", places))
     need_shape("geom_xyzb", places, "n, 4", None, 4)
@@ -61,7 +61,7 @@ def _pool_xyzb(entry: Function, arguments: Arguments) -> Any:
 
 
 def _pool_ranks(entry: Function, arguments: Arguments) -> Any:
-    """Pool lifted points. The sizes are those of the caller's output [b, d, h, w, c]."""
+    """Pool points that have ranks. Take the sizes from the caller's output [b, d, h, w, c]."""
     inputs = [argument for name, argument in arguments.items() if name not in entry.outputs]
     if entry.backward:
         return _extension.bev_pool_v3_backward(*inputs)
@@ -112,7 +112,7 @@ def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[i
     return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), *ranks, shape).squeeze(2)
 
 
-# The adaptors of pools' layouts of arguments, by a parameter that no other layout has.
+# parameter -> adaptor for the pooling functions that have this parameter. Each parameter here occurs in a single layout.
 _POOLS = {"geom_feat": _pool_places, "geom_xyzb": _pool_xyzb, "ranks_bev": _pool_ranks, "memo": _pool_points}
 
 
@@ -170,7 +170,7 @@ def sum_runs(x: Tensor, places: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: Any) -> Any:
-    """Return the output of a pooling operator. The keywords are the arguments of its autograd function, by our names."""
+    """Return the output of a pooling autograd function. The keywords are its arguments, under our names."""
     if places.pop("method", "sum") != "sum":
         raise NotImplementedError("the maximum of points is not compiled; mx_driving has their sum only")
     if "places" in places:
@@ -189,7 +189,7 @@ def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: An
 @functools.cache
 def differentiable(entry: AutogradFunction) -> Callable[..., Tensor]:
     """Return a differentiable function that takes the arguments of this entry's autograd function."""
-    # Read the entry here, because torch 2.6 cannot compile its attributes.
+    # Read the entry's attributes here, because torch 2.6 cannot compile that in `run`.
     names, operator, is_last = entry.words.split(), entry.operator, entry.layout == "BDHWC"
 
     def run(*args: Any) -> Tensor:

@@ -62,7 +62,7 @@ def bev_pool_v2(
     if any(map(_torch_private.is_batched, (starts, lengths))):
         cells, sizes = math.prod(shape[:4]), shape[1:]
         points, first, padding = _IntervalPoints.apply(starts, lengths, ranks_bev.shape[0])
-        scene = math.prod(sizes[:3])  # cells of a scene; padding goes to the first cell of an extra scene
+        scene = math.prod(sizes[:3])  # number of cells of a scene; padding goes to the first cell of an extra scene
         ranks = geometry.as_int64(ranks_bev[first])
         ranks = torch.where(padding, cells, ranks + (ranks >= cells) * scene)
         return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], ranks, (shape[0] + 1, *sizes))[:-1]
@@ -72,7 +72,7 @@ def bev_pool_v2(
 
 def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the points of all intervals, and for each point the first point of its interval."""
-    if starts.is_meta:  # the number of points depends on data, which starts lacks
+    if starts.is_meta:  # the number of points depends on data, and a meta tensor has none
         return starts[:0], starts[:0]
     if starts.device.type == "cpu":
         _check_intervals(starts, lengths, count)
@@ -83,8 +83,8 @@ def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[T
 
 
 class _IntervalPoints(torch.autograd.Function):
-    """`_points_of_intervals` for torch.func, with a third output, which is True for padding: all entries of a vmapped axis are
-    padded to the points of the longest entry."""
+    """`_points_of_intervals` for torch.func. Under vmap, all entries are padded to as many points as the longest entry has. A
+    third output is True for padding."""
 
     @staticmethod
     def forward(starts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore
@@ -114,7 +114,7 @@ def _check_intervals(starts: Tensor, lengths: Tensor, count: int) -> None:
     start, outside = geometry.clamp_index(starts, count + 1)
     _, too_long = geometry.clamp_index(lengths, count + 1 - start)
     wrong = outside + too_long
-    if torch.compiler.is_compiling() or _torch_private.count_dispatch_modes():  # a graph has no numbers for an error message
+    if torch.compiler.is_compiling() or _torch_private.count_dispatch_modes():  # in a graph, the message cannot name numbers
         ok = 1 - wrong.sum().clamp(max=1)
         _torch_private.assert_in_graph(ok, "interval_starts and interval_lengths must lie within the points")
     elif wrong.any():

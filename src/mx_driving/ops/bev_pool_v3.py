@@ -100,7 +100,7 @@ class BEVPoolV3(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of depth and feat, and None for the other inputs. grad_out is [B, D, H, W, C]."""
         depth, feat, ranks_feat, ranks_depth, ranks_bev = ctx.saved_tensors
-        # Like the vendor, record no graph if ctx is not torch's.
+        # Like the vendor's backward, record no graph if ctx is not torch's own.
         by_torch = isinstance(getattr(ctx, "needs_input_grad", None), tuple)
         with torch.set_grad_enabled(by_torch and torch.is_grad_enabled()):
             return (*gradients(grad_out, depth, feat, ranks_depth, ranks_feat, ranks_bev), None, None, None, None)

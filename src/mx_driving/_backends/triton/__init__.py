@@ -24,7 +24,7 @@ AMD = {
     "gfx1200": "RDNA 4", "gfx1201": "RDNA 4",
 }  # fmt: skip
 DEVICES = ("cuda", "xpu")  # PyTorch's device types that Triton compiles for; "cuda" includes AMD's GPUs
-_MOST_ROWS = 1 << 30  # row indices have 32 bits, with room for a neighbour on each side
+_MOST_ROWS = 1 << 30  # most rows of value: an index of a row, or of its neighbour, fits into 32 bits
 _OLDEST = (8, 0)
 
 
@@ -43,7 +43,7 @@ def why_not(device: str = "cuda", index: int | None = None) -> str | None:
         return too_old
     gpus = getattr(torch, device)
     if not gpus.is_available():
-        return None  # no GPU: tests execute the kernels' PTX on the CPU
+        return None  # without a GPU, allow the kernels: tests execute their PTX on the CPU
     check = _why_not_xpu if device == "xpu" else _why_not_amd if torch.version.hip else _why_not_nvidia
     reasons = [check(i) for i in (range(gpus.device_count()) if index is None else [index])]
     return reasons[0] if all(reasons) else _why_no_compiler()
@@ -68,9 +68,9 @@ def _why_not_xpu(index: int) -> str | None:
 
 
 def _why_no_compiler() -> str | None:
-    """Return why Triton cannot build a launcher at a kernel's first call: building needs a C compiler."""
+    """Return why Triton cannot build launchers, or None. At a kernel's first call, Triton compiles a launcher from C."""
     if sys.platform == "win32" or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
-        return None  # Windows' Triton brings a compiler along
+        return None  # Triton for Windows includes a compiler
     return "Triton finds no C compiler; install gcc or clang, or name one in CC"
 
 

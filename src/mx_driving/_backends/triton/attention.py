@@ -15,9 +15,9 @@ from . import launch
 
 # Warps of the forward exchange no data, so a program may have several.
 _FORWARD_WARPS = 4
-# Limits of registers per thread, by (is the backward, bytes of an element of value). Without a limit, the float32 forward takes
-# 40 registers and is slower (see launch.plan); the 16-bit forward spills on sm_80; and the backward takes 65 to 70 registers on
-# some targets, which is too many for half occupancy.
+# (whether it is the backward, bytes of an element of value) -> most registers of a thread. Without a limit, the float32 forward
+# uses only 40 registers and is slower (see launch.plan). The 16-bit forward spills on sm_80. The backward uses 65 to 70
+# registers on some targets, too many for half of the GPU's occupancy.
 _MOST_REGISTERS = {(False, 2): 64, (False, 4): 56, (True, 2): 64, (True, 4): 64}
 # With one warp per program, sums over channels are shuffles, and stores need no exchange through shared memory.
 _BACKWARD_WARPS = 1
@@ -44,7 +44,7 @@ def tile_of(
     first = (program % blocks) * ROWS
     local = tl.arange(0, ROWS)[:, None]
     here = first + local < queries
-    # rows that do not exist repeat the first row, so that reads need no mask
+    # in place of a row past the last query, take the first row of the tile, so that reads need no mask
     row = (batch * queries + first) * HEADS + head + tl.where(here, local, 0) * HEADS
     c = tl.arange(0, COLUMNS)[None, :]
     return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
@@ -54,7 +54,7 @@ def tile_of(
 def plan(
     shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: Sequence[int], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
-    """Return the plan for a value of this layout. `samples` is (heads, levels, points)."""
+    """Return the plan of a launch for a value of this shape and stride. `samples` is (heads, levels, points)."""
     (heads, levels, points), channels = samples, shape[3]
     layout = launch.layout(shape, stride, itemsize, channels)
     if backward:

@@ -43,7 +43,8 @@ def _operands(
 ):  # fmt: skip
     """Return the row and the depth of each point, and the row of its target in `others`. All are zero if `here` is false.
 
-    Depths are zero without SUMS, and rows of targets without DOTS, because these are not needed.
+    Only sums need depths, so depths are zero without SUMS. Only dot products need rows of targets, so these are zero without
+    DOTS.
     """
     channel = here & (c < CHANNELS)
     values = tl.load(rows + row.to(tl.int64) * CHANNELS + c, mask=channel, other=0.0)
@@ -81,7 +82,7 @@ def _walk(
         )
         if SUMS:
             total += factor.to(tl.float32) * values.to(tl.float32)
-            ends = target != next_target  # at the end of a walk, next_target is -1
+            ends = target != next_target  # after the last point, next_target is -1, so the last run ends, too
             add(sums + target.to(tl.int64) * CHANNELS + c, total, ends & here & (c < CHANNELS))
             total = tl.where(ends, 0.0, total)
         if DOTS:
@@ -113,8 +114,9 @@ def _sorted_sums(
 ):  # fmt: skip
     """sums[target] = sum of depth * row over a target's points; dots[point] = dot product of its row and others[target].
 
-    A rank that does not exist contributes zero. Order, ranks and rows depend on each other, so a round reads the order two
-    rounds ahead, the ranks a round ahead, and the rows now: it waits for a single read instead of three.
+    A rank that does not exist contributes zero. The order gives a point, the point's rank gives a row: three reads, each of
+    which needs the read before. So a round reads its rows, the ranks of the next round, and the order of the round after that.
+    Then it waits for a single read instead of three.
     """
     target = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)[None, :]
@@ -147,13 +149,13 @@ def _sorted_sums(
         tl.store(sums + target * CHANNELS + c, result, mask=c < CHANNELS)
 
 
-# Consecutive points that a row of a tile walks. Fewer points would mean more programs, and more points fewer atomics. Other
-# lengths are not yet measured.
+# The number of consecutive points that a row of a tile walks. A smaller number would mean more programs, a larger number fewer
+# atomics. Other numbers are not yet measured.
 _LENGTH = 32
 _WARPS = 1  # warps of _walk; within one warp, sums over channels are shuffles
-_TILE = 32  # rows and columns that a program transposes
-# The fewest points of a cell that a program of _sorted_sums reads at once. The program of a cell near the camera, which has
-# hundreds of points, ends last.
+_TILE = 32  # a program of _transposed moves a tile of 32 rows and 32 columns
+# _sorted_sums has a program for each cell. The program reads at least this many points of the cell at once, because a cell near
+# the camera has hundreds of points, and its program ends last.
 _FEWEST_ROWS = 16
 _SORTED_WARPS = 4
 
@@ -166,7 +168,7 @@ def _options(channels: int, itemsize: int, lanes: int, walk: bool) -> dict[str, 
 
 
 def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the points sorted by rank, and the start of each rank's points. Ranks outside 0..rows - 1 are left out.
+    """Return the points sorted by rank, and where the points of each rank 0..rows - 1 start. Leave out points of other ranks.
 
     A radix sort takes half as many passes for int16 as for int32, and a quarter as many as for int64. So clamp ranks to
     -1..rows, and sort them as int16, if int16 holds `rows`.
@@ -190,7 +192,8 @@ def _transpose(source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class _Points(NamedTuple):
-    """Points in the order of the call: their rows, depths and ranks, and the rows of their targets, `others`."""
+    """Points in the order of the call. The three ranks of a point are indices of `rows`, `depth` and `others`: its row, its
+    depth, and the row of its target."""
 
     rows: Tensor
     depth: Tensor

@@ -111,7 +111,7 @@ def _forward(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, POINTS * CAMS, 32):
         bits = _seen_bits(locations, anchor * (POINTS * CAMS) + first, POINTS * CAMS - first)
-        part = tl.zeros((ROWS, COLUMNS), tl.float32)  # sum of 32 locations, because a long sum loses digits
+        part = tl.zeros((ROWS, COLUMNS), tl.float32)  # sum over at most 32 locations: a longer float32 sum would lose digits
         while bits != 0:
             k, bits = _lowest(bits)
             point, cam = (first + k) // CAMS, (first + k) % CAMS
@@ -144,7 +144,7 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr,
     LOGITS: tl.constexpr, SCALED: tl.constexpr, VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients for cameras that see the point. The caller has set all gradients to zero."""
+    """Write the gradients of a point's samples in the cameras that see it. The caller has set all gradients to zero."""
     point = tl.program_id(0).to(tl.int64)
     anchor = point // POINTS
     batch = anchor // anchors
@@ -198,7 +198,7 @@ def _backward(
 def _plan(
     shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: Sequence[int], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
-    """Return the plan for feature maps of this layout. `samples` is (points, cameras, scales, groups)."""
+    """Return the plan of a launch for feature maps of this shape and stride. `samples` is (points, cameras, scales, groups)."""
     points, cams, scales, groups = samples
     width = shape[2] // groups
     layout = launch.layout(shape, stride, itemsize, width)

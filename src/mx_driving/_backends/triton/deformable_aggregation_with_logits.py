@@ -126,7 +126,7 @@ def _differentiate_points(
         x, y = tl.div_rn(u, width), tl.div_rn(v, height)
         seen = here & (x > 0) & (x < 1) & (y > 0) & (y < 1)
         grad_u, grad_v = read_pair(grad_locations, point * CAMS + cam)
-        # replace infinity and NaN before products, because 0 x infinity is NaN
+        # where a camera does not see the point, replace infinity and NaN before multiplying, because 0 x infinity is NaN
         depth = tl.where(seen, depth, 1.0)
         grad_u = tl.where(seen, grad_u / (width * depth), 0.0)
         grad_v = tl.where(seen, grad_v / (height * depth), 0.0)

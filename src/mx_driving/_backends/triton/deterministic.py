@@ -46,14 +46,14 @@ def _ordered_sums(
 
 
 class Sums:
-    """The method that computes the gradient of `value`, and the memory that the operator's kernel writes."""
+    """The gradient of `value`: the buffers that the operator's kernel writes, and `how`: what it does with the terms."""
 
     def __init__(self, value: Tensor, needed: bool, per_sample: int, samples: int) -> None:
         """Allocate memory for `samples` samples of `per_sample` corners."""
         self.value, self.samples = value, samples
         ordered = needed and torch.are_deterministic_algorithms_enabled()
         self.how = (RECORDED if ordered else ADDED if needed else NOT_NEEDED).value
-        # sum 16-bit gradients in float32, and round the sum
+        # sum the gradient of a 16-bit value in float32; `finish` rounds the sum
         like = value if self.how == ADDED.value else value.new_empty(0)
         self.buffer = torch.zeros_like(like, dtype=torch.float32, memory_format=torch.contiguous_format)
         self.targets = self.parts = self.buffer  # placeholders that no kernel accesses

@@ -1,6 +1,7 @@
-"""Launch attention operators, and their forwards with logits, from C++ if MX_DRIVING_GPU_LAUNCH=1. Never run on a GPU.
+"""Launch kernels from C++ if MX_DRIVING_GPU_LAUNCH=1: those of the bare attention operators, and the forwards of the attention
+operators with logits. This code has never run on a GPU.
 
-Triton stays the compiler. native/src/torch/gpu.cpp caches compiled kernels by dtypes, sizes, device and mask, and launches.
+Triton compiles the kernels. native/src/torch/gpu.cpp caches them by dtypes, sizes, device and mask, and launches them.
 If the kernel of a call is not cached, or tensors are not contiguous, C++ calls the Python operator of the same name in
 torch.ops.mx_driving_triton. Then `launch.run` hands the kernel over to C++.
 """
@@ -25,13 +26,13 @@ _KINDS = "", "_autocast", "_with_logits", "_with_logits_autocast", "_backward"
 OPERATORS = tuple(operator + kind for operator in _ATTENTION for kind in _KINDS)
 # The arguments of a compiled kernel are tensors and then numbers.
 _NUMBERS = ["i32", "i32", "i64", "i64", "i64"]  # queries, keys, three strides
-_TENSORS = {"_forward": (7,), "_backward": (11, 12)}  # how many tensors; a geometric backward has no gradient of locations
+_TENSORS = {"_forward": (7,), "_backward": (11, 12)}  # number of tensors; 11 without the gradient of locations
 _FUNCTIONS = {
     "libcuda.so.1": ("cuLaunchKernel", "cuCtxGetDevice", "cuMemsetD32Async"),
     "libtorch_cuda.so": ("aoti_torch_get_current_cuda_stream",),
     "libtorch_cpu.so": ("_ZN2at13globalContextEv", "_ZNK2at7Context23deterministicAlgorithmsEv"),
 }
-keep_kernel: Callable[..., None] | None = None  # `launch.run` calls it with a compiled kernel and options
+keep_kernel: Callable[..., None] | None = None  # if it is set, `launch.run` passes compiled kernels and options to it
 _library: Any = None
 
 
@@ -51,7 +52,7 @@ def why_not() -> str | None:
 
 
 def describe() -> str:
-    """Return the part of the sentence of `backends()` about launches from C++."""
+    """Return what `backends()` says about launches from C++: the end of its sentence."""
     if not _ON:
         return ""
     reason = why_not()

@@ -47,12 +47,12 @@ class Layout(NamedTuple):
     """The layout of value in memory."""
 
     lane: int  # neighbouring elements that a thread reads at once: 16 bytes if strides allow
-    key: int  # distance of neighbouring rows if the model's sizes fix it; 0: kernels read `strides`
+    key: int  # elements from a row to the next, if the model's sizes determine this number; 0: kernels take it from `strides`
     strides: tuple[int, ...]  # strides of all axes but channels, in units of `lane`, so that the compiler knows the alignment
 
 
 def packed(value: Tensor) -> Tensor:
-    """Return `value`, or a copy if its channels are not contiguous: a kernel would have to read them one by one.
+    """Return `value`, or a copy if its channels are not contiguous, because a kernel would have to read such channels singly.
 
     The other axes may have any strides.
     """
@@ -75,7 +75,7 @@ def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: 
 
 
 class Plan(NamedTuple):
-    """The parameters of a launch. Plans are cached by layout, because computing a plan takes a third of a small call."""
+    """The parameters of a launch. Plans are cached by layout, because computing one takes a third of a small call's time."""
 
     queries: int  # queries of a program
     parts: int  # programs that share these queries: a program for each head, or for each point
@@ -119,7 +119,8 @@ def plan(layout: Layout, tile: Tile, queries: int, parts: int, registers: int | 
 
 
 def unroll(points: int) -> int:
-    """Return how many points a loop unrolls: up to four, whose reads are in flight together. More points would spill."""
+    """Return how many points a loop unrolls: the largest divisor of `points` up to four. The reads of these points are in
+    flight together. With more points, registers would spill."""
     return max(n for n in (1, 2, 3, 4) if points % n == 0)
 
 
@@ -134,8 +135,8 @@ def run(
 ) -> None:
     """Launch a kernel on the current stream of its tensors' device. The kernel must not be specialized for its numbers.
 
-    Triton takes 12 us to find a call's compiled kernel. On NVIDIA, cache compiled kernels by dtypes, constants and device.
-    Let Triton launch if an address is not a multiple of 16 or a number needs 64 bits.
+    Triton takes 12 us to find a call's compiled kernel. So on NVIDIA, cache compiled kernels by dtypes, constants and device.
+    But let Triton launch if an address is not a multiple of 16, if a number may need 64 bits, or if a profiler has set hooks.
     """
     device = driver.active.get_current_device()
     if tensors[0].get_device() not in (device, -1):

@@ -14,7 +14,7 @@ from . import launch
 from .sampler import Samples
 
 _ELEMENTS = 512  # elements of a tile
-_MOST_SAMPLES = 4096  # samples of a row; more samples would not fit into registers
+_MOST_SAMPLES = 4096  # most logits of a row; a longer row would not fit into registers
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -24,14 +24,15 @@ def _differentiate(logits, grad_weights, grad_logits, rows, SAMPLES: tl.constexp
     here, at = (row < rows) & (s < SAMPLES), row * SAMPLES + s
     logit = tl.load(logits + at, mask=here, other=-float("inf")).to(tl.float32)
     power = tl.where(here, tl.exp(logit - tl.max(logit, 1, keep_dims=True)), 0.0)
-    weight = tl.where(here, power / tl.sum(power, 1, keep_dims=True), 0.0)  # 0 in rows that do not exist
+    weight = tl.where(here, power / tl.sum(power, 1, keep_dims=True), 0.0)  # 0 past the last row, where the sum is 0
     grad = tl.load(grad_weights + at, mask=here, other=0.0)
     grad = weight * (grad - tl.sum(weight * grad, 1, keep_dims=True))
     tl.store(grad_logits + at, grad.to(grad_logits.dtype.element_ty), mask=here)
 
 
 def weights_are_needed(samples: Samples, mask: Sequence[bool]) -> bool:
-    """Return whether a backward needs the weights as a tensor: in deterministic mode, or because rows are too long."""
+    """Return whether a backward needs the weights as a tensor: deterministic.py reads them, and so does plain torch, which
+    differentiates the softmax of rows of logits that are too long for this kernel."""
     return (mask[0] and torch.are_deterministic_algorithms_enabled()) or math.prod(samples.sizes[1:]) > _MOST_SAMPLES
 
 

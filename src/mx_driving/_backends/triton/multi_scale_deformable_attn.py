@@ -20,7 +20,7 @@ def _read_sample(
     reference, locations, weights, query, at, l, p, height, width, top, scale, zero,
     POINTS: tl.constexpr, REFERENCES: tl.constexpr, BY_POINT: tl.constexpr, BOX: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight of a sample, its pixel (x, y), and the pixels (across, down) of an offset of 1.
+    """Return the weight of a sample, its pixel (x, y), and how many pixels (across, down) an offset of 1 moves it.
 
     With REFERENCES, `locations` are offsets and `weights` are logits.
     """
@@ -93,7 +93,8 @@ def _backward(
     top, scale, zero = start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
     if REFERENCES:
-        # Take the zero from `g`: the zero of `normalise` has a copy per channel, so ptxas would compute each coordinate twice.
+        # Coordinates are combined with `zero` (see `normalise`). That zero has a copy per channel, so ptxas would compute each
+        # coordinate twice. The zero of this line has no copies: it comes from `g`, summed within threads.
         zero = (tl.sum(by_lane(g, ROWS, COLUMNS, LANE), 1, keep_dims=True).to(tl.int32, bitcast=True) & 1) >> 1
     thread = threads(COLUMNS, LANE)
     for l in range(LEVELS):

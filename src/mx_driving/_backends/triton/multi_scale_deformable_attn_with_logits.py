@@ -54,7 +54,7 @@ def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 class _Gradients(composition.MultiScale):
-    """MultiScale for its gradients only: the kernel has computed the samples."""
+    """MultiScale without the computation of samples, which the kernel has done. Only its gradients are used."""
 
     def samples(self) -> tuple[Tensor, Tensor]:
         return self.offsets, self.logits

@@ -14,11 +14,11 @@ from . import deterministic, launch
 
 
 class Samples(NamedTuple):
-    """The description of samples that a kernel reads."""
+    """What a kernel reads to locate and weigh its samples."""
 
     tensors: Sequence[Tensor]  # locations, or the inputs that define locations; the last tensor is weights or logits
     sizes: Sequence[int]  # (heads, levels, points), or for aggregation (points, cameras, scales, groups)
-    flags: Mapping[str, int]  # flags of the kernel
+    flags: Mapping[str, int]  # compile-time flags of the kernel, which say what `tensors` are
 
 
 class Kernels(NamedTuple):
@@ -30,7 +30,7 @@ class Kernels(NamedTuple):
     gradients: tuple[str, ...]  # gradients that the backward computes besides the gradient of value
     plan: Callable[..., launch.Plan]
     tensors: int  # length of Samples.tensors; the bare operator reads only two of them, locations and weights
-    flags: Mapping[str, int]  # flags of the bare operator
+    flags: Mapping[str, int]  # Samples.flags of the bare operator
 
     def _bare(self, locations: Tensor, weights: Tensor) -> Samples:
         return Samples((*(locations,) * (self.tensors - 1), weights), weights.shape[2:], self.flags)
@@ -81,7 +81,7 @@ class Kernels(NamedTuple):
         queries = weights.shape[1]
         launch.check(*self.operator.tables, shapes, starts, num_keys)
         nothing = not (grad.numel() and weights.numel() and num_keys)
-        if nothing or sparse:  # aggregation writes nothing for points outside images
+        if nothing or sparse:  # kernels of aggregation write no gradients for points outside images
             others = [g.zero_() for g in others]
         if nothing:
             return empty_gradients((value,), mask[:1])[0].zero_(), *others

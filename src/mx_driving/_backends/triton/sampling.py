@@ -14,15 +14,16 @@ import triton.language as tl
 
 from . import launch
 
-# Row indices have 32 bits. A value with more than MOST_ROWS rows goes to the reference. On a larger level no sample is valid.
+# Row indices have 32 bits. A value with more than MOST_ROWS rows goes to the reference. If a level has more pixels than
+# MOST_ROWS, its shape is wrong, and no sample on it is valid.
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 _MOST_PER_THREAD = tl.constexpr(launch.MOST_PER_THREAD)
 
 # What a backward kernel does with the terms of value's gradient.
-NOT_NEEDED = tl.constexpr(0)  # computes none
-ADDED = tl.constexpr(1)  # adds them by atomics, in the order in which programs happen to run
-RECORDED = tl.constexpr(2)  # records them as (target, coefficient) pairs for deterministic.py
+NOT_NEEDED = tl.constexpr(0)  # computes no terms
+ADDED = tl.constexpr(1)  # adds the terms by atomics, in the order in which programs happen to run
+RECORDED = tl.constexpr(2)  # records the terms as (target, coefficient) pairs for deterministic.py
 
 
 @triton.jit
@@ -49,8 +50,8 @@ def exists(row, num_keys):
 def bilinear(x, y, height, width, start, num_keys, LEAST: tl.constexpr = False):
     """Return whether the sample at pixel (x, y) is valid, the row of corner 00, the distances from corner 00 to the right and
     down, and a mask for each corner: whether the corner may be read."""
-    # LEAST: compare min(x, y). Triton 3.7.1 packs four comparisons into a vector of bits, which takes up to 9 more instructions
-    # per sample. Aggregation keeps four comparisons, because its kernel spills on sm_100 with three.
+    # LEAST: compare min(x, y), so that three comparisons suffice. Triton 3.7.1 packs four comparisons into a vector of bits,
+    # which takes up to 9 more instructions per sample. Aggregation compares four times: with three, it spills on sm_100.
     above = tl.minimum(x, y) > -1 if LEAST else (x > -1) & (y > -1)
     valid = above & (x < width) & (y < height)
     x = tl.where(valid, x, 0.0)
@@ -98,8 +99,8 @@ def corners(base, row, width, key, in00, in01, in10, in11, ONCE: tl.constexpr = 
     """Return the rows of the four corners. The first row of value is at `base`; rows are `key` elements apart."""
     # The right neighbour is at `top + key`, which needs no address arithmetic if `key` is a constant.
     top = base + row.to(tl.int64) * key
-    # ONCE: `width * key`, the distance to the row below, is the same for a whole level and stays in a register. The backward of
-    # multi_scale_deformable_attn has no free register.
+    # ONCE: compute `width * key`, the distance to the row below, once for a level, and keep it in a register. The backward of
+    # multi_scale_deformable_attn has no free register for it, and computes the row below for each sample.
     bottom = top + width.to(tl.int64) * key if ONCE else base + (row + width).to(tl.int64) * key
     return read(top, in00), read(top + key, in01), read(bottom, in10), read(bottom + key, in11)
 

@@ -30,8 +30,8 @@ def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS
     """Return the greatest logit of each row, the inverse of the sum of the row's powers, and an integer that is always zero.
 
     The tile has as many columns as the tile of channels, so that both have the same layout. Triton does not know that the
-    integer is zero. A bitwise or with the integer forces the tile's layout, so that no coordinate is computed twice. LLVM
-    removes the operation.
+    integer is zero. A bitwise or of the bits of a coordinate and the integer gives the coordinate the tile's layout, so that no
+    thread computes it twice. LLVM removes the bitwise or.
     """
     greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
     for first in range(0, SAMPLES, COLUMNS):
@@ -98,7 +98,7 @@ def store_pair(base, at, x, y, here):
 
 @triton.jit
 def locate(reference, row, height, width, zero, POINTS: tl.constexpr, BOX: tl.constexpr):
-    """Return the pixel (x, y) of a row of `reference`, and the pixels (across, down) of an offset of 1."""
+    """Return the pixel (x, y) of a row of `reference`, and how many pixels (across, down) an offset of 1 moves a sample."""
     x, y = read_pair(reference, row * (2 if BOX else 1), zero)
     if BOX:
         across, down = read_pair(reference, row * 2 + 1, zero)

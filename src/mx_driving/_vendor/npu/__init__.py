@@ -38,7 +38,7 @@ def _contents(name: str) -> dict[str, Any] | None:
     """Return the contents of a module of the stand-in. A missing name of torch_npu raises an error with a sentence."""
     if name.partition(".")[0] != "torch_npu":
         return None
-    if name not in _CONTENTS:  # with name=name, `from torch_npu import x` would hide the sentence
+    if name not in _CONTENTS:  # Python ignores the error of `from torch_npu import x` if its name is torch_npu.x
         raise ModuleNotFoundError(_refusal(name), name="torch_npu")
 
     def refuse(attribute: str) -> Any:

@@ -81,7 +81,7 @@ def _free_and_total_memory(device: Any = None) -> tuple[int, int]:
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
-    except (AttributeError, ValueError, OSError):  # Windows, macOS
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, and macOS no SC_AVPHYS_PAGES
         return 1, 1
 
 
@@ -123,7 +123,7 @@ NAMES: dict[str, Any] = {
 }
 NPU = {
     **NAMES,
-    "native_device": "cpu",  # mmengine replaces "npu" by this name
+    "native_device": "cpu",  # mmengine uses this device type in place of "npu"
     "config": types.SimpleNamespace(allow_internal_format=False),
     "is_autocast_enabled": lambda: torch.is_autocast_enabled("cpu"),
     "get_autocast_dtype": lambda: torch.get_autocast_dtype("cpu"),

@@ -21,7 +21,7 @@ from . import _device_module
 
 Function = Callable[..., Any]
 
-_Device = torch.device  # torch's own class
+_Device = torch.device  # torch's own class, which `install` replaces by a proxy
 _types = {"npu"}
 _scripted: list[int] = []  # ids of the wrappers that are registered with torch.jit.script
 
@@ -39,8 +39,8 @@ def stands_for_cpu(device: Any) -> bool:
 
 
 def to_cpu(device: Any) -> Any:
-    """Return "cpu" for a device that stands for the CPU. Return other objects unchanged. Convert the values of a dictionary,
-    which torch.load takes."""
+    """Return "cpu" for a device that stands for the CPU. Return other objects unchanged. torch.load takes a dictionary of
+    devices: convert its values."""
     if isinstance(device, dict):
         return {key: to_cpu(value) for key, value in device.items()}
     return "cpu" if stands_for_cpu(device) else device
@@ -70,7 +70,7 @@ def map_devices(function: Function, copy: Function | None = None) -> Function:
 
 
 def _rewrite_arguments(function: Function, rewrite: Callable[[dict[str, Any]], None]) -> Function:
-    """Wrap `function`: change its arguments by `rewrite`, which takes a dictionary name -> argument."""
+    """Wrap `function`: before a call, `rewrite` changes the arguments, a dictionary name -> argument, in place."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -83,7 +83,7 @@ def _rewrite_arguments(function: Function, rewrite: Callable[[dict[str, Any]], N
 
 
 def _leave_out_devices(arguments: dict[str, Any]) -> None:
-    """Remove device arguments that mean the CPU. Replace a backend that needs the device by gloo."""
+    """Remove device arguments that mean the CPU. Replace a distributed backend that needs the device, such as hccl, by gloo."""
     for name in {"device_ids", "output_device", "device_id"} & arguments.keys():
         devices = arguments[name] if isinstance(arguments[name], (list, tuple)) else [arguments[name]]
         if all(_is_index(d) or stands_for_cpu(d) or str(d) == "cpu" for d in devices):
@@ -107,7 +107,8 @@ def _fork_cpu(arguments: dict[str, Any]) -> None:
 
 
 def _set_no_default(arguments: dict[str, Any]) -> None:
-    """Replace a default device that means the CPU by None. torch.compile cannot trace wrappers under torch's device mode."""
+    """Replace a default device that means the CPU by None. For another default, torch enters a mode, and torch.compile cannot
+    trace our wrappers under this mode."""
     device = arguments["device"]
     arguments["device"] = None if _is_index(device) or str(to_cpu(device)) == "cpu" else device
 
