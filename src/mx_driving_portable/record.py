@@ -324,8 +324,8 @@ class _OpenCall:
         self.edges = self._find_edges() if torch.is_grad_enabled() and not self.entry.backward else {}
 
     def _find_edges(self) -> dict[str, tuple[Any, int]]:
-        """Return name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge: the
-        gradient at the edge is the sum of their gradients, and no result of the operator."""
+        """Return name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge. It
+        gets the sum of their gradients, which the operator does not return."""
         names = DIFFERENTIABLE[self.entry.operator]
         inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
         # The node of a leaf is the next function of a view of the leaf.

@@ -1,4 +1,4 @@
-// aclTensor, a program's description of a view, and the check of a call's tensors in phase one.
+// Defines aclTensor, in which a program describes a view. Declares the check of a call's tensors in phase one.
 #pragma once
 
 #include "acl/acl.h"

@@ -29,7 +29,7 @@ def skips_autograd() -> bool:
 
 
 def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the arguments. If one is a DTensor, replicate those with indices in `shared`, such as index tables."""
+    """Return the arguments. If one is a DTensor, wrap those at the places `shared`, such as tables, as replicated DTensors."""
     sharded = next((a for a in args if isinstance(a, CLASSES[0])), None) if CLASSES else None
     if sharded is None:
         return args

@@ -161,7 +161,7 @@ def _draw_attention_with_logits(
     samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
     pixels = geometry.pixels(samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
-    offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 represents the sum exactly if it is below 32
+    offsets = torch.where(near, offsets + 0.125, offsets)  # Rounding to bfloat16 keeps the step, below 32.
     return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
 
 

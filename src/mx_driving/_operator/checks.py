@@ -107,7 +107,7 @@ def _options(operator: Operator, args: Sequence[Any]) -> Options:
 
 
 def _axes(t: Input, shape: Sequence[int]) -> Sequence[str]:
-    """Return the axes of an input. `a * b` may be a single axis or two."""
+    """Return the axes of an input. For `a * b` in the description, callers may pass one axis or two."""
     return t.factors if len(shape) == len(t.factors) else t.axes
 
 

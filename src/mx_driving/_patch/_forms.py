@@ -77,7 +77,7 @@ class Form:
         return kind == self.kind and self._has(parameters)
 
     def _has(self, parameters: Parameters) -> bool:
-        """Return whether the parameters have all roles that the form needs, and the form can serve those that the code reads.
+        """Return whether the parameters have all roles that the form needs, and the form serves all parameters that are read.
 
         Each parameter that the code reads must have a role of the form or a plain default. No two may have the same role.
         """

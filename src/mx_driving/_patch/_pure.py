@@ -18,8 +18,9 @@ from ._parameters import Parameters, list_code
 _BUILTINS = {"len", "range", "zip", "enumerate", "int", "float", "list", "tuple", "sum", "isinstance", "map", "reversed"}
 _BUILTINS |= {"dict", "slice", "str"}
 _SETTING = {"STORE_GLOBAL": "sets the global", "DELETE_GLOBAL": "deletes the global", "STORE_ATTR": "sets the attribute"}
+# Code that names one of these is not tried: no trial changes a setting, and no example has NaN or infinity.
 _STATES = {"is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabled", "get_default_dtype", "globals", "environ"}
-_STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}  # No example has NaN or infinity, nor changes a setting.
+_STATES |= {"isnan", "isinf", "isfinite", "nan_to_num", "get"}
 _EXPORTING = {"is_exporting", "is_compiling", "is_tracing", "is_scripting", "is_in_onnx_export", "isinstance"}
 
 

@@ -114,8 +114,9 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function that casts inputs as an autograd function does: first by custom_fwd's `cast_inputs`, then to `known`.
+    """Return a function that casts inputs as the autograd function of `forward` does.
 
+    It casts first by custom_fwd's `cast_inputs`, and then to the dtype that `known` names. "value" is value's dtype, "" none.
     It is a plain function, because torch.compile takes callable objects only from torch 2.13 on.
     """
     device_type, under_autocast = "cpu", None

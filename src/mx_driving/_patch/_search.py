@@ -1,5 +1,6 @@
 """Find the cores of a target and the attention modules around them.
 
+A core sums weighted samples of maps (_forms.py). A pool sums points into cells (_pools.py).
 `patch` searches the Python modules of its target. If the target is a library in `_FILES`, `patch` imports and searches the
 files of that library whose text mentions a core.
 """
@@ -42,7 +43,7 @@ _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets",
 
 
 class Candidate(NamedTuple):
-    """A function or class of another library that looks like a core, a pool or an attention module."""
+    """A function, an autograd function or a module class of another library, with the parameters that tell what it may be."""
 
     original: Any
     kind: str
@@ -62,7 +63,7 @@ class Candidates:
     """The candidates of a target.
 
     Attributes:
-        cores, pools, modules: name -> candidate. A pool is a function that calls a core.
+        cores, pools, modules: name -> candidate. A pool here is a function that calls an autograd function.
         unknown: name of a Python module that cannot be searched -> the reason.
         searched: the Python modules that were searched.
     """

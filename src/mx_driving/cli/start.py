@@ -61,7 +61,7 @@ def in_a_sentence(program: str) -> Iterator[None]:
         _say(f"{program}: {problem}")
         sys.exit(2)
     except OSError as error:
-        if error.filename is not None:  # an error of a file that no command expects is a bug: show the traceback
+        if error.filename is not None:  # The error is of a file, not of printing. No command expects it: show the traceback.
             raise
         _drop_output()
         _say(f"{program}: standard output must take what is printed; got {error.strerror or error}")

@@ -217,7 +217,7 @@ def _take_out_defaults(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 
 
 def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: bool) -> None:
-    """Check inputs of nodes, opsets and names with onnx."""
+    """Check the file with onnx. Drop our domain if no node uses it, and refuse any version of the domain but 1."""
     try:
         check_file(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError

@@ -60,7 +60,7 @@ class Sampling:
         return {role: end for role, end in ends if end.graph is not None or end.const_value is None}
 
     def find_in(self, model: ir.Model) -> Sampling:
-        """Return the sampling of the tensors that have the same names in another model."""
+        """Return this sampling with the tensors of `model` that have the same names. An end that `model` lacks stays."""
         values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
         value, locations, weights = (values.get(str(end.name), end) for end in self.ends)
         output, shapes = values[str(self.output.name)], tuple(values[str(v.name)] for v in self.shapes)

@@ -13,8 +13,9 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The forward. An item is a block of query_blocks. V is the type of value. Near is the type of the rows of near levels
-// (NEAR_BYTES in call/make_plan.cpp): T if the plan has near_as_computed, else V. Without SOME_FAR all levels are near.
+// The forward. An item is one of the blocks that query_blocks() makes. V is the type of value, and T the type of all
+// arithmetic. Near is the type of the rows of near levels (NEAR_BYTES in call/make_plan.cpp): T if they are widened, else V.
+// SOME_FAR is false if all levels are near.
 template <class V, class T, template <class> class Rule, bool SOME_FAR, class Near = V>
 class Forward : QueryWorker<Near, T, Rule> {
     typedef QueryWorker<Near, T, Rule> Base;

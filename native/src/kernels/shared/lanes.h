@@ -270,7 +270,8 @@ template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x
 template <class Int, int N> MXD_INLINE void whole_pairs(const int64_t *from, Vec<Int, N> &x, Vec<Int, N> &y) {
     const auto a = raw_load<int64_t, N>(from), b = raw_load<int64_t, N>(from + N);
 #if defined(__AVX2__)
-    // The 32-bit halves of pairs are in the order 0, 2, 1, 3. One range test covers x and y.
+    // `low` and `high` have the low and the high 32 bits of x and y, pair by pair, in the order of pairs 0, 2, 1, 3. So one
+    // comparison tests the range of all numbers.
     if constexpr (same_type<Int, int32_t> && N == 4) {
         const __m256i low = (__m256i)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
         const __m256i high = (__m256i)_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
