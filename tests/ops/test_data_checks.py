@@ -247,14 +247,6 @@ def vmapped(function):
     return lambda *args: torch.vmap(lambda weights: function(*args[:4], weights))(args[4][None])[0]
 
 
-def autocast(function):
-    def run(*args):
-        with torch.autocast("cpu", torch.bfloat16):
-            return function(*args)
-
-    return run
-
-
 def exported(function):
     class Module(torch.nn.Module):
         def forward(self, *args):
@@ -267,7 +259,7 @@ WAYS = {
     "eager": lambda function: function,
     "compile": lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"),
     "vmap": vmapped,
-    "autocast": autocast,
+    "autocast": torch.autocast("cpu", torch.bfloat16),
 }
 
 

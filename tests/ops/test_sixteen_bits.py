@@ -16,6 +16,7 @@ from mx_driving._operator.description import OPERATORS
 
 POOL = "bev_pool_v3"
 MAPS = [(12, 17), (6, 9)]
+under_autocast = torch.autocast("cpu", torch.bfloat16)  # a decorator of functions
 
 
 def points_of_cells(channels, count):
@@ -62,14 +63,6 @@ def gradients_of(function, args, operator):
 def convert_first(op, dtypes=(torch.float16, torch.bfloat16)):
     """Return a function that converts inputs to float32 by torch, which converts gradients back, and calls the operator."""
     return lambda *args: op(*(a.float() if isinstance(a, Tensor) and a.dtype in dtypes else a for a in args))
-
-
-def under_autocast(op):
-    def call(*args):
-        with torch.autocast("cpu", torch.bfloat16):
-            return op(*args)
-
-    return call
 
 
 def op_of(operator):
