@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from .._installing import pip_install
 from .._operator import rules
 from .._operator.description import OPERATORS
+from .._package_files import read_text
 from . import _pictures, _plane, _samples
 from ._looks import Look
 from ._plane import Plane, PlaneLayout
@@ -286,7 +286,7 @@ def _pack(numbers: Tensor, kind: str) -> str:
 
 def _fill_template(facts: dict[str, Any]) -> bytes:
     """Return the template with these facts. Its security policy lets a browser run only our script, and fetch nothing."""
-    parts = {name: _read_template(name) for name in ("page.html", "page.css", "samples.js", "page.js")}
+    parts = {name: read_text(f"viz/_template/{name}") for name in ("page.html", "page.css", "samples.js", "page.js")}
     script = parts["samples.js"] + parts["page.js"]
     # Escape the characters with which a text could end the element of the data. JSON in ASCII is the same in every encoding.
     data = json.dumps(facts, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -299,10 +299,6 @@ def _fill_template(facts: dict[str, Any]) -> bytes:
         "data": data,
     }
     return re.sub(r"\{\{(.+?)\}\}", lambda match: fills[match[1]], parts["page.html"]).encode("utf-8", "xmlcharrefreplace")
-
-
-def _read_template(name: str) -> str:
-    return (resources.files(__package__ or "") / "_template" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
