@@ -271,18 +271,6 @@ def gpu() -> str:
     return f"{markdown(['microseconds', 'float32', 'bfloat16', 'float16', 'float32, a call'], rows)}\n{made(read(GPU))}\n"
 
 
-def gpu_rivals() -> str:
-    """Return a table of the time of others divided by ours, for calls on a GPU in float32."""
-    rivals = {"plain": "plain torch", "deformops-triton": "deformops 3.0.1", "classic": "torch-ms-deform-attn 0.1.1"}
-    rows = []
-    for direction in ("forward", "backward"):
-        for name, by in by_implementation(direction, GPU).items():
-            ours = float(by["mx_driving, call"]["milliseconds"])
-            cells = [f"{float(by[other]['milliseconds']) / ours:.1f}" if other in by else "" for other in rivals]
-            rows.append([f"{name}; {direction}", *cells])
-    return markdown(["over", *rivals.values()], rows)
-
-
 def gpu_calls(short: bool = False) -> dict[str, dict[str, Row]]:
     """Return whole models on a GPU: measurement -> variant -> row. A star marks rows in which Python limits our time."""
     measures = {"forward": "", "compiled forward": "compiled, "} if short else {}
