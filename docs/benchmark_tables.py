@@ -14,7 +14,6 @@ BY_MODE = "epyc-zen4-2-cores-models-by-mode.csv"  # time_models.py --mode float3
 GPU = "nvidia-h100-80gb-hbm3.csv"  # gpu.py
 GPU_MODELS = "nvidia-h100-80gb-hbm3-models.csv"  # gpu_models.py
 DIGITS = "train-digits.csv"  # precision.csv of examples/train_digits.py
-DIGITS_LOSSES = "train-digits-losses.csv"  # losses.csv of the same run
 # Processor -> the file of bare operators, the file of operators with logits.
 PROCESSORS = {
     "Xeon": ("xeon-207-2-cores.csv", "xeon-207-2-cores.csv"),
@@ -310,14 +309,6 @@ def plain(file: str, last: str = "machine") -> str:
     rows = read(file)
     columns = {name: name for name in rows[0] if name != last}
     return f"{renamed(rows, columns)}\n{made(rows, last)}\n"
-
-
-def digits_losses() -> str:
-    """Return a table of both trainings' losses after every 100 steps, means of 20 steps."""
-    if not (RESULTS / DIGITS_LOSSES).exists():
-        return NOT_YET
-    rows = [row for row in read(DIGITS_LOSSES) if row["step"].endswith("00")]
-    return renamed(rows, {name: name for name in rows[0]})
 
 
 def made(rows: list[Row], column: str = "machine") -> str:

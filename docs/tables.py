@@ -37,7 +37,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "detectors": lambda: times.plain("epyc-zen3-2-cores-detectors.csv"),
     "train_bev": lambda: times.plain("epyc-zen4-2-cores-train-bev.csv"),
     "digits_precision": lambda: times.plain(times.DIGITS),
-    "digits_losses": times.digits_losses,
     "gpu": times.gpu,
     "gpu_models": times.gpu_models,
     "onnx_forms": support.onnx_forms,
