@@ -37,6 +37,8 @@ class MSDeformableAttention3D(DeformableLayers):
     Source: Li et al., "BEVFormer", ECCV 2022; its module's parameter names.
     """
 
+    _samples_cameras_in_turn = True  # viz.recording() gives the looks of one call one number
+
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8) -> None:
         super().__init__(embed_dims, num_heads, num_levels, num_points, output=False)
 
@@ -130,6 +132,8 @@ class SpatialCrossAttention(nn.Module):
     >>> tuple(attention(query, pillars, value[None], shapes, starts, mask).shape)
     (1, 20, 64)
     """
+
+    _samples_cameras_in_turn = True
 
     def __init__(
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8, dropout: float = 0.1
