@@ -183,9 +183,18 @@ class DeformableFeatureAggregation(nn.Module):
         return torch.cat([output, instance_feature], -1)
 
     def weights(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
-        """Return the weights that `forward`'s operator computes, [bs, anchor, pts, cam, scale, group].
+        """Return the weights of each anchor, for inspection. `forward` does not call this method: its operator computes weights.
 
-        A group's weights sum to 1 over points, cameras and scales, unless pairs are left out in training.
+        In training, every call leaves out other pairs, drawn from torch's generator: the pairs of a past `forward` are gone.
+        `mx_driving.viz.recording()` keeps the weights that a `forward` used.
+
+        Args:
+            feature: [bs, anchor, embed_dims], the sum of instance_feature and anchor_embed.
+            projection_mat: as for `forward`. With use_camera_embed=False it is not read.
+
+        Returns:
+            [bs, anchor, pts, cam, scale, group]. A group's weights sum to 1 over points, cameras and scales, unless pairs are left
+            out in training.
         """
         logits = self._logits(feature, projection_mat)
         return composition.Aggregation.softmax_weights(logits, self._pair_scale(logits))[1]
