@@ -99,6 +99,8 @@ class DeformableFeatureAggregation(nn.Module):
         proj_drop: in training, the dropout rate of the projected output.
         residual_mode: "cat" appends instance_feature (2 * embed_dims channels), "add" adds it.
 
+    Gradients: of all inputs but spatial_shape, scale_start_index and image_wh, and of all parameters but fix_scale.
+
     Source: Lin et al., "Sparse4D v3", 2023.
     """
 
