@@ -47,6 +47,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "known_packages": partial(support.known, packages=True),
     "limits": support.limits,
     "deploy": support.deploy,
+    "nn_modules": support.modules,
     "tested_libraries": support.tested_libraries,
 }
 
