@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from ._parameters import find_source, list_code, read_names, unwrap
+from ._parameters import find_source, find_wrapper, list_code, read_names, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
 # These functions have no side effects. So a key leaves out an `if` whose test calls only them and whose body only raises.
@@ -65,7 +65,6 @@ class Code:
     Attributes:
         key: equal for equal code.
         cores: the sampling cores that the code calls. They are not read.
-        wrapped: the name of a core that the code calls -> the name of the wrapper around the core.
         functions: the functions that were read, the first one first.
         names: id of a namespace -> the namespace, and the names that the code reads in it.
         attributes: names of the layer's attributes that the code reads, without methods.
@@ -76,7 +75,6 @@ class Code:
 
     key: str = ""
     cores: list[Any] = field(default_factory=list)
-    wrapped: dict[str, str] = field(default_factory=dict)
     functions: list[types.FunctionType] = field(default_factory=list)
     names: dict[int, tuple[Mapping[str, Any], set[str]]] = field(default_factory=dict)
     attributes: set[str] = field(default_factory=set)
@@ -195,8 +193,7 @@ class Reader:
             method = method.fget if isinstance(method, property) else method
             below = unwrap(getattr(method, "__func__", method))
             if isinstance(method, staticmethod) and self._is_core(below):
-                code.cores.append(below)
-                parts.append([name, self._name_core(method.__func__, code)])
+                parts.append([name, self._note_core(method.__func__, code)])
             elif isinstance(below, types.FunctionType) and not is_of_known_library(below):
                 code.methods.add(name)
                 parts.append([name, self._read_wrapped(method, kind, code)])
@@ -253,34 +250,25 @@ class Reader:
                 raise NoKey(f"the wrapper {function.__code__.co_name} holds a {type(content).__name__}")
         return parts
 
-    def _name_core(self, value: Any, code: Code) -> Any:
-        """Return the word "core" for a core. Note a wrapper around the core: `patch` replaces the core below its wrapper."""
-        outer = vars(value).get("forward") if isinstance(value, type) else value
-        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-            return "core"  # Wrappers are a part of the core's own key.
-        if outer is None or unwrap(outer) is getattr(outer, "__func__", outer):
-            return "core"
-        tree = self._find(find_source(outer))
-        wrappers = self._read_wrappers(outer, tree, code)
-        decorators = [_Text("").dump(d) for d in tree.decorator_list if getattr(d, "id", "") not in _KINDS]
-        code.wrapped[value.__qualname__] = (
-            outer.__code__.co_name if isinstance(outer, types.FunctionType) else type(outer).__name__
-        )
-        return ["core", decorators, wrappers]
+    def _note_core(self, core: Any, code: Code) -> str:
+        """Note a core. `patch` replaces a core below its wrapper, so code that calls the wrapper is not known."""
+        below = unwrap(core)
+        if wrapper := find_wrapper(core):
+            raise NoKey(f"its core {below.__qualname__} is wrapped by {wrapper}")
+        code.cores.append(below)
+        return "core"
 
     def _describe_global(self, function: Any, name: str, code: Code) -> Any:
         value = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
         if self._is_core(value):
-            code.cores.append(unwrap(value))
-            return self._name_core(value, code)
+            return self._note_core(value, code)
         if is_of_known_library(value):
             return getattr(value, "__qualname__", None) or value.__name__
         if isinstance(unwrap(value) if callable(value) else value, types.FunctionType):
             return self._read_wrapped(value, None, code)
-        if isinstance(value, type):
-            return value.__qualname__
         if callable(value):
-            raise NoKey(f"{name} is a {type(value).__name__}, not a function")
+            kind = "class" if isinstance(value, type) else type(value).__name__
+            raise NoKey(f"{name} is a {kind}, not a function")
         file = self._files[function.__code__.co_filename]
         bindings = file.find_bindings(name)
         if value is not _ABSENT and isinstance(value, _CONSTANTS):
@@ -308,8 +296,7 @@ class Reader:
             if originals.get(path.rpartition(".")[2], value) is not value:
                 raise NoKey(f"{path} is replaced")
             if self._is_core(value):
-                code.cores.append(unwrap(value))
-                parts.append([path, self._name_core(value, code)])
+                parts.append([path, self._note_core(value, code)])
             elif str(getattr(value, "__module__", "")).startswith("mx_driving") or (
                 is_of_known_library(space) and (is_of_known_library(value) or not isinstance(value, types.FunctionType))
             ):

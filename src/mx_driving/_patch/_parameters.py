@@ -13,6 +13,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 STAND_IN = "mx_driving.patch"  # co_filename of the code that `patch` puts into a function
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that read arguments whose names are not in the bytecode
@@ -25,7 +27,9 @@ def unwrap(function: Any) -> Any:
 
 
 def find_wrapper(core: Any) -> str:
-    """Return the name of the wrapper around a core that is a function or a layer, or nothing."""
+    """Return the name of the wrapper around a core, or nothing. The wrappers of an autograd function are in its key."""
+    if isinstance(core, type) and issubclass(core, torch.autograd.Function):
+        return ""
     outer = vars(core).get("forward") if isinstance(core, type) else core
     outer = outer.__func__ if isinstance(outer, staticmethod) else outer
     if outer is None or unwrap(outer) is outer:

@@ -109,9 +109,6 @@ def recognize(candidate: Candidate, reader: Reader, named: str = "", tries_all: 
     reason = "its code is not known"
     try:
         code = reader.read(candidate.original)
-        if code.wrapped:
-            core, wrapper = next(iter(code.wrapped.items()))
-            reason = f"its core {core} is wrapped by {wrapper}"
     except NoKey as error:
         reason += f", because {error}"
         code = read_bytecode(candidate.function, candidate.original if candidate.kind == MODULE else None)
