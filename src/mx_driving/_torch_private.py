@@ -70,6 +70,11 @@ compiled_autograd_key = getattr(torch.autograd.Function, "_compiled_autograd_key
 enable_forward_mode = forward_ad._set_fwd_grad_enabled
 
 
+def find_forward_class(ctx: Any) -> Any:
+    """Return the autograd function whose apply made this context, or None for another object."""
+    return getattr(type(ctx), "_forward_cls", None)
+
+
 def is_forward_mode_active() -> bool:
     return forward_ad._current_level >= 0
 

@@ -136,7 +136,9 @@ def core(value, value_spatial_shapes, sampling_locations, attention_weights):
 
 
 def core_of(place="", code=""):
-    return library(plain_core, source=CORE.replace(place or "PRE", code or "pass").replace("PRE", "pass").replace("POST", "pass"))
+    return library(
+        plain_core, source=CORE.replace(place or "PRE", code or "pass").replace("PRE", "pass").replace("POST", "pass")
+    )
 
 
 DIFFERS = "its result on a small example differs from the operator's by"

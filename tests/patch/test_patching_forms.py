@@ -235,7 +235,9 @@ def test_what_a_form_does_not_serve_runs_the_own_code(name):
     expected = results(changed, **{**arguments, **more})
     with patched(kind, Sampler):
         assert operators(plain, **arguments) == [WITH_LOGITS]
-        assert operators(changed, **{**arguments, **more}) == ([WITH_LOGITS] if kind is Decorated or name == "forward" else [BARE])
+        assert operators(changed, **{**arguments, **more}) == (
+            [WITH_LOGITS] if kind is Decorated or name == "forward" else [BARE]
+        )
         close(results(changed, **{**arguments, **more}), expected)
 
 

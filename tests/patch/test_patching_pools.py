@@ -302,7 +302,11 @@ def test_what_computes_something_else_or_has_another_name_is_left_alone(name, wo
         assert list(done.skipped) == [f"a_library.{name}"] * said
         assert all(reason.endswith(f'forms={{{name}: "pool"}})') for reason in done.skipped.values())
     pool = getattr(module, name if said else "something")
-    words = f"got 'pool' for {name}: (its result .* differs|it does not run)" if said else "'pool' for something: it looks like no core"
+    words = (
+        f"got 'pool' for {name}: (its result .* differs|it does not run)"
+        if said
+        else "'pool' for something: it looks like no core"
+    )
     with pytest.raises(ValueError, match=words):
         mx_driving.patch(module, forms={pool: "pool"})
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import dataclasses
 import dis
 import hashlib
@@ -42,7 +43,8 @@ _STATEMENT = re.compile(r"[^\s#)\]}]")  # the first character of a statement at 
 _DEFINES = ("@", "def ", "class ", "async ")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _KINDS = ("staticmethod", "classmethod", "property")  # decorators that leave the function as it is
-_CONSTANTS = (bool, int, float, str, type(None), tuple, list, dict, set, frozenset)
+_MUTABLE = (list, dict, set)
+_CONSTANTS = (bool, int, float, str, type(None), tuple, frozenset, *_MUTABLE)
 _ABSENT = object()
 # What a change of a function, of an autograd function, and of a layer replaces.
 _get_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -95,8 +97,11 @@ class Code:
 
         A name that stands for None now may get a compiled module later. That is no change.
         """
-        spaces = [(space, [n for n in sorted(names) if space.get(n) is not None]) for space, names in self.names.values()]
-        values = [tuple(map(space.get, names)) for space, names in spaces]
+        spaces = [
+            (space, [name for name in sorted(names) if name not in space or space[name] is not None])
+            for space, names in self.names.values()
+        ]
+        values = [tuple(copy.deepcopy(v) if isinstance(v, _MUTABLE) else v for v in map(space.get, n)) for space, n in spaces]
         functions = [*self.functions[1:], *(core for core in cores if not isinstance(core, type))]
         codes = list(map(_get_code, functions))
         kinds = [
@@ -204,7 +209,7 @@ class Reader:
         return parts
 
     def _note(self, code: Code, space: Mapping[str, Any], names: set[str]) -> None:
-        code.names.setdefault(id(space), (space, set()))[1].update(names & space.keys())
+        code.names.setdefault(id(space), (space, set()))[1].update(names)
 
     def _read_wrapped(self, function: Any, kind: type | None, code: Code) -> Any:
         """Read a function, and the wrappers around it."""

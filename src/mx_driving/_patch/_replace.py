@@ -286,13 +286,14 @@ def _make_methods(fit: Fit, kind: Any) -> dict[str, Any]:
     run, answer_forward, answer_backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
 
     def apply(cls: Any, *args: Any) -> Any:
-        if cls is not kind or not is_unchanged(None):
-            return super(kind, cls).apply(*args)
-        return run(*args)
+        is_own = cls is not kind or kind.forward is not forward or kind.backward is not backward
+        return super(kind, cls).apply(*args) if is_own or not is_unchanged(None) else run(*args)
 
     @functools.wraps(own_forward)
     def forward(ctx: Any, *args: Any) -> Any:
-        ctx.runs_operator = is_unchanged(None)
+        # A subclass may have a backward of its own, which reads what the own forward saves.
+        is_ours = torch.compiler.is_compiling() or _torch_private.find_forward_class(ctx) in (kind, None)
+        ctx.runs_operator = is_ours and is_unchanged(None)
         return answer_forward(ctx, *args) if ctx.runs_operator else own_forward(ctx, *args)
 
     @functools.wraps(own_backward)
