@@ -21,6 +21,7 @@ import inspect
 import itertools
 import linecache
 import operator
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -329,6 +330,11 @@ class _File:
 
     def __init__(self, name: str) -> None:
         self._name, self._lines = name, linecache.getlines(name)
+        if not self._lines and os.path.exists(
+            name
+        ):  # Python imports a file with a comment that is not UTF-8; linecache does not.
+            with open(name, encoding="utf-8-sig", errors="replace") as file:
+                self._lines = file.readlines()
         lines = [k for k, line in enumerate(self._lines) if _STATEMENT.match(line)]
         starts = [k for n, k in enumerate(lines) if n == 0 or not self._lines[lines[n - 1]].startswith("@")]
         self._blocks = list(itertools.pairwise([*starts, len(self._lines)]))

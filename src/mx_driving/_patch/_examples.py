@@ -128,8 +128,8 @@ def make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
 def _make_module_calls(form: Attention, module: Any, parameters: Parameters, maps: Sequence[Any]) -> Iterator[Example]:
     """For each width of reference points, return calls with value and mask, with value, and with only the needed arguments.
 
-    Some reference points lie outside the maps. A module that gets no value samples its query, so it needs as many queries as
-    keys. Some modules need that even if they get a value.
+    Some reference points lie outside the maps. There are as many queries as keys in one way of each call, because a module
+    without a value samples its query, and some modules require equal numbers even with a value.
     """
     rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), _get_width(form, module)
     batches = SMALL.batches

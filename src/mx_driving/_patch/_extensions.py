@@ -19,7 +19,7 @@ from .._operator.description import AGGREGATION, POOL
 from ..ops._stand_ins import differentiable
 from ._forms import AUTOGRAD, Arguments, ExactForm
 from ._parameters import Parameters
-from ._pools import are_fit, make_frustum, make_image, make_lifted, make_runs, make_sorted_rows, make_sorted_xyzb
+from ._pools import have_pool_dtypes, make_frustum, make_image, make_lifted, make_runs, make_sorted_rows, make_sorted_xyzb
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class OverExtension(ExactForm):
         if self.foreign.operator != POOL:
             return True
         named = dict(zip(self.foreign.words.split(), arguments.values(), strict=True))
-        return named.get("method", "sum") == "sum" and are_fit(named)
+        return named.get("method", "sum") == "sum" and have_pool_dtypes(named)
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         return differentiable(self.foreign)(*arguments.values())

@@ -40,7 +40,9 @@ class Pool(ExactForm):
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         """Return whether the operators take the call. They need coordinates for each row of features."""
-        return are_fit(arguments) and ("coords" not in arguments or len(arguments["coords"]) == len(arguments["feats"]))
+        return have_pool_dtypes(arguments) and (
+            "coords" not in arguments or len(arguments["coords"]) == len(arguments["feats"])
+        )
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         output = self.run(*arguments.values())
@@ -50,7 +52,7 @@ class Pool(ExactForm):
         return output.to(functools.reduce(torch.promote_types, features))  # Under autocast, plain torch's sum has this dtype.
 
 
-def are_fit(arguments: Arguments) -> bool:
+def have_pool_dtypes(arguments: Arguments) -> bool:
     """Return whether features have a floating dtype, and all other tensors int32 or int64."""
     tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
     return all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items())

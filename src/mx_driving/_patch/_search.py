@@ -63,7 +63,8 @@ class Candidates:
     """The candidates of a target.
 
     Attributes:
-        cores, pools, modules: name -> candidate. A pool here is a function that calls an autograd function.
+        cores, modules: name -> candidate.
+        pools: the same for functions that sum points into cells.
         unknown: name of a Python module that cannot be searched -> the reason.
         searched: the Python modules that were searched.
     """
