@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch_private
-from .._dispatch.functions import autocasts
+from .._operator.composition import autocasts
 from .._operator.rules import fail, fail_shape, need_dtype, need_one_device, need_tensors
 
 # torch's functions, read at import, because libraries may replace these functions later.

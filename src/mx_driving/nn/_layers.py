@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch_private
-from .._dispatch.functions import autocasts
+from .._operator.composition import autocasts
 from . import _check, _initial
 
 
