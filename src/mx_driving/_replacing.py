@@ -1,10 +1,9 @@
-"""Reversible monkey-patching: attributes, modules without files, and actions after an import."""
+"""Reversible monkey-patching: attributes, and modules without files."""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 import types
 from collections.abc import Callable
@@ -62,35 +61,3 @@ class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for name, module in list(sys.modules.items()):
             if getattr(getattr(module, "__spec__", None), "loader", None) is self:
                 del sys.modules[name]
-
-
-def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Call `action` now if the module is imported already, else right after its import. So we register something with a
-    module of torch without importing the module, which would take long."""
-    if name in sys.modules:
-        action()
-    else:
-        sys.meta_path.insert(0, _Waiting(name, action))
-
-
-class _Waiting(importlib.abc.MetaPathFinder):
-    """An import finder for a single module. It lets other finders find the module, and calls `action` after its import."""
-
-    def __init__(self, name: str, action: Callable[[], None]):
-        self.name, self.action = name, action
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None):
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_tell(module: Any) -> None:
-            execute(module)
-            self.action()
-
-        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
-        return spec

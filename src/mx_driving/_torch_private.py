@@ -5,6 +5,7 @@ No other file of this package uses a private name of torch, except mx_driving_po
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ is_tracing = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 # Inside torch.vmap and torch.func, torch calls our kernels once for each level.
 are_transforms_active = torch._C._are_functorch_transforms_active
+# A context without the transforms. Inside torch.func.grad and jvp, torch 2.6 cannot read the numbers of any tensor.
+outside_transforms = torch._C._DisableFuncTorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_traced_by_make_fx() -> bool:
@@ -48,6 +51,13 @@ def has_no_memory(t: Tensor) -> bool:
 def without_gradients(t: Tensor) -> Tensor:
     """Return the tensor that torch.func.grad or jvp has wrapped, or t itself."""
     while _functorch.is_gradtrackingtensor(t):
+        t = _functorch.get_unwrapped(t)
+    return t
+
+
+def without_transforms(t: Tensor) -> Tensor:
+    """Return the tensor inside all wrappers of torch.vmap and torch.func, with the axes of all entries."""
+    while _functorch.is_functorch_wrapped_tensor(t):
         t = _functorch.get_unwrapped(t)
     return t
 
@@ -90,11 +100,11 @@ def register_decomposition(op: Any, decomposition: Any, fake: Any) -> None:
 
 
 def keep_whole_in_inductor(op: Any) -> None:
-    """Let inductor call the operator as it is. If CI is set in the environment, inductor refuses an operator that has a
-    decomposition, unless FALLBACK_ALLOW_LIST holds its name."""
-    from torch._inductor import lowering
-
-    lowering.FALLBACK_ALLOW_LIST.add(op.name())
+    """Let inductor call the operator as it is, if inductor is imported. If CI is set in the environment, inductor refuses an
+    operator that has a decomposition, unless FALLBACK_ALLOW_LIST holds its name."""
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if hasattr(lowering, "FALLBACK_ALLOW_LIST"):  # not while another thread executes the module
+        lowering.FALLBACK_ALLOW_LIST.add(op.name())  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def assert_in_graph(condition: Tensor, sentence: str) -> None:

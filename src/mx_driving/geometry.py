@@ -3,7 +3,8 @@
 Frames are right-handed and in metres. A camera looks along its z axis, with x to the right of its picture and y down. Pixels
 are (u, v): (0, 0) is the corner of the picture and (0.5, 0.5) the centre of the first pixel, as the operators count.
 
-A function computes in the common dtype of its tensors. Tensors of whole numbers count as torch's default dtype.
+A function computes in the common dtype of its tensors, under autocast, too. Tensors of whole numbers count as torch's default
+dtype.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ._operator import rules
+from ._operator.composition import without_autocast
 
 __all__ = ["augmentation_matrix", "bev_ranks", "frustum", "image_locations", "projection_matrix", "unproject"]
 
 
+@without_autocast
 def projection_matrix(
     intrinsics: Tensor, rotation: Tensor, translation: Tensor, augmentation: Tensor | None = None, *, first_pixel: float = 0.0
 ) -> Tensor:
@@ -96,6 +99,7 @@ def augmentation_matrix(
     return matrix
 
 
+@without_autocast
 def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> tuple[Tensor, Tensor]:
     """Project points into each camera. The locations serve as `sample_locations` of :func:`mx_driving.deformable_aggregation`.
 
@@ -117,6 +121,7 @@ def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> t
     return torch.where((depth > 1e-5)[..., None], plane, -1), depth
 
 
+@without_autocast
 def frustum(image_size: tuple[int, int], feature_size: tuple[int, int], depths: Tensor) -> Tensor:
     """Return the centre of each feature of a camera, at each depth, as (u, v, depth).
 
@@ -135,6 +140,7 @@ def frustum(image_size: tuple[int, int], feature_size: tuple[int, int], depths: 
     return torch.stack([u, v, d], -1)
 
 
+@without_autocast
 def unproject(pixels: Tensor, projection: Tensor) -> Tensor:
     """Return the points [cam, ..., 3] that each camera sees at `pixels` [..., 3] of (u, v, depth).
 
@@ -146,6 +152,7 @@ def unproject(pixels: Tensor, projection: Tensor) -> Tensor:
     return torch.einsum("cij,...j->c...i", inverse.to(pixels.dtype), projected)[..., :3]
 
 
+@without_autocast
 def bev_ranks(
     points: Tensor, lower: Sequence[float], cell: Sequence[float], cells: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:

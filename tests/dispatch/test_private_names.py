@@ -86,6 +86,15 @@ def fails_in_graph():
 
 
 # name -> (what is lost without it, a function that returns whether it works)
+def read_under_grad():
+    def read(t):
+        with p.outside_transforms():
+            assert ONE.tolist() == [1.0, 1.0]
+        return t.sum()
+
+    return torch.func.grad(read)(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
 NAMES = {
     "is_tracing": ("traced graphs that keep no numbers of the example", lambda: tells(traced, p.is_tracing)),
     "count_dispatch_modes": ("fake tensors, which are then read", lambda: tells(in_make_fx, p.count_dispatch_modes)),
@@ -94,6 +103,8 @@ NAMES = {
     "is_transformed": ("sentences about tables under vmap", lambda: under(torch.vmap, p.is_transformed) == [1]),
     "has_no_memory": ("zero tensors as tables", lambda: p.has_no_memory(torch._efficientzerotensor(2))),
     "without_gradients": ("sentences about tables under jvp", lambda: under(torch.func.grad, p.without_gradients)[0] is ONE),
+    "without_transforms": ("limits of vmapped locations", lambda: under(torch.vmap, p.without_transforms)[0] is ONE),
+    "outside_transforms": ("sentences about tables under grad, torch 2.6", lambda: read_under_grad()),
     "is_batched": ("pools of vmapped points", lambda: under(torch.vmap, p.is_batched) == [1]),
     "DispatchKey": ("kernels of GPUs called directly", lambda: p.DispatchKey.CUDA != p.DispatchKey.XPU),
     "BELOW_AUTOGRAD": ("all gradients", lambda: [*map(p.BELOW_AUTOGRAD.has, (KEYS.AutogradCPU, KEYS.CPU))] == [0, 1]),

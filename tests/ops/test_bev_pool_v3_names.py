@@ -329,3 +329,58 @@ def test_every_name_serves_meta_tensors():
     assert [(out.device.type, *out.shape) for out in outputs] == [("meta", B, C, D, H, W)] * 3
     out = mx_driving.npu_voxel_pooling_train(GEOMETRY.to("meta"), torch.rand(2, 4, 5, device="meta"), (3, 2, 1))
     assert (out.device.type, *out.shape) == ("meta", 2, 5, 2, 3)
+
+
+@pytest.mark.parametrize("kind", [set, dict.fromkeys, bytes, iter, lambda sizes: range(5), torch.tensor, None.__class__])
+def test_only_a_tuple_or_a_list_is_a_shape(kind):
+    """A set of five ints would be taken in the order of its hashes."""
+    shape = kind((0, 4, 1, 2, 3)) if kind is not type(None) else None
+    rank = torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"^bev_feat_shape must be five ints, \(B, D, H, W, C\); got "):
+        mx_driving.bev_pool_v3(torch.ones(1), torch.ones(1, 3), rank, rank, rank, shape)
+
+
+def test_a_single_row_may_have_one_axis():
+    depth, feat, rank, zero = torch.tensor([0.5, 2.0]), torch.tensor([1.0, 3.0]), torch.tensor([0, 1]), torch.tensor([0, 0])
+    expected = torch.tensor([[0.5, 1.5], [2.0, 6.0]]).T.reshape(1, 2, 1, 1, 2)
+    intervals = torch.tensor([0, 1]), torch.tensor([1, 1])
+    for call in (
+        lambda f: mx_driving.bev_pool_v3(depth, f, rank, zero, rank, (1, 1, 1, 2, 2)),
+        lambda f: mx_driving.bev_pool_v2(depth, f, rank, zero, rank, (1, 1, 1, 2, 2), *intervals),
+        lambda f: BEVPoolV3.apply(depth, f, rank, zero, rank, (1, 1, 1, 2, 2)).permute(0, 4, 1, 2, 3),
+    ):
+        leaf = feat.clone().requires_grad_()
+        output = call(leaf)
+        assert torch.equal(output, expected)
+        (output * expected).sum().backward()
+        assert torch.equal(leaf.grad, torch.tensor([0.5 * 0.5 + 2 * 2, 0.5 * 1.5 + 2 * 6]))
+
+
+@pytest.mark.parametrize("name", ["bev_pool_v2", "bev_pool_v3", "bev_pool", "npu_voxel_pooling_train"])
+def test_vmap_over_nothing_is_refused_in_a_sentence(name):
+    rank, shape = torch.arange(4), (1, 1, 2, 2, 8)
+    depth, feat = torch.rand(4), torch.rand(4, 8)
+    places = torch.zeros(4, 4, dtype=torch.long)
+    call, mapped = {
+        "bev_pool_v2": (
+            lambda s: mx_driving.bev_pool_v2(depth, feat, rank, rank, rank, shape, s, s + 4),
+            torch.zeros(1).long(),
+        ),
+        "bev_pool_v3": (lambda r: mx_driving.bev_pool_v3(depth, feat, rank, rank, r, shape), rank),
+        "bev_pool": (lambda p: mx_driving.bev_pool(feat, p, 1, 1, 2, 2), places),
+        "npu_voxel_pooling_train": (
+            lambda p: mx_driving.npu_voxel_pooling_train(p[None, :, :3], feat[None], (2, 2, 1)),
+            places,
+        ),
+    }[name]
+    assert torch.vmap(call)(mapped.expand(2, *mapped.shape)).shape[0] == 2
+    with pytest.raises(ValueError, match=r"^in_dims must name axes with entries where vmap calls .* for each; got size 0$"):
+        torch.vmap(call)(mapped.expand(0, *mapped.shape))
+
+
+def test_extensions_name_a_feat_of_too_few_axes():
+    rank = torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"^feat must have shape \(n, C\); got \(8,\)$"):
+        mx_driving._C.npu_bev_pool_v3(None, torch.rand(8), None, None, torch.zeros(1, 4).long(), 1, 1, 2, 2)
+    with pytest.raises(ValueError, match=r"^feat must have shape \(\.\.\., C\); got \(\)$"):
+        mx_driving._C.npu_bev_pool_v3(torch.rand(1), torch.tensor(1.0), rank, rank, rank, 1, 1, 2, 2)

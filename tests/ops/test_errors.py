@@ -3,12 +3,13 @@ an operator."""
 
 import contextlib
 import functools
+import inspect
 import re
 
 import cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
 from refusals import ARGUMENTS, FLOATING, LEVELS, NUMBERS, SHAPES, without_hint
 from small_cases import GOOD
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._dispatch.registered import REGISTERED
+from mx_driving._foreign_functions import FUNCTIONS
 from mx_driving._operator import checks, rules
 from mx_driving._operator.description import OPERATORS
+from mx_driving.ops._stand_ins import stand_in
 
 
 def said(call):
@@ -170,6 +173,32 @@ def test_transforms_do_not_bypass_the_checks(operator, transform):
         assert said(lambda wrong=wrong: run(lambda v: call(v, *wrong), value)) == sentence
 
 
+@pytest.mark.parametrize("mapped", [1, 2, 4])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_vmapped_torch_ops_says_what_is_wrong_with_an_entry(operator, backward, mapped):
+    """Where vmap maps a table, the operator is called for each entry; else the entries are folded. The sentence is that of an
+    entry, whatever else is wrong."""
+    op, (grad, *args, mask) = backward_of(operator)
+    op = op if backward else getattr(torch.ops.mx_driving, operator).default
+    for at, wrong in [*spoilt(args), *((at, None) for at, t in enumerate(args) if isinstance(t, Tensor))]:
+        given = [*args[:at], wrong, *args[at + 1 :]]
+        if (at == mapped and wrong is None) or (at == 0 and wrong is not None and wrong.is_floating_point()):
+            continue  # another number of channels disagrees with groups and with grad_output: either may be named
+        if wrong is None and OPERATORS[operator].tensors[at].optional:
+            continue
+
+        def call(given=given):
+            inputs = [*given[:mapped], torch.stack([given[mapped]] * 2), *given[mapped + 1 :]]
+            dims = [None] * mapped + [0] + [None] * (len(given) - mapped - 1)
+            if backward:
+                return torch.vmap(op, (None, *dims, None))(grad, *inputs, mask)
+            return torch.vmap(op, tuple(dims))(*inputs)
+
+        sentence = said(lambda given=given: checks.check_inputs(OPERATORS[operator], *given))
+        assert without_hint(said_by_cpp(call)) == without_hint(sentence)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_grad_output_and_output_mask_are_checked(operator, place):
@@ -265,6 +294,10 @@ ARGUMENTS = [
     (lambda f, v, h, s, x, w: f(v, h, s, x, w, im2col_step=64), f"{TAKES} value, value_spatial_shapes, "
      f"value_level_start_index, sampling_locations, attention_weights; got the name im2col_step; {NO_STEP}"),
     (lambda f, v, h, s, x, w: f(v, h, s, x, w, w, w), f"{TAKES} 5 arguments; got 7"),
+    (lambda f, v, h, s, x, w: f(v, h, s, x, value=v),
+     f"value must be given once; got argument 1 of {MULTI_SCALE} and the name value"),
+    (lambda f, v, h, s, x, w: f(v, h, s, x, w, value=v),
+     f"value must be given once; got argument 1 of {MULTI_SCALE} and the name value"),
 ]  # fmt: skip
 
 
@@ -274,6 +307,49 @@ def test_arguments_are_counted_and_named(call, sentence):
     with pytest.raises(TypeError) as refused:
         call(mx_driving.multi_scale_deformable_attn, *GOOD[MULTI_SCALE]())
     assert str(refused.value) == sentence
+
+
+OPTIONAL = {MULTI_SCALE_LOGITS: ["reference_axis"], AGGREGATION_LOGITS: ["image_size", "pair_scale"]}
+
+
+@pytest.mark.parametrize(("operator", "option"), [(operator, option) for operator in OPTIONAL for option in OPTIONAL[operator]])
+def test_an_option_does_not_stand_for_a_missing_argument(operator, option):
+    """The number of arguments is legal, and an argument without a default is missing."""
+    names = [name for name in inspect.signature(getattr(mx_driving, operator)).parameters if name not in OPTIONAL[operator]]
+    named = dict(zip(names, GOOD[operator](), strict=False)) | {option: None}
+    for place, missing in enumerate(names, 1):
+        rest = {name: a for name, a in named.items() if name != missing}
+        call = functools.partial(getattr(mx_driving, operator), **rest)
+        with pytest.raises(TypeError) as refused:
+            call()
+        fact = f"{len(rest)} arguments, {', '.join(rest)} by name" if len(rest) >= len(names) else f"{len(rest)} arguments"
+        assert str(refused.value) == f"{missing} must be given as argument {place} of {operator}; got {fact}"
+        assert refused.value.argument == missing
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (mx_driving.MultiScaleDeformableAttnFunction.apply, ("spatial_shapes", "value_spatial_shapes")),
+        (
+            mx_driving.ops.geometric_kernel_attention.GeometricKernelAttentionFunc.apply,
+            ("spatial_shapes", "value_spatial_shapes"),
+        ),
+        (lambda *args, **named: import_stand_in()(*args, **named), ("spatial_shapes", "value_spatial_shapes")),
+    ],
+    ids=["autograd function", "geometric", "extension"],
+)
+def test_two_names_of_one_argument_are_refused(call, names):
+    """The last of the two would silently win."""
+    value, shapes, starts, locations, weights = GOOD[MULTI_SCALE]()
+    rest = {"level_start_index": starts, "sampling_locations": locations, "attention_weights": weights}
+    with pytest.raises(TypeError, match=r" must be given once; got another name of this argument, too: "):
+        call(value, **dict.fromkeys(names, shapes), **rest)
+
+
+def import_stand_in():
+    entry = next(entry for entry in FUNCTIONS if entry.name == "ms_deform_attn_forward")
+    return stand_in(entry)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

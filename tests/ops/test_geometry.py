@@ -6,6 +6,7 @@ import torch
 
 import mx_driving
 from mx_driving import geometry
+from mx_driving._operator import composition
 
 
 @pytest.fixture
@@ -144,3 +145,51 @@ def test_what_is_no_tensor_is_named():
         geometry.frustum((8, 6), (4, 3), [1.0])
     with pytest.raises(TypeError, match="depths must have a dtype of real numbers; got complex64"):
         geometry.frustum((8, 6), (4, 3), torch.ones(1, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widest", [torch.float32, torch.float64], ids=str)
+def test_no_function_computes_in_the_dtype_of_autocast(cameras, widest, dtype):
+    """Autocast would multiply matrices in 16 bits: locations would be 92 pixels of 1600 off."""
+    intrinsics, rotation, translation = (t.to(widest) for t in cameras)
+
+    def compute():
+        augmentation = geometry.augmentation_matrix(0.5, (3, 2), 60, 20, (60, 50)).to(torch.float32)
+        projection = geometry.projection_matrix(intrinsics, rotation, translation.half(), augmentation)
+        frustum = geometry.frustum((50, 30), (5, 3), torch.arange(1.0, 9, dtype=widest))
+        points = geometry.unproject(frustum, projection=projection)
+        locations, depths = geometry.image_locations(points.flatten(0, -2)[:7], projection, torch.tensor([50, 30]))
+        ranks = geometry.bev_ranks(points[None], (-9.0, -9, -9), (1.0, 1, 1), (18, 18, 18))
+        return (projection, frustum, points, locations, depths, *ranks)
+
+    alone = compute()
+    with torch.autocast("cpu", dtype):
+        under = compute()
+        assert (torch.eye(2) @ torch.eye(2)).dtype == dtype  # autocast works
+    assert [t.dtype for t in under] == [widest] * 5 + [torch.int32] * 3
+    assert under[-1].numel() > 9
+    for a, b in zip(alone, under, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_the_autocast_of_the_tensors_device_is_left(cameras, monkeypatch):
+    """A tensor without memory stands for one on another device, because a CPU cannot make one."""
+    left, autocast = [], torch.autocast
+    monkeypatch.setattr(composition, "autocasts", lambda device: True)
+    monkeypatch.setattr(
+        torch, "autocast", lambda device, enabled: left.append((device, enabled)) or autocast("cpu", enabled=enabled)
+    )
+    intrinsics, rotation, translation = (t.to("meta") for t in cameras)
+    geometry.projection_matrix(intrinsics=intrinsics, rotation=rotation, translation=translation)
+    geometry.frustum((50, 30), (5, 3), torch.empty(8, device="meta"))
+    assert left == [("meta", False)] * 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_under_autocast(cameras, dynamic):
+    torch.compiler.reset()
+    intrinsics, rotation, translation = (t.float() for t in cameras)
+    compiled = torch.compile(geometry.projection_matrix, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = compiled(intrinsics, rotation, translation)
+    torch.testing.assert_close(found, geometry.projection_matrix(intrinsics, rotation, translation))

@@ -1,6 +1,7 @@
 """The vendor's documented limits: one past each is refused inside atlas_limits(), and only there."""
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -12,6 +13,8 @@ import logits_cases
 import pytest
 import torch
 from programs import python
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mx_driving
 from mx_driving._operator import limits
@@ -172,6 +175,78 @@ def test_compiled_calls_follow_the_limits_of_the_moment():
     with mx_driving.atlas_limits("26.0"):
         compiled(*args)
     torch.compiler.reset()
+
+
+WAYS = {
+    "vmap": lambda call, at, args: torch.vmap(call)(torch.stack([args[at]] * 3)),
+    "vmap of grad": lambda call, at, args: torch.vmap(torch.func.grad(lambda t: call(t).sum()))(torch.stack([args[at]] * 3)),
+    "grad": lambda call, at, args: torch.func.grad(lambda t: call(t).sum())(args[at]),
+    "jvp": lambda call, at, args: torch.func.jvp(call, (args[at],), (args[at],)),
+    "compile": lambda call, at, args: torch.compile(call, fullgraph=True, backend="eager")(args[at]),
+    "dynamic": lambda call, at, args: torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")(args[at]),
+    "export": lambda call, at, args: torch.export.export(Called(call), (args[at],)).module()(args[at]),
+    "make_fx": lambda call, at, args: make_fx(call)(args[at])(args[at]),
+}
+
+
+class Called(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, t):
+        return self.call(t)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "make", [multi_scale, aggregation, geometric, pooling, multi_scale_logits, aggregation_logits, geometric_logits]
+)
+def test_what_works_outside_works_inside(make, way):
+    """Reading a wrapped tensor, or one of a graph, would raise torch's own error."""
+    torch.compiler.reset()
+    operator, args = make()
+    at = len(args) - 1 if torch.is_tensor(args[-1]) else 1
+    at = next(i for i in (at, *range(len(args))) if torch.is_tensor(args[i]) and args[i].is_floating_point())
+
+    def call(t):
+        return getattr(mx_driving, operator)(*args[:at], t, *args[at + 1 :])
+
+    outside = WAYS[way](call, at, args)
+    with mx_driving.atlas_limits():
+        inside = WAYS[way](call, at, args)
+    torch.testing.assert_close(inside, outside, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("make", [multi_scale, aggregation, geometric, pooling, aggregation_logits])
+def test_tensors_without_numbers_keep_the_limits_of_shapes(make, fake):
+    operator, args = make()
+    with FakeTensorMode() if fake else contextlib.nullcontext() as mode, mx_driving.atlas_limits():
+        there = [(mode.from_tensor(a) if mode else a.to("meta")) if torch.is_tensor(a) else a for a in args]
+        output = getattr(mx_driving, operator)(*there)
+        if operator == cases.AGGREGATION:
+            many = [torch.cat([t] * 129) if i in (0, 3, 4) else t for i, t in enumerate(there)]
+            with pytest.raises(ValueError, match="bs <= 128"):
+                mx_driving.deformable_aggregation(*many)
+    assert output.shape == getattr(mx_driving, operator)(*args).shape
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+@pytest.mark.parametrize(
+    ("spoil", "rule"), [(lambda a: location_at(1.25, *a), "the largest value <= 1"), (lambda a: extra_row(*a), "sum of H")]
+)
+def test_numbers_inside_transforms_are_read(transform, spoil, rule):
+    """A location beyond the picture in one entry of a vmapped axis, and maps that do not fill the rows."""
+    args = spoil(aggregation())[1]
+    locations = torch.stack([args[3] * 0 + 0.5, args[3]])
+
+    def call(t):
+        return mx_driving.deformable_aggregation(*args[:3], t, args[4])
+
+    run = functools.partial(torch.vmap(call), locations) if transform == "vmap" else lambda: WAYS[transform](call, 3, args)
+    with mx_driving.atlas_limits(), pytest.raises(ValueError, match=rule):
+        run()
 
 
 def test_elements_limit_counts_without_memory():

@@ -8,15 +8,13 @@ so only floating numbers are compared; an index outside its table is clamped to 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _torch_private, reference
+from .. import reference
 from .._operator import composition, geometry
 from .._operator.description import OPERATORS
-from .._replacing import when_imported
 
 # For every corner: the index of its row in padded value, and its coefficient.
 Corners = list[tuple[Tensor, Tensor]]
@@ -134,8 +132,3 @@ def find(name: str) -> Callable[..., Tensor]:
     bare = OPERATORS[name].bare
     composed = composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
     return composed or globals()[name]
-
-
-def register(op: Any, decomposition: Callable[..., Tensor], fake: Callable[..., Any]) -> None:
-    _torch_private.register_decomposition(op, decomposition, fake)
-    when_imported("torch._inductor.lowering", lambda: _torch_private.keep_whole_in_inductor(op))

@@ -16,21 +16,21 @@ from torch import Tensor
 
 from .. import _needs, _torch_private
 from .._operator.description import OPERATORS, Operator
-from .._replacing import when_imported
 
-CLASSES: list[type] = []  # DTensor, once a program has imported it
-when_imported("torch.distributed.tensor", lambda: CLASSES.append(sys.modules["torch.distributed.tensor"].DTensor))
+MODULE = "torch.distributed.tensor"  # nobody has a DTensor before this module is imported
 
 
 def skips_autograd() -> bool:
-    """Return whether calls skip our Autograd kernel: in inference mode, unless torch.compile traces. Our Autograd kernel calls
-    `prepare`; a public function must call it in place of a skipped kernel."""
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    """Return whether a call may have DTensors that our Autograd kernel does not prepare: inference mode skips this kernel,
+    unless torch.compile traces. A public function must call `prepare` in place of the skipped kernel."""
+    return MODULE in sys.modules and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
     """Return the arguments. If one is a DTensor, wrap those at the places `shared`, such as tables, as replicated DTensors."""
-    sharded = next((a for a in args if isinstance(a, CLASSES[0])), None) if CLASSES else None
+    # Without the default, a module that another thread is importing would raise AttributeError.
+    DTensor = getattr(sys.modules.get(MODULE), "DTensor", None)
+    sharded = next((a for a in args if isinstance(a, DTensor)), None) if DTensor else None
     if sharded is None:
         return args
     mesh = sharded.device_mesh

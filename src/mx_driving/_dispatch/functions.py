@@ -56,26 +56,6 @@ def backward(ctx: Any, operator: str, grad_output: Tensor, needs: Any = None) ->
         return registered.differentiate(ctx, (grad_output,), [True] * registered.count)
 
 
-def autocasts(device: str) -> bool:
-    # Older torch.compile cannot trace is_autocast_available. All devices of torch.compile have autocast.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
-    return available and torch.is_autocast_enabled(device)
-
-
-def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `public` without autocast, like the function of a compiled extension: the output has value's dtype."""
-
-    def function(*inputs: Any, **named: Any) -> Tensor:
-        # Torch 2.6 cannot compile `next` with a default.
-        device = [*(i.device.type for i in (*inputs, *named.values()) if isinstance(i, Tensor)), "cpu"][0]
-        if not autocasts(device):
-            return public(*inputs, **named)
-        with torch.autocast(device, enabled=False):
-            return public(*inputs, **named)
-
-    return function
-
-
 def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[Tensor, ...]]) -> Callable[..., Any]:
     """Return a backward like that of a compiled extension: it takes the five inputs and grad_output, and returns all gradients.
 

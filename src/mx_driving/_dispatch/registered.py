@@ -67,7 +67,7 @@ class Registered:
         self.register_decomposition()
 
     def register_decomposition(self) -> None:
-        decompositions.register(self.op, decompositions.find(self.name), self.fake)
+        _torch_private.register_decomposition(self.op, decompositions.find(self.name), self.fake)
 
     def schema(self) -> str:
         return f"{self.name}({self.arguments()}) -> Tensor"
@@ -84,10 +84,18 @@ class Registered:
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
-        # If the vmapped axis is empty, folded axes have size 0 and always agree. So check the shapes that an entry would have.
-        if info.batch_size == 0:
+
+        def check_entry() -> None:
+            """Check the shapes and dtypes of one entry of the vmapped axis."""
             self.check(*(a if d is None else a.new_empty(a.movedim(d, 0).shape[1:]) for a, d in zip(args, dims, strict=True)))
-        return vmap.map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
+
+        if info.batch_size == 0:  # folded axes have size 0 and always agree
+            check_entry()
+        try:
+            return vmap.map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
+        except Exception:
+            check_entry()  # before the axis is folded, so that the sentence has the caller's sizes
+            raise
 
     def autograd(self, keyset: Any, *args: Any) -> Any:
         """Serve the Autograd key: forward mode by the reference, reverse mode by an autograd function of a single level.
@@ -171,6 +179,7 @@ class Registered:
         return tuple(by_argument)
 
     def fake(self, *args: Any) -> Any:
+        _torch_private.keep_whole_in_inductor(self.op)  # here, because inductor traces a graph before it lowers the graph
         self.check(*args)
         return args[0].new_empty(checks.output_shape(self.operator, args), dtype=self.output_dtype(args[0]))
 
@@ -219,7 +228,7 @@ class RegisteredAutocast(Registered):
     autocast_keys = ()
 
     def register_decomposition(self) -> None:
-        decompositions.register(
+        _torch_private.register_decomposition(
             self.op, lambda *args: getattr(torch.ops.mx_driving, self.operator.name)(*_widen(args)), self.fake
         )
 

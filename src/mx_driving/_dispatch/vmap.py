@@ -66,10 +66,11 @@ def _call_for_each(operator: Operator, op: Any, value: int, size: int, dims: lis
 
 
 def _call(operator: Operator, op: Any, value: int, args: list[Any]) -> Any:
-    """Call the operator for an entry. After an error, check the numbers in index tensors here: callers cannot read those of
-    vmapped tensors."""
+    """Call the operator for an entry. After an error, check the entry and the numbers in its index tensors here: callers cannot
+    read those of vmapped tensors."""
     try:
         return op(*args)
     except RuntimeError:
+        (checks.check_backward if value else checks.check_inputs)(operator, *args)
         checks.check_readable_numbers(operator, args[value : len(args) - value])
         raise

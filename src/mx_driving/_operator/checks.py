@@ -27,6 +27,7 @@ _ELEMENTS = {
     "index": (INDEX, INDEX_RULE),
     "number": (_NUMBER, "have a floating or an integer dtype"),
 }
+_NO_DISPATCH = vars(Tensor)["__torch_dispatch__"]  # a class that overrides it, as FakeTensor and DTensor, may have no numbers
 _MOST_ELEMENTS = 2**48  # no memory holds an output of so many elements
 _HASHED = (int, str, type(None))  # the types of sizes, options and omitted tensors, which the cache of `_fit` can hash
 
@@ -300,10 +301,16 @@ def _refuse_backward(operator: Operator, grad: Tensor, inputs: Sequence[Any], gr
 
 
 def is_readable(t: Tensor) -> bool:
-    """Return whether t's numbers can be read now: t is a plain strided CPU tensor outside of tracing, transforms and modes."""
-    if type(t) is not Tensor or not t.is_cpu or torch.compiler.is_compiling() or t.layout != torch.strided:
+    """Return whether t's numbers can be read now without waiting for a device."""
+    return not torch.compiler.is_compiling() and t.is_cpu and has_numbers(t)
+
+
+def has_numbers(t: Tensor) -> bool:
+    """Return whether t is a strided tensor that has numbers to read, outside of compilation, tracing, transforms and modes."""
+    kind: Any = type(t)
+    if torch.compiler.is_compiling() or kind.__torch_dispatch__ is not _NO_DISPATCH:
         return False
-    if _torch_private.has_no_memory(t):
+    if t.is_meta or t.layout != torch.strided or _torch_private.has_no_memory(t):
         return False
     modes = _torch_private.count_dispatch_modes()  # FakeTensorMode would make a fake tensor of t
     return not (modes or _torch_private.is_tracing() or _torch_private.is_transformed(t))
@@ -320,7 +327,8 @@ def check_readable_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
     first, last = (2, 5) if operator.kind == "pooling" else (1, 3)
     tables = [_torch_private.without_gradients(t) for t in inputs[first:last]]
     if all(map(is_readable, tables)):
-        check_numbers(operator, [*inputs[:first], *tables, *inputs[last:]])
+        with _torch_private.outside_transforms():
+            check_numbers(operator, [*inputs[:first], *tables, *inputs[last:]])
 
 
 def check_numbers(operator: Operator, inputs: Sequence[Any]) -> None:

@@ -8,8 +8,9 @@ an invalid sample are exactly 0. Whatever multiplies such a gradient is made fin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +18,34 @@ from torch import Tensor
 from . import geometry
 from .description import OPERATORS
 
+F = TypeVar("F", bound=Callable[..., Any])
 Gradients = tuple[Tensor | None, ...]
 
 
 def compute_dtype(*inputs: Any) -> torch.dtype:
     """Return float64 if an input is float64, else float32."""
     return torch.float64 if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in inputs) else torch.float32
+
+
+def autocasts(device: str) -> bool:
+    # Older torch.compile cannot trace is_autocast_available. All devices of torch.compile have autocast.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    return available and torch.is_autocast_enabled(device)
+
+
+def without_autocast(function: F) -> F:
+    """Decorate a function: it leaves autocast, so that it computes in the dtypes of its tensors."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        # Torch 2.6 cannot compile `next` with a default.
+        device = [*(a.device.type for a in (*args, *named.values()) if isinstance(a, Tensor)), "cpu"][0]
+        if not autocasts(device):
+            return function(*args, **named)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **named)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 def _finite(t: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import composition, rules
+from .. import _torch_private
+from . import checks, composition, rules
 from .description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL
 
 RELEASES = ("7.1", "7.2", "7.3", "26.0", "26.2")  # of Ascend DrivingSDK, oldest first
@@ -119,6 +120,9 @@ def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[Non
     So a call of an operator with logits must keep the limits of its bare operator, and the error names the bare operator's
     inputs. This check computes all locations.
 
+    Two limits of `deformable_aggregation` concern numbers, not shapes: the range of locations, and the sum of the maps' sizes.
+    They are checked where these numbers can be read: not in torch.compile or torch.export, nor of meta tensors.
+
     The limits hold in all threads of the process. If a generator opens the block, they also hold while the generator is
     suspended.
     `MX_DRIVING_ATLAS_LIMITS` in the environment enforces limits in a whole program: `1` (true, yes, on) those of the newest
@@ -167,10 +171,13 @@ def hold(name: str, *args: Any) -> None:
     with torch.no_grad():
         inputs = composition.bare_inputs(name, *args) if bare != name else args
         _refuse(bare, sizes := _SIZES[bare](*inputs))
-        if bare == AGGREGATION and inputs[3].numel():
-            smallest, largest = (round(number, 4) for number in torch.stack(inputs[3].aminmax()).tolist())
-            sizes["sample_locations"].update({"the smallest value": smallest, "the largest value": largest})
-            _refuse(bare, sizes)
+        if bare == AGGREGATION and inputs[3].numel() and not torch.compiler.is_compiling():
+            locations = _torch_private.without_transforms(inputs[3])  # of all entries of a vmapped axis
+            if checks.has_numbers(locations):
+                with _torch_private.outside_transforms():
+                    smallest, largest = (round(number, 4) for number in torch.stack(locations.aminmax()).tolist())
+                sizes["sample_locations"].update({"the smallest value": smallest, "the largest value": largest})
+                _refuse(bare, sizes)
 
 
 def _refuse(name: str, sizes: Sizes) -> None:
@@ -205,8 +212,10 @@ def _attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor,
 def _aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Sizes:
     bs, num_feat, channels = feature_maps.shape
     weight_sizes = dict(zip(("anchor", "pts", "cam", "scale", "group"), weight.shape[1:], strict=True))
-    rows = int(shapes.long().prod(-1).sum())
-    maps = {"bs": bs, "c": channels, "c / group": channels // weight.shape[-1], "num_feat": num_feat, "sum of H * W": rows}
+    maps = {"bs": bs, "c": channels, "c / group": channels // weight.shape[-1]}
+    if not torch.compiler.is_compiling() and checks.has_numbers(shapes := _torch_private.without_gradients(shapes)):
+        with _torch_private.outside_transforms():
+            maps |= {"num_feat": num_feat, "sum of H * W": int(shapes.long().prod(-1).sum())}
     return {
         "feature_maps": {**maps, "num_elements": feature_maps.numel()},
         "weight": {**weight_sizes, "num_elements": weight.numel()},

@@ -330,9 +330,7 @@ class _File:
 
     def __init__(self, name: str) -> None:
         self._name, self._lines = name, linecache.getlines(name)
-        if not self._lines and os.path.exists(
-            name
-        ):  # Python imports a file with a comment that is not UTF-8; linecache does not.
+        if not self._lines and os.path.exists(name):  # Python reads a comment that is not UTF-8, linecache does not.
             with open(name, encoding="utf-8-sig", errors="replace") as file:
                 self._lines = file.readlines()
         lines = [k for k, line in enumerate(self._lines) if _STATEMENT.match(line)]

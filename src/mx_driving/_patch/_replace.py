@@ -298,7 +298,7 @@ def _make_methods(fit: Fit, kind: Any) -> dict[str, Any]:
 
     @functools.wraps(own_backward)
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return answer_backward(ctx, *grad_outputs) if ctx.runs_operator else own_backward(ctx, *grad_outputs)
+        return answer_backward(ctx, *grad_outputs) if getattr(ctx, "runs_operator", False) else own_backward(ctx, *grad_outputs)
 
     return {"apply": classmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}
 

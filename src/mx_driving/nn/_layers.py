@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import _torch_private
 from .._dispatch import distributed
-from .._dispatch.functions import autocasts
+from .._operator.composition import autocasts
 from .._operator.rules import FLOATING, FLOATING_RULE, fail, need_dtype
 
 # torch's functions, read at import, because libraries may replace these functions later.

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 def prepare(operator: Operator, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Check a call against the open atlas_limits(), and return its inputs. Our Autograd kernel prepares DTensors, but inference
     mode skips this kernel. So prepare DTensors here in inference mode."""
-    if not (limits.open_releases or distributed.CLASSES):
-        return inputs
     if limits.open_releases:
         if not torch.compiler.is_compiling():
             checks.check_call(operator, *inputs)
@@ -50,26 +48,25 @@ def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
     required = sum(p.default is p.empty for p in parameters)
     if operator:
         check = functools.partial(checks.check_call, operator)
-    releases, dtensor = limits.open_releases, distributed.CLASSES  # two lists that are usually empty
+    releases, modules = limits.open_releases, sys.modules
 
     @functools.wraps(public)
     def call(*args: Any, **named: Any) -> Any:
-        if (named or not required <= len(args) <= most) and not _binds(names, required, most, args, named):
-            _refuse(public.__name__.removeprefix("_"), names, required, args, named)
+        if named or not required <= len(args) <= most:
+            _check_binding(public.__name__.removeprefix("_"), names, required, most, args, named)
         try:
-            if operator and (releases or (dtensor and distributed.skips_autograd())):
+            if operator and (releases or (distributed.MODULE in modules and distributed.skips_autograd())):
                 args, named = prepare(operator, _bind(signature, args, named)), {}
             return public(*args, **named) if named else public(*args)
         except Exception:
-            if check and not torch.compiler.is_compiling() and (refusal := _find_refusal(check, _bind(signature, args, named))):
-                raise refusal from None
+            if check and not torch.compiler.is_compiling():
+                try:
+                    check(*_bind(signature, args, named))
+                except (TypeError, ValueError) as refusal:
+                    raise refusal from None
             raise
 
     return call  # pyright: ignore[reportReturnType]
-
-
-def _binds(names: Sequence[str], required: int, most: int, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    return required <= len(args) + len(named) <= most and all(name in names for name in named)
 
 
 def _bind(signature: inspect.Signature, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -78,46 +75,51 @@ def _bind(signature: inspect.Signature, args: tuple[Any, ...], named: dict[str, 
     return bound.args
 
 
-def _find_refusal(check: Callable[..., None], args: tuple[Any, ...]) -> Exception | None:
-    try:
-        check(*args)
-    except (TypeError, ValueError) as refusal:
-        return refusal
-    return None
-
-
 _NO_STEP = "; mmcv's im2col_step has no use here: MultiScaleDeformableAttnFunction.apply takes and ignores it"
 
 
-def _refuse(function: str, names: Sequence[str], required: int, args: Sequence[Any], named: Mapping[str, Any]) -> NoReturn:
+def _check_binding(
+    function: str, names: Sequence[str], required: int, most: int, args: Sequence[Any], named: Mapping[str, Any]
+) -> None:
+    """Check that a call gives every required argument, and no argument twice or under an unknown name."""
     for name in named:
         if name not in names:
-            _refuse_name(function, names, name)
+            like = difflib.get_close_matches(name, names, 1)
+            if like and name != "im2col_step":
+                fail(TypeError, like[0], "be given by this name", f"the name {name}")
+            remark = _NO_STEP if name == "im2col_step" else ""
+            fail(TypeError, function, f"be called with {', '.join(names)}", f"the name {name}{remark}")
+    for name in names[: len(args)]:
+        if name in named:
+            fail(TypeError, name, "be given once", f"argument {names.index(name) + 1} of {function} and the name {name}")
     count = len(args) + len(named)
-    if count > len(names):
+    if count > most:
         remark = _NO_STEP if len(args) == 6 and isinstance(args[5], int) else ""
-        fail(TypeError, function, f"be called with {len(names)} arguments", f"{count}{remark}")
+        fail(TypeError, function, f"be called with {most} arguments", f"{count}{remark}")
+    if all(name in named for name in names[len(args) : required]):
+        return
+    # The caller has probably left out the first argument that does not fit its parameter.
     operator = SAMPLING.get(function.removeprefix("npu_").removesuffix("_function"))
-    gap = _gap(operator.tensors, args) if operator else len(args)
+    pairs = zip(operator.tensors, args, strict=False) if operator else ()
+    gap = next((i for i, (t, a) in enumerate(pairs) if not _fits(t, a)), len(args))
     missing = next(name for name in names[gap:required] if name not in named)
-    fail(TypeError, missing, f"be given as argument {names.index(missing) + 1} of {function}", f"{count} arguments")
-
-
-def _refuse_name(function: str, names: Sequence[str], name: str) -> NoReturn:
-    like = difflib.get_close_matches(name, names, 1)
-    if like and name != "im2col_step":
-        fail(TypeError, like[0], "be given by this name", f"the name {name}")
-    remark = _NO_STEP if name == "im2col_step" else ""
-    fail(TypeError, function, f"be called with {', '.join(names)}", f"the name {name}{remark}")
-
-
-def _gap(tensors: Sequence[Input], args: Sequence[Any]) -> int:
-    """Return the index of the first argument that does not fit its parameter. The caller has probably left out an argument
-    there."""
-    return next((i for i, (t, a) in enumerate(zip(tensors, args, strict=False)) if not _fits(t, a)), len(args))
+    fact = f"{count} arguments" + (f", {', '.join(named)} by name" if count >= required else "")
+    fail(TypeError, missing, f"be given as argument {names.index(missing) + 1} of {function}", fact)
 
 
 def _fits(t: Input, a: Any) -> bool:
+    """Return whether an argument has the number of axes of its parameter, and a dtype of its kind."""
     axes = len(t.axes)
     apart = sum(len(axis.split(" * ")) for axis in t.axes)
     return isinstance(a, Tensor) and a.dim() in (axes, apart) and a.is_floating_point() <= (t.elements != "index")
+
+
+def rename_once(named: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return arguments under our names, and refuse two names of one argument. `names`: another library's name -> ours."""
+    renamed: dict[str, Any] = {}
+    for name, a in named.items():
+        ours = names.get(name, name)
+        if ours in renamed:
+            fail(TypeError, ours, "be given once", f"another name of this argument, too: {', '.join(named)}")
+        renamed[ours] = a
+    return renamed

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch.functions import as_compiled
+from .._operator.composition import without_autocast
 from .._operator.rules import (
     FLOATING,
     FLOATING_RULE,
@@ -32,7 +32,7 @@ from .bev_pool import bev_pool
 from .bev_pool_v2 import bev_pool_v2
 from .bev_pool_v3 import bev_pool_v3
 
-_v1, _v2, _v3 = as_compiled(bev_pool), as_compiled(bev_pool_v2), as_compiled(bev_pool_v3)
+_v1, _v2, _v3 = without_autocast(bev_pool), without_autocast(bev_pool_v2), without_autocast(bev_pool_v3)
 
 
 def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> None:
@@ -98,7 +98,9 @@ def bev_pool_v2_forward(
 ) -> Tensor:
     """Return [b, d, h, w, c]."""
     need_tensors(("feat", feat))
-    shape = (b, d, h, w, *feat.shape[-1:])
+    if feat.dim() == 0:
+        fail(ValueError, "feat", "have shape (..., C)", ())
+    shape = (b, d, h, w, feat.shape[-1])
     return _channels_last(_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths))
 
 
@@ -117,8 +119,10 @@ def bev_pool_v3_forward(
 ) -> Tensor:
     """Return [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
     need_tensors(("feat", feat))
-    channels = feat.shape[1:2] if depth is None else feat.shape[-1:]
-    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (b, d, h, w, *channels)))
+    if feat.dim() < (2 if depth is None else 1):
+        fail(ValueError, "feat", f"have shape {'(n, C)' if depth is None else '(..., C)'}", tuple(feat.shape))
+    channels = feat.shape[1 if depth is None else -1]
+    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (b, d, h, w, channels)))
 
 
 @torch.no_grad()

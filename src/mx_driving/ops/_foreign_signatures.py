@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import rename_once
+
 
 def with_foreign_signatures(public: Callable[..., Tensor], shapes: str, starts: str) -> Callable[..., Tensor]:
     """Return `public` with the arguments of other libraries. `shapes` and `starts` are the index tables' names in `public`.
@@ -24,7 +26,7 @@ def with_foreign_signatures(public: Callable[..., Tensor], shapes: str, starts: 
         if len(positional) == 6 and isinstance(positional[5], int):
             del positional[5]
         named.pop("im2col_step", None)
-        named = {names.get(name, name): a for name, a in named.items()}
+        named = rename_once(named, names)
         if listed is not None and len(positional) < 2 and named.get(shapes) is None:
             named[shapes] = listed
         if len(positional) > 1 and positional[1] is None:

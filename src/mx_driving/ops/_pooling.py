@@ -17,6 +17,7 @@ from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, ne
 from ._arguments import explain_arguments
 
 _FIVE_INTS = [int] * 5
+_SEQUENCES = (tuple, list, torch.Size)
 
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> tuple[Any, ...]:
@@ -25,7 +26,8 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
     With depth and plain ints, check nothing first: this function and the kernel refuse every wrong call. After such an error,
     `check` finds the sentence.
     """
-    if depth is None or torch.compiler.is_compiling() or [*map(type, bev_feat_shape)] != _FIVE_INTS:
+    plain = depth is not None and type(bev_feat_shape) in _SEQUENCES and not torch.compiler.is_compiling()
+    if not plain or [*map(type, bev_feat_shape)] != _FIVE_INTS:
         bev_feat_shape = _check_tensors(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
     B, D, H, W, channels = bev_feat_shape
     if depth is None:
@@ -33,7 +35,7 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
     shape = feat.shape
     if shape[-1] != channels:
         _refuse_channels(feat, channels)
-    rows = feat if len(shape) == 2 else feat.flatten(0, -2)
+    rows = feat if len(shape) == 2 else feat.flatten(0, -2) if len(shape) > 2 else feat.unsqueeze(0)
     elements = depth if depth.dim() == 1 else depth.flatten()
     return rows, elements, ranks_feat, ranks_depth, ranks_bev, B, D, H, W
 

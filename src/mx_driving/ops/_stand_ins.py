@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch.functions import as_compiled, backward_as_compiled
+from .._dispatch.functions import backward_as_compiled
 from .._foreign_functions import DIFFERENTIABLE, KEYWORDS, AutogradFunction, Function, insert_starts
+from .._operator.composition import without_autocast
 from .._operator.description import POOL
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, need_tensors
 from . import _extension, _pooling
-from ._arguments import explain_arguments
+from ._arguments import explain_arguments, rename_once
 from ._other_shapes import sampling_inputs
 from .bev_pool_v2 import bev_pool_v2
 from .bev_pool_v3 import bev_pool_v3
@@ -28,7 +29,7 @@ from .voxel_pooling_train import npu_voxel_pooling_train
 
 Arguments = dict[str, Any]  # our name of a parameter -> argument
 FORWARDS = {
-    operator: as_compiled(public)
+    operator: without_autocast(public)
     for operator, public in (
         ("multi_scale_deformable_attn", multi_scale_deformable_attn),
         ("geometric_kernel_attention", geometric_kernel_attention),
@@ -139,7 +140,7 @@ def stand_in(entry: Function) -> Callable[..., Any]:
 
     @functools.wraps(explained)
     def function(*args: Any, **named: Any) -> Any:
-        return explained(*args, **{KEYWORDS.get(name, name): argument for name, argument in named.items()})
+        return explained(*args, **rename_once(named, KEYWORDS))
 
     return function
 

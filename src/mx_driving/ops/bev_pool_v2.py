@@ -14,6 +14,7 @@ from .. import _torch_private
 from .._operator import geometry
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, need_tensors
 from ._arguments import explain_arguments
+from ._pooling import sizes_of
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["bev_pool_v2"]
@@ -60,6 +61,7 @@ def bev_pool_v2(
         need_dtype(name, t, INDEX, INDEX_RULE)
     shape, (starts, lengths) = bev_feat_shape, map(geometry.as_int64, intervals.values())
     if any(map(_torch_private.is_batched, (starts, lengths))):
+        shape = sizes_of("bev_feat_shape", bev_feat_shape, "five", "B, D, H, W, C")
         cells, sizes = math.prod(shape[:4]), shape[1:]
         points, first, padding = _IntervalPoints.apply(starts, lengths, ranks_bev.shape[0])
         scene = math.prod(sizes[:3])  # number of cells of a scene; padding goes to the first cell of an extra scene
@@ -101,6 +103,8 @@ class _IntervalPoints(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, starts: Tensor, lengths: Tensor, count: int) -> Any:  # pyright: ignore
+        if info.batch_size == 0:
+            fail(ValueError, "in_dims", "name axes with entries where vmap calls bev_pool_v2 for each", "size 0")
         entries = (
             [t] * info.batch_size if dim is None else t.unbind(dim) for t, dim in zip((starts, lengths), in_dims, strict=False)
         )
