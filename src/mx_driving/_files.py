@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 from ._operator.problems import Problem
+from ._operator.rules import first_line
+
+_LONGEST = 200  # characters of a library's message: numpy quotes whole headers
 
 
 def writable(name: str, path: Path, inputs: Sequence[Path] = ()) -> None:
@@ -69,9 +71,14 @@ def read_arrays(name: str, path: Path) -> dict[str, Any]:
     import numpy
 
     try:
-        loaded: Any = numpy.load(path)
-        if isinstance(loaded, numpy.lib.npyio.NpzFile):
-            return {array: t.astype(t.dtype.newbyteorder("="), copy=False) for array, t in loaded.items()}
-    except (BadZipFile, EOFError, OSError, ValueError) as error:
-        raise Problem(f"{name} must be an .npz file; got {path}: {getattr(error, 'strerror', None) or error}") from None
-    raise Problem(f"{name} must be an .npz file, of arrays by name; got {path}, an array")
+        with open(path, "rb") as file:
+            loaded: Any = numpy.load(file)
+            arrays = dict(loaded.items()) if isinstance(loaded, numpy.lib.npyio.NpzFile) else None
+    except Exception as error:  # numpy, zipfile and its decompressors raise a dozen classes
+        fact = getattr(error, "strerror", None) or first_line(error)
+        raise Problem(f"{name} must be an .npz file; got {path}: {fact[:_LONGEST]}") from None
+    if arrays is None:
+        raise Problem(f"{name} must be an .npz file, of arrays by name; got {path}, an array")
+    if others := [member for member, array in arrays.items() if not isinstance(array, numpy.ndarray)]:
+        raise Problem(f"{name} must be an .npz file, of arrays by name; got {path}, whose member {others[0]} is no array")
+    return {array: t.astype(t.dtype.newbyteorder("="), copy=False) for array, t in arrays.items()}

@@ -1,7 +1,10 @@
 """Wrong uses of `fuse` and `verify` end in one sentence that names the fault."""
 
 import errno
+import io
+import re
 import tempfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -61,3 +64,99 @@ def test_a_full_temporary_folder_is_named(mx, stacked, monkeypatch):
     status, _, problem = mx("verify", stacked, "--runtime", "onnxruntime")
     rule = f"the temporary folder {tempfile.gettempdir()} must have room"
     assert (status, problem) == (2, f"mx-driving: {rule}; got No space left on device\n")
+
+
+def archive(**members):
+    """Return a zip archive of these members, compressed."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in members.items():
+            file.writestr(name.replace("__", "."), content)
+    return stream.getvalue()
+
+
+def header(shape):
+    text = f"{{'descr':'<f4','fortran_order':False,'shape':{shape}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def saved(save=np.savez):
+    stream = io.BytesIO()
+    save(stream, v=np.arange(1000.0))
+    return stream.getvalue()
+
+
+def overwrite(content, *changes):
+    """Write bytes behind the first occurrence of a mark: (mark, distance from its begin, new bytes)."""
+    content = bytearray(content)
+    for mark, distance, new in changes:
+        start = content.find(mark) + distance
+        content[start : start + len(new)] = new
+    return bytes(content)
+
+
+LOCAL, CENTRAL = b"PK\x03\x04", b"PK\x01\x02"  # headers of a member, at its begin and in the archive's list
+ARCHIVES = {
+    "damaged": (overwrite(saved(np.savez_compressed), (LOCAL, 200, b"\xff" * 8)), "Error -3 while decompressing data"),
+    "encrypted": (overwrite(saved(), (LOCAL, 6, b"\x01"), (CENTRAL, 8, b"\x01")), "is encrypted"),
+    "an unknown compression": (overwrite(saved(), (LOCAL, 8, b"\x63"), (CENTRAL, 10, b"\x63")), "compression method"),
+    "a huge shape": (archive(v__npy=header("(1000000000000,)")), "Unable to allocate 3.64 TiB"),
+    "a long header": (archive(v__npy=header("(" * 3000 + ")" * 3000)), "Cannot parse header"),
+    "a text beside arrays": (archive(README=b"hello"), "whose member README is no array"),
+    "a text as an array": (archive(v__npy=b"hello"), "whose member v is no array|EOF"),
+    "empty": (b"", "No data left in file"),
+    "pickles": (archive(v__npy=header("(2,)").replace(b"<f4", b"|O ")), "Object arrays|descr"),
+}
+
+
+@pytest.mark.parametrize("program", ["fuse", "verify"])
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_a_broken_archive_of_inputs(name, program, mx, stacked, after, tmp_path):
+    content, reason = ARCHIVES[name]
+    path = tmp_path / "inputs.npz"
+    path.write_bytes(content)
+    more = ("fuse", stacked, after, "--time") if program == "fuse" else ("verify", stacked, "--runtime", "onnxruntime")
+    status, _, problem = mx(*more, "--inputs", path)
+    assert (status, problem.count("\n")) == (2, 1)
+    assert re.match(f"mx-driving: --inputs must be an .npz file.*; got {path}.*({reason})", problem)
+    assert len(problem) < len(str(path)) + 300
+    assert not after.exists()
+
+
+def set_place(key, text):
+    """Return a function that changes where the first weights of a file lie."""
+
+    def change(model):
+        places = [place for tensor in model.graph.initializer for place in tensor.external_data]
+        next(place for place in places if place.key == key).value = text
+
+    return change
+
+
+def repeat_an_output(model):
+    model.graph.node[1].output[0] = model.graph.node[0].output[0]
+
+
+BROKEN = {
+    "two nodes with one output": (repeat_an_output, "path_in must be an ONNX file; got .*: Output '.*' is redeclared"),
+    **{
+        f"{key} {text}": (set_place(key, text), f"path_in must have its weights beside it; got .*, where the {key} of .* is ")
+        for key in ("offset", "length")
+        for text in ("-16", "abc", "1.5", "")
+    },
+    "NUL": (set_place("location", "w\0x"), r"path_in must have its weights beside it; got .*, and 'w\\x00x', which no file is"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_refused_with_its_innermost_reason(name, mx, before, after):
+    change, sentence = BROKEN[name]
+    writings.export(writings.Projected(), before, "older")
+    onnx.save(onnx.load(before), before, save_as_external_data=True, location="weights", size_threshold=0)
+    model = onnx.load(before, load_external_data=False)
+    change(model)
+    before.write_bytes(model.SerializeToString())
+    for command in (("fuse", before, after), ("verify", before, "--runtime", "onnxruntime")):
+        status, _, problem = mx(*command)
+        assert (status, problem.count("\n")) == (2, 1)
+        assert re.match(f"mx-driving: {sentence}", problem), problem

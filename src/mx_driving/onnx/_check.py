@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from .._agreement import largest_magnitude, rounding_limit
 from .._files import temporary_folder
 from .._operator.problems import Problem
 from .._operator.rules import first_line
 from .._replay.calls import RecordedCall
-from .._replay.judge import WRONG, Judged, judge
+from .._replay.error_bound import ErrorBound
+from .._replay.judge import COARSE, RIGHT, WRONG, Judged, judge
 from . import _file, _not_finite, _outputs, _running
 from ._graph import Unfit, add_outputs, read_constant
 from ._matches import (
@@ -34,7 +36,10 @@ from ._matches import (
 from ._nodes import name_unknown
 from ._plugins import restore_plugins
 from ._runtimes import Failed, Run
+from ._search import Sampling
+from ._trial import find_factor
 
+_TORCH: dict[Any, torch.dtype] = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 
@@ -196,7 +201,7 @@ class _Checker:
         if self.precision:
             inputs = tuple(t.to(self.precision) if t.is_floating_point() else t for t in inputs)
         try:
-            output = _output(inputs, run(), name)
+            output = _read_output(inputs, run(), name, None if self.precision else match.part.graph.outputs[0].dtype)
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
         inputs, output, left_out = _not_finite.leave_out(inputs, output) if match.locations else (inputs, output, 0)
@@ -205,6 +210,8 @@ class _Checker:
             notes = [f"{left_out} of {queries} queries are left out: their locations are NaN or infinite, {self.origin}"]
         call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
         (judged,) = judge(call).results
+        if judged.verdict != RIGHT and (narrow := self.precision or _find_narrow(match)):
+            judged = _judge_in(narrow, call, judged)
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, finite: Arrays) -> list[_outputs.Output]:
@@ -220,18 +227,62 @@ class _Checker:
             return [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
         arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # without outputs that are sequences
         near_by_name = {name: [outputs[name] for outputs in near] for name in arrays}
-        return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), finite.get(n)) for n in arrays]
+        return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), finite.get(n), eps) for n in arrays]
 
 
-def _output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str) -> torch.Tensor:
-    """Return the output of a match in the operator's shape. A plugin's output may have separate axes for heads and channels."""
+def _read_output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str, dtype: ir.DataType | None) -> torch.Tensor:
+    """Return the output of a match in the operator's shape. A plugin's output may have separate axes for heads and channels.
+
+    `dtype`: the output's dtype in the file, None for any floating dtype.
+    """
     value, *_, locations, _ = inputs
     shape = value.shape[0], locations.shape[1], math.prod(value.shape[2:])
     if name not in outputs:
         raise Failed(f"the runtime must give the output {name!r}; got {', '.join(outputs) or 'nothing'}")
-    if outputs[name].shape not in (shape, (*shape[:2], *value.shape[2:])):
-        raise Failed(f"it gives {outputs[name].shape}; the operator gives {shape}")
-    return torch.from_numpy(outputs[name].reshape(shape))
+    output = outputs[name]
+    if output.shape not in (shape, (*shape[:2], *value.shape[2:])):
+        raise Failed(f"it gives {output.shape}; the operator gives {shape}")
+    if output.dtype != dtype.numpy() if dtype else output.dtype.kind != "f":
+        raise Failed(f"it gives {output.dtype}; the file says {dtype.numpy() if dtype else 'a floating dtype'}")
+    return torch.from_numpy(output.reshape(shape))
+
+
+def _find_narrow(match: Match) -> torch.dtype | None:
+    """Return the dtype of 16 bits that standard operators of the match compute in; None if they compute in none."""
+    if not isinstance(match.source, Sampling):
+        return next((dtype for v in match.inputs.values() if (dtype := _TORCH.get(v.dtype))), None)
+    dtypes = {v.dtype for node in match.part.graph for v in (*node.inputs, *node.outputs) if v is not None}
+    return next((_TORCH[dtype] for dtype in (ir.DataType.BFLOAT16, ir.DataType.FLOAT16) if dtype in dtypes), None)
+
+
+def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged:
+    """Judge again with the error of 16 bits in sums and in positions: it is coarse, unless it has a common factor."""
+    value, shapes, starts, locations, weights = call.inputs
+    for rounded in _round_locations(locations.float(), shapes, narrow):
+        bound = ErrorBound(replace(call, inputs=(value, shapes, starts, rounded, weights)))
+        output, truth = call.results["output"], bound.truth["output"]
+        if bool((bound.error("output", output, truth, narrow) <= 1).all()):
+            terms, eps = 4 * math.prod(weights.shape[2:]), torch.finfo(narrow).eps
+            limit = rounding_limit(output.dtype, narrow, truth.abs(), largest_magnitude(truth), terms, 0)
+            factor = find_factor(output.double(), truth, limit, value.shape[-1])
+            if abs(factor - 1) <= eps:
+                words = f"its error is typical of {str(narrow).removeprefix('torch.')}, in which the file is computed"
+                return replace(judged, verdict=COARSE, why=words)
+            judged = replace(judged, verdict=WRONG, why=f"it is {factor:.4g} times the truth")
+    return judged
+
+
+def _round_locations(locations: torch.Tensor, shapes: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield locations as they are, and as files round them: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2."""
+
+    def to_dtype(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype).float()
+
+    yield locations
+    sides = shapes.flip(-1)[:, None].float()
+    for grids in (to_dtype(to_dtype(2 * locations) - 1), to_dtype(2 * locations - 1)):
+        yield (grids + 1) / 2
+        yield (to_dtype(to_dtype(to_dtype(grids + 1) * sides) - 1) / 2 + 0.5) / sides
 
 
 def _round(array: Array, precision: torch.dtype | None) -> Array:

@@ -109,8 +109,8 @@ def load(path: Path, name: str = "path_in") -> LoadedFile:
 def _read(path: Path) -> tuple[ir.Model, dict[str, ir.TensorProtocol]]:
     """Return the model, and the defaults of its inputs."""
     proto = _parse(path)
-    if sparse := [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]:
-        raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
+    for graph in _walk_graphs(proto):
+        _check_tensors(graph)
     try:
         model = ir.serde.deserialize_model(proto)
         if has_changed := sort_nodes(model) | name_plugins(model):
@@ -118,7 +118,7 @@ def _read(path: Path) -> tuple[ir.Model, dict[str, ir.TensorProtocol]]:
         if proto.functions:
             model = ir.serde.deserialize_model(_inline_functions(proto))
     except Exception as error:  # onnx_ir raises its own classes
-        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
+        raise _Unreadable("be an ONNX file", f": {find_cause(error)}") from None
     _take_in_attributes(model, path)
     for tensor in list_external(model):
         _check_external(tensor, path)
@@ -179,15 +179,27 @@ def list_outputs(model: ir.Model) -> Iterator[ir.Value]:
     return (output for node in model.graph for output in node.outputs)
 
 
-def _find_sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
-    """Yield the names of sparse initializers and constants, which onnx_ir does not read."""
-    yield from (tensor.values.name for tensor in getattr(graph, "sparse_initializer", ()))
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
-                yield node.output[0]
-            for subgraph in (attribute.g, *attribute.graphs):
-                yield from _find_sparse(subgraph)
+def _walk_graphs(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+    """Yield the graph, the functions and their subgraphs."""
+    todo: list[Any] = [proto.graph, *proto.functions]
+    while todo:
+        yield (graph := todo.pop())
+        todo += [subgraph for node in graph.node for a in node.attribute for subgraph in (a.g, *a.graphs) if subgraph.node]
+
+
+def _check_tensors(graph: Any) -> None:
+    """Refuse tensors that onnx_ir does not read: sparse ones, and places in other files that are no whole numbers."""
+    attributes = [(node, attribute) for node in graph.node for attribute in node.attribute]
+    sparse = [tensor.values.name for tensor in getattr(graph, "sparse_initializer", ())]
+    sparse += [node.output[0] for node, a in attributes if a.HasField("sparse_tensor") or a.sparse_tensors]
+    if sparse:
+        raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
+    tensors = [*getattr(graph, "initializer", ()), *(t for _, a in attributes for t in (a.t, *a.tensors))]
+    for tensor in tensors:
+        for entry in tensor.external_data if tensor.data_location == onnx.TensorProto.EXTERNAL else ():
+            if entry.key in ("offset", "length") and not (entry.value.isascii() and entry.value.isdigit()):
+                fact = f"{entry.key} of {tensor.name or 'a tensor'} is {entry.value[:50]!r}, no whole number"
+                raise _Unreadable("have its weights beside it", f", where the {fact}")
 
 
 def _inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -231,6 +243,13 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
         raise _Unreadable(f"hold nodes of version 1 of {OURS}", f", of version {version}")
 
 
+def find_cause(error: BaseException) -> str:
+    """Return the first line of the innermost error. onnx_ir wraps an error once for each level of the file."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)
+
+
 def first_paragraph(error: Exception) -> str:
     """Return the first paragraph of an error's message in one line. onnx's messages continue with context."""
     return " ".join(str(error).strip().split("\n\n")[0].split())
@@ -260,6 +279,8 @@ def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
 
 def _find_fault(tensor: ir.ExternalTensor) -> str | None:
     """Return the fault of a tensor's file, or None. As in onnx_ir, the file must be in the model's folder, and no hard link."""
+    if "\0" in str(tensor.location):
+        return f"{str(tensor.location)!r}, which no file is named"
     end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
     if not Path(os.path.realpath(tensor.path)).is_relative_to(os.path.realpath(tensor.base_dir)):
         return f"{tensor.location}, which lies in another folder"

@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from .._operator.problems import Problem
-from ._file import LoadedFile, check_path, load, silence_libraries
+from ._file import LoadedFile, check_path, find_cause, load, silence_libraries
 from ._find import find_samplings
 from ._forms import WRITE, Call
 from ._graph import Unfit, describe_node, dims
@@ -176,7 +176,4 @@ def fuse_file(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str],
         with silence_libraries():
             return _fuse(source, target, form, **options)
     except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise Problem(f"path_in must be an ONNX file; got {source}: {cause}") from None
+        raise Problem(f"path_in must be an ONNX file; got {source}: {find_cause(error)}") from None

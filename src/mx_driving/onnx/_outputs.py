@@ -2,7 +2,8 @@
 
 Rounding anywhere in a file acts like a small change of its weights and inputs. So change weights and inputs by a few ulps,
 several times: rounding may move each number of the outputs as far as these changes move it. If two scores of a ranking nearly
-tie, rounding may exchange whole queries. So a share of the numbers may move further. The changed files show how large it is.
+tie, rounding may exchange whole rows, such as queries. So a share of the numbers may move further, if their rows are rows that
+onnxruntime's output has elsewhere, or rows of the changed files. The changed files show how large the share is.
 
 Only change arrays of two or more axes. Numbers that decide a shape, such as scales of a Resize, have fewer axes.
 """
@@ -10,7 +11,7 @@ Only change arrays of two or more axes. Numbers that decide a shape, such as sca
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,9 @@ def _move(array: Array, random: np.random.Generator, eps: float) -> Array:
     return np.where(np.isfinite(moved), moved, array)
 
 
-def judge(name: str, true: Array, near: list[Array], got: Array | None, finite: Array | None = None) -> Output:
+def judge(
+    name: str, true: Array, near: list[Array], got: Array | None, finite: Array | None = None, eps: float = 0.0
+) -> Output:
     """Return the verdict on an output.
 
     Args:
@@ -85,24 +88,88 @@ def judge(name: str, true: Array, near: list[Array], got: Array | None, finite: 
         near: outputs with changed weights and inputs. Outputs of other shapes are ignored.
         got: the runtime's output.
         finite: the output with finite locations in place of NaN and infinity. Numbers that differ from it are not compared.
+        eps: of the runtime's precision, if it is narrower than the file's. Floats may then have another floating dtype.
     """
     if got is None:
         return Output(name, np.inf, 1, 0, "the runtime does not give it")
     if got.shape != true.shape:
         return Output(name, np.inf, 1, 0, f"it has shape {got.shape}, where onnxruntime's has {true.shape}")
+    if got.dtype != true.dtype and not (eps and got.dtype.kind == true.dtype.kind == "f"):
+        return Output(name, np.inf, 1, 0, f"it has dtype {got.dtype}, where onnxruntime's has {true.dtype}")
     if not true.size:
         return Output(name, 0.0, 0.0, 0.0)
-    ulp = find_largest_ulp(true)
-    changes = [find_distances(output, true) for output in near if output.shape == true.shape]
-    changes = changes or [np.full(true.shape, _ULPS * ulp)]
+    ulp, near = find_largest_ulp(true), [output for output in near if output.shape == true.shape]
+    changes = [find_distances(output, true) for output in near] or [np.full(true.shape, _ULPS * ulp)]
     most, distance = np.maximum.reduce(changes), find_distances(got, true)
     usual, left_out = _usual_change(most), np.zeros(true.shape, bool)
     if finite is not None and finite.shape == true.shape:
         left_out = find_distances(finite, true) > usual + ulp
     distance, allowed = np.where(left_out, 0.0, distance), _FURTHER * usual + ulp
-    off, changed = (float(np.mean(further > allowed)) for further in (distance, most))
+    is_off, changed = distance > allowed, float(np.mean(most > allowed))
     note = f"{100 * left_out.mean():.3g} % of its numbers depend on locations that are NaN or infinite: not compared"
-    return Output(name, float(distance.max()), off, changed, note=note * bool(left_out.any()))
+    output = Output(name, float(distance.max()), float(is_off.mean()), changed, note=note * bool(left_out.any()))
+    if output.right and true.dtype.kind == "f":
+        # Errors of one sign add up to a common factor, which is 1 within a few ulps and the factors of changed files.
+        factors = [_find_factor(array, true, ~is_off & ~left_out) for array in (got, *near)]
+        ulps = _ULPS * max(eps, float(np.finfo(true.dtype).eps))
+        if abs(factors[0] - 1) > ulps + _FURTHER * max((abs(factor - 1) for factor in factors[1:]), default=ulps):
+            return replace(output, problem=f"it is {factors[0]:.6g} times onnxruntime's")
+    if not output.right or not is_off.any():
+        return output
+    # Near ties explain numbers that are off if rounding can give their rows. Rounding makes no NaN of a number.
+    if true.dtype.kind == "f":
+        largest = max(float(np.abs(array[np.isfinite(array)]).max(initial=0)) for array in (true, *near))
+        stray = is_off & ((distance == np.inf) | (np.abs(got) > 2 * largest))
+        if stray.any():
+            rule = f"where onnxruntime's are not, or more than twice its largest, {largest:.3g}"
+            return replace(output, problem=f"{stray.sum()} of its numbers are NaN or infinite {rule}")
+    allowed = np.broadcast_to(allowed, true.shape)
+    rows, near_rows = _split_rows(true), []
+    for array, change in zip(near, changes, strict=False):
+        new = _find_new_rows(_split_rows(array), _split_rows(change > allowed), rows, [], _split_rows(allowed))
+        near_rows.append(np.where(new[..., None], _split_rows(array), np.nan))
+    most_new = max((float(np.isfinite(new).any(2).mean()) for new in near_rows), default=0.0)
+    share = float(_find_new_rows(_split_rows(got), _split_rows(is_off), rows, near_rows, _split_rows(allowed)).mean())
+    if share > 2 * most_new:
+        fact = f"{100 * share:.3g} % of its rows are off, and are no other rows of onnxruntime's output"
+        return replace(output, problem=f"{fact}; near ties only exchange rows")
+    return output
+
+
+def _find_factor(output: Array, true: Array, is_compared: Array) -> float:
+    """Return the factor between the finite numbers of two outputs."""
+    a, b = (array.astype(np.float64)[is_compared & np.isfinite(true) & np.isfinite(output)] for array in (output, true))
+    squares = float(np.sum(b * b))
+    return float(np.sum(a * b)) / squares if squares else 1.0
+
+
+def _find_new_rows(got: Array, is_off: Array, true: Array, near: list[Array], allowed: Array) -> Array:
+    """Return True for the rows that are off, and that are neither a true row that another row replaces, nor a row of `near`."""
+    rows_off: Array = np.any(is_off, 2)
+    new = np.zeros(rows_off.shape, bool)
+
+    def are_alike(rows: Array, group: Any, row: Any) -> Array:
+        return (np.abs(np.subtract(rows[group], got[group, row], dtype=np.float64)) <= allowed[group, 0]).all(1)
+
+    with np.errstate(invalid="ignore"):
+        for group in np.flatnonzero(rows_off.any(1)):
+            is_lost = rows_off[group].copy()
+            for row in np.flatnonzero(rows_off[group]):
+                alike = are_alike(true, group, row) & is_lost
+                if alike.any():
+                    is_lost[alike.argmax()] = False
+                else:
+                    new[group, row] = not any(are_alike(rows, group, row).any() for rows in near)
+    return new
+
+
+def _split_rows(array: Array) -> Array:
+    """Return the array as [groups, rows, numbers]. The longer of the last two axes has the rows, such as queries."""
+    if array.ndim < 2:
+        return array.reshape(1, -1, 1)
+    if array.shape[-2] < array.shape[-1]:
+        array = array[..., None] if array.ndim == 2 else array.swapaxes(-1, -2)
+    return array.reshape(-1, *array.shape[-2:])
 
 
 def find_largest_ulp(true: Array) -> float:
