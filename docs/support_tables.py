@@ -158,8 +158,7 @@ def deploy() -> str:
 
 
 def modules() -> str:
-    """Return a section for each name of mx_driving.nn: settings with defaults, inputs with shapes, and the output, as docstrings
-    have them."""
+    """Return a section for each name of mx_driving.nn, from its docstrings: settings, and inputs and outputs of forward."""
     from mx_driving import nn
 
     def list_parts(text: str, title: str, defaults: dict[str, inspect.Parameter]) -> list[list[str]]:

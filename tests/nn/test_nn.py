@@ -414,6 +414,15 @@ def test_built_on_the_meta_device_and_initialised_elsewhere(kind):
             assert torch.equal(found, t)
 
 
+def test_fixed_points_are_a_copy_of_the_callers():
+    for points in (torch.tensor([[0.1, 0.2, 0.3]]), [[0.1, 0.2, 0.3]]):
+        module = nn.DeformableFeatureAggregation(16, fix_scale=points)
+        points[0][0] = 7.0
+        assert module.kps_generator.fix_scale[0, 0] == pytest.approx(0.1)
+        module.reset_parameters()
+        assert module.kps_generator.fix_scale[0, 0] == pytest.approx(0.1)
+
+
 def bevformer():
     """BEVFormer's two modules with inputs, float32."""
     value, shapes, starts = nn.flatten_levels([torch.rand(12, 16, 6, 5), torch.rand(12, 16, 3, 3)])

@@ -170,6 +170,8 @@ def test_calls_of_a_layer_and_scenes_of_a_call(tmp_path):
     plane = viz.Plane((3, 4), seen=seen)
     facts = written(viz.page(looks, [PICTURE] * 3, tmp_path / "x.html", plane=plane))[1]
     assert samples(facts, 0) == samples(facts, 1)
+    apart = written(viz.page([looks[:3], looks[3:]], [PICTURE] * 3, tmp_path / "x.html", plane=plane))[1]
+    assert [samples(apart, call) for call in (0, 1)] == [samples(facts)] * 2
     for scene in (0, 1):
         call = {"both": [*looks]}
         assert samples(written(viz.page(call, [PICTURE] * 3, tmp_path / "x.html", plane=plane, scene=scene))[1]) == samples(

@@ -12,17 +12,7 @@ from .._operator import composition
 from .._operator.checks import check_shapes
 from .._operator.rules import FLOATING, FLOATING_RULE, fail, need_dtype
 from ..ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
-from ._layers import (
-    add_embedding,
-    check_counts,
-    check_divides,
-    check_dropout_rates,
-    check_layer_dtype,
-    fill,
-    initialise,
-    is_plain,
-    list_settings,
-)
+from . import _layers
 
 __all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints"]
 
@@ -40,7 +30,7 @@ class KeyPoints(nn.Module):
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
         super().__init__()
-        check_counts(0, num_learnable_pts=num_learnable_pts)
+        _layers.check_counts(0, num_learnable_pts=num_learnable_pts)
         try:
             points = torch.as_tensor(fix_scale, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError):
@@ -49,8 +39,9 @@ class KeyPoints(nn.Module):
             check_shapes({}, fix_scale=(points, "points, 3"))
         elif num_learnable_pts < 1:
             fail(ValueError, "fix_scale", f"hold a point where num_learnable_pts is {num_learnable_pts}", "none")
-        self.fix_scale = nn.Parameter(points.view(-1, 3), requires_grad=False)
-        self._fixed = fix_scale
+        self.fix_scale = nn.Parameter(points.reshape(-1, 3).clone(), requires_grad=False)
+        # On the device meta the parameter has no numbers.
+        self._fixed = [[float(number) for number in row] for row in fix_scale]
         self.num_learnable_pts = num_learnable_pts
         self.num_pts = len(self.fix_scale) + num_learnable_pts
         if num_learnable_pts:
@@ -58,9 +49,9 @@ class KeyPoints(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as Sparse4D does. Set the fixed points, too: a module built on the device meta has none."""
-        fill(self.fix_scale, torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
+        _layers.fill(self.fix_scale, torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
         if self.num_learnable_pts:
-            initialise(nn.init.xavier_uniform_, self.learnable_fc)
+            _layers.initialise(nn.init.xavier_uniform_, self.learnable_fc)
 
     def forward(self, anchor: Tensor, instance_feature: Tensor) -> Tensor:
         """Return the points [bs, anchor, pts, 3] in metres.
@@ -119,9 +110,9 @@ class DeformableFeatureAggregation(nn.Module):
         residual_mode: str = "cat",
     ) -> None:
         super().__init__()
-        check_counts(embed_dims=embed_dims, num_levels=num_levels, num_cams=num_cams)
-        check_divides("num_groups", num_groups, "embed_dims", embed_dims)
-        check_dropout_rates(attn_drop=attn_drop, proj_drop=proj_drop)
+        _layers.check_counts(embed_dims=embed_dims, num_levels=num_levels, num_cams=num_cams)
+        _layers.check_divides("num_groups", num_groups, "embed_dims", embed_dims)
+        _layers.check_dropout_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         if residual_mode not in ("add", "cat"):
             fail(ValueError, "residual_mode", "be 'add' or 'cat'", repr(residual_mode))
         self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
@@ -146,8 +137,8 @@ class DeformableFeatureAggregation(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as Sparse4D does: all weights are equal."""
-        initialise(nn.init.zeros_, self.weights_fc)
-        initialise(nn.init.xavier_uniform_, self.output_proj)
+        _layers.initialise(nn.init.zeros_, self.weights_fc)
+        _layers.initialise(nn.init.xavier_uniform_, self.output_proj)
         self.kps_generator.reset_parameters()
 
     def forward(
@@ -192,10 +183,10 @@ class DeformableFeatureAggregation(nn.Module):
             scale_start_index=(scale_start_index, "cam, scale"),
             image_wh=(image_wh, "bs, cam, 2 or None"),
         )
-        check_layer_dtype(self.weights_fc, instance_feature=instance_feature)
+        _layers.check_layer_dtype(self.weights_fc, instance_feature=instance_feature)
         need_dtype("anchor", anchor, FLOATING, FLOATING_RULE)
         points = self.kps_generator(anchor, instance_feature)
-        feature = add_embedding(self.weights_fc, instance_feature, anchor_embed=anchor_embed)
+        feature = _layers.add_embedding(self.weights_fc, instance_feature, anchor_embed=anchor_embed)
         logits = self._logits(feature, projection_mat)
         features = deformable_aggregation_with_logits(
             feature_maps,
@@ -232,7 +223,7 @@ class DeformableFeatureAggregation(nn.Module):
             feature=(feature, "bs, anchor, embed_dims"),
             projection_mat=(cameras, "bs, cam, 3 or 4, 4" + " or None" * (self.camera_encoder is None)),
         )
-        check_layer_dtype(self.weights_fc, feature=feature)
+        _layers.check_layer_dtype(self.weights_fc, feature=feature)
         logits = self._logits(feature, projection_mat)
         return composition.Aggregation.softmax_weights(logits, self._pair_scale(logits))[1]
 
@@ -242,7 +233,7 @@ class DeformableFeatureAggregation(nn.Module):
         if self.camera_encoder is None:
             return self.weights_fc(feature).unflatten(2, (-1, *sizes))
         cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2).to(feature.dtype))
-        if not is_plain(self.weights_fc):  # a modified layer need not be affine
+        if not _layers.is_plain(self.weights_fc):  # a modified layer need not be affine
             return self.weights_fc(feature[:, :, None] + cameras[:, None]).unflatten(3, sizes)
         # W (feature + camera) + b = (W feature + b) + (W camera + b) - b. So W multiplies each anchor and each camera, but
         # not each pair (anchor, camera).
@@ -261,4 +252,4 @@ class DeformableFeatureAggregation(nn.Module):
 
     def extra_repr(self) -> str:
         names = ("embed_dims", "num_groups", "num_levels", "num_cams", "num_pts", "residual_mode")
-        return list_settings(self, *names)
+        return _layers.list_settings(self, *names)

@@ -11,7 +11,7 @@ from .._operator import composition
 from .._operator.checks import check_shapes
 from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
-from ._layers import check_counts, check_divides, check_layer_dtype, fill, initialise, list_settings
+from . import _layers
 from ._pyramid import project_values
 
 __all__ = ["GeometricKernelAttention"]
@@ -56,11 +56,11 @@ class GeometricKernelAttention(nn.Module):
         dilation: int = 1,
     ) -> None:
         super().__init__()
-        check_counts(embed_dims=embed_dims, num_levels=num_levels, dilation=dilation)
-        check_divides("num_heads", num_heads, "embed_dims", embed_dims)
+        _layers.check_counts(embed_dims=embed_dims, num_levels=num_levels, dilation=dilation)
+        _layers.check_divides("num_heads", num_heads, "embed_dims", embed_dims)
         if not isinstance(kernel_size, (list, tuple)) or len(kernel_size) != 2:
             fail(ValueError, "kernel_size", "be (height, width)", repr(kernel_size))
-        check_counts(**{f"kernel_size[{i}]": size for i, size in enumerate(kernel_size)})
+        _layers.check_counts(**{f"kernel_size[{i}]": size for i, size in enumerate(kernel_size)})
         self.embed_dims, self.num_heads, self.num_levels = embed_dims, num_heads, num_levels
         self.kernel_size, self.dilation = tuple(kernel_size), dilation
         self.num_points = math.prod(kernel_size)
@@ -72,9 +72,9 @@ class GeometricKernelAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise as MapTR does: all weights are equal. Set the window, too: a module built on the device meta has none."""
         x, y = ((torch.arange(n) - n // 2) * self.dilation for n in reversed(self.kernel_size))
-        fill(self.grid_offsets, torch.cartesian_prod(x, y).view(-1, 2))
-        initialise(nn.init.zeros_, self.attention_weights)
-        initialise(nn.init.xavier_uniform_, self.value_proj)
+        _layers.fill(self.grid_offsets, torch.cartesian_prod(x, y).view(-1, 2))
+        _layers.initialise(nn.init.zeros_, self.attention_weights)
+        _layers.initialise(nn.init.xavier_uniform_, self.value_proj)
 
     def forward(
         self,
@@ -111,7 +111,7 @@ class GeometricKernelAttention(nn.Module):
             level_start_index=(level_start_index, "num_levels"),
             padding_mask=(padding_mask, "bs, num_keys or None"),
         )
-        check_layer_dtype(self.attention_weights, query=query)
+        _layers.check_layer_dtype(self.attention_weights, query=query)
         logits = self.attention_weights(query).unflatten(2, (heads, levels * self.num_points))
         rows = project_values(self.value_proj, value, padding_mask, heads)
         return geometric_kernel_attention_with_logits(
@@ -134,4 +134,4 @@ class GeometricKernelAttention(nn.Module):
         return composition.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
 
     def extra_repr(self) -> str:
-        return list_settings(self, "embed_dims", "num_heads", "num_levels", "kernel_size", "dilation")
+        return _layers.list_settings(self, "embed_dims", "num_heads", "num_levels", "kernel_size", "dilation")

@@ -11,19 +11,7 @@ from .._operator.checks import check_shapes
 from .._operator.rules import fail, need_dtype
 from .._torch_private import is_batched, skip_in_compile
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from ._layers import (
-    BOOL,
-    DeformableLayers,
-    add_embedding,
-    cast_once,
-    check_counts,
-    check_dropout_rates,
-    check_layer_dtype,
-    initialise,
-    is_exported,
-    is_plain,
-    project_and_add,
-)
+from . import _layers
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
@@ -40,7 +28,7 @@ def _attend(*inputs: Tensor) -> Tensor:
     return multi_scale_deformable_attn_with_logits(*inputs, reference_axis="point")
 
 
-class MSDeformableAttention3D(DeformableLayers):
+class MSDeformableAttention3D(_layers.DeformableLayers):
     """Deformable attention of pillars: a query has a reference point for each height of its pillar, in one camera's picture.
 
         location = reference of height (p mod num_Z_anchors) + offset_p(query) / (W_l, H_l)      for each of num_points points
@@ -104,8 +92,8 @@ class MSDeformableAttention3D(DeformableLayers):
         if counts is not None and (len(counts) != sizes["bs"] or any(n < 0 for n in counts)):
             fail(ValueError, "counts", f"hold a number from 0 on for each of {sizes['bs']} pictures", list(counts))
         _check_heights(sizes["num_Z_anchors"], self.num_points)
-        check_layer_dtype(self.sampling_offsets, query=query)
-        check_layer_dtype(self.value_proj, value=value)
+        _layers.check_layer_dtype(self.sampling_offsets, query=query)
+        _layers.check_layer_dtype(self.value_proj, value=value)
         rows, maps = self._rows(value), (spatial_shapes, level_start_index)
         samples = (reference_points, *self._offsets_and_logits(query))
         if counts is None:
@@ -114,7 +102,7 @@ class MSDeformableAttention3D(DeformableLayers):
         return tuple(_attend(rows, *maps, *picture) for rows, *picture in pictures)
 
     def _rows(self, value: Tensor) -> Tensor:
-        return self.value_proj(cast_once(value, self.value_proj)).unflatten(2, (self.num_heads, -1))
+        return self.value_proj(_layers.cast_once(value, self.value_proj)).unflatten(2, (self.num_heads, -1))
 
 
 class SpatialCrossAttention(nn.Module):
@@ -160,18 +148,18 @@ class SpatialCrossAttention(nn.Module):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        check_counts(embed_dims=embed_dims)
-        check_dropout_rates(dropout=dropout)
+        _layers.check_counts(embed_dims=embed_dims)
+        _layers.check_dropout_rates(dropout=dropout)
         self.embed_dims = embed_dims
         self.deformable_attention = MSDeformableAttention3D(embed_dims, num_heads, num_levels, num_points)
         self.output_proj = nn.Linear(embed_dims, embed_dims)
         self.dropout = nn.Dropout(dropout)
-        initialise(nn.init.xavier_uniform_, self.output_proj)
+        _layers.initialise(nn.init.xavier_uniform_, self.output_proj)
 
     def reset_parameters(self) -> None:
         """Initialise as BEVFormer does."""
         self.deformable_attention.reset_parameters()
-        initialise(nn.init.xavier_uniform_, self.output_proj)
+        _layers.initialise(nn.init.xavier_uniform_, self.output_proj)
 
     def forward(
         self,
@@ -213,14 +201,14 @@ class SpatialCrossAttention(nn.Module):
             bev_mask=(bev_mask, "bs, cam, num_queries, num_Z_anchors"),
         )
         _check_heights(sizes["num_Z_anchors"], inner.num_points)
-        need_dtype("bev_mask", bev_mask, *BOOL)
-        check_layer_dtype(inner.sampling_offsets, query=query)
-        check_layer_dtype(inner.value_proj, value=value)
-        positioned = add_embedding(inner.sampling_offsets, query, query_pos=query_pos)
-        countable = type(bev_mask) is Tensor and not (is_exported() or query.is_meta or is_batched(bev_mask))
+        need_dtype("bev_mask", bev_mask, *_layers.BOOL)
+        _layers.check_layer_dtype(inner.sampling_offsets, query=query)
+        _layers.check_layer_dtype(inner.value_proj, value=value)
+        positioned = _layers.add_embedding(inner.sampling_offsets, query, query_pos=query_pos)
+        countable = type(bev_mask) is Tensor and not (_layers.is_exported() or query.is_meta or is_batched(bev_mask))
         mean_over_cameras = self._mean_over_cameras if countable else self._mean_of_all
         mean = mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
-        return project_and_add(mean, self.output_proj, self.dropout, query)
+        return _layers.project_and_add(mean, self.output_proj, self.dropout, query)
 
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
@@ -238,7 +226,7 @@ class SpatialCrossAttention(nn.Module):
         groups = [counts[i : i + together] for i in range(0, len(counts), together)]
         sizes = [sum(group) for group in groups]
         # Select the queries of all cameras at once: the backward of a selection fills a gradient as large as all queries.
-        query = cast_once(query, inner.sampling_offsets, inner.attention_weights)
+        query = _layers.cast_once(query, inner.sampling_offsets, inner.attention_weights)
         positioned = query.flatten(0, 1).index_select(0, rows).split(sizes)
         pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(sizes)
         pyramids = value.flatten(0, 1).split([len(group) for group in groups])
@@ -257,7 +245,7 @@ class SpatialCrossAttention(nn.Module):
         inner, cams = self.deformable_attention, seen.shape[1]
         rows, pillars = value.flatten(0, 1), reference_points.flatten(0, 1)
         # If `inner` is modified, call it as a whole, although its layers then compute the same offsets for each camera.
-        plain = is_plain(inner, MSDeformableAttention3D)
+        plain = _layers.is_plain(inner, MSDeformableAttention3D)
         by_query = inner._offsets_and_logits(query) if plain else [query]
         in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in by_query]
         if plain:

@@ -8,45 +8,14 @@ from torch import Tensor, nn
 
 from .._operator.checks import check_shapes
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from ._layers import (
-    DeformableLayers,
-    add_embedding,
-    cast_once,
-    check_dropout_rates,
-    check_layer_dtype,
-    is_exported,
-    is_plain,
-    project_and_add,
-)
+from . import _layers
 
 __all__ = ["TemporalSelfAttention"]
 
 _QUEUE = 2  # maps: the previous and the current map
 
 
-def _project_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Tensor) -> tuple[Tensor, ...]:
-    """Return the outputs of the layers for the concatenation of previous and query, without concatenating them.
-
-    Compute two matrix products; the second adds to the result of the first.
-    """
-    weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
-    channels = query.shape[-1]
-    half = F.linear(query, weight[:, channels:], bias)
-    both = torch.addmm(half.flatten(0, 1), previous.flatten(0, 1), weight[:, :channels].t()).view_as(half)
-    return both.split([layer.weight.shape[0] for layer in layers], -1)
-
-
-def _mean_of_maps(samples: Tensor) -> Tensor:
-    """Return the mean of [bs, 2, ...] over axis 1.
-
-    Without gradients the sum is in place, because the page faults of a new tensor take longer than the sum.
-    """
-    if samples.requires_grad or is_exported():
-        return samples.mean(1)
-    return samples[:, 0].mul_(0.5).add_(samples[:, 1], alpha=0.5)  # halve first: the sum of two float16 may overflow
-
-
-class TemporalSelfAttention(DeformableLayers):
+class TemporalSelfAttention(_layers.DeformableLayers):
     """Each cell of a bird's-eye map (BEV) reads a few points of the previous and of the current map.
 
         offset_t, logit_t = linear([previous map, query + query_pos])                  for both maps t, previous and current
@@ -81,7 +50,7 @@ class TemporalSelfAttention(DeformableLayers):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 1, num_points: int = 4, dropout: float = 0.1
     ) -> None:
         super().__init__(embed_dims, num_heads, num_levels, num_points, maps=_QUEUE)
-        check_dropout_rates(dropout=dropout)
+        _layers.check_dropout_rates(dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -120,10 +89,10 @@ class TemporalSelfAttention(DeformableLayers):
             spatial_shapes=(spatial_shapes, "num_levels, 2"),
             level_start_index=(level_start_index, "num_levels"),
         )
-        check_layer_dtype(self.value_proj, query=query, **({} if value is None else {"value": value}))
+        _layers.check_layer_dtype(self.value_proj, query=query, **({} if value is None else {"value": value}))
         maps = query[:, None] if value is None else value
-        maps = cast_once(maps, self.value_proj, self.sampling_offsets, self.attention_weights)
-        positioned = add_embedding(self.sampling_offsets, query, query_pos=query_pos)
+        maps = _layers.cast_once(maps, self.value_proj, self.sampling_offsets, self.attention_weights)
+        positioned = _layers.add_embedding(self.sampling_offsets, query, query_pos=query_pos)
         offsets, logits = self._offsets_and_logits(maps[:, 0], positioned)
         rows = self.value_proj(maps).unflatten(3, (self.num_heads, -1)).expand(-1, _QUEUE, -1, -1, -1)
         samples = multi_scale_deformable_attn_with_logits(
@@ -134,13 +103,22 @@ class TemporalSelfAttention(DeformableLayers):
             offsets.flatten(0, 1),
             logits.flatten(0, 1),
         )
-        return project_and_add(_mean_of_maps(samples.unflatten(0, (-1, _QUEUE))), self.output_proj, self.dropout, query)
+        samples = samples.unflatten(0, (-1, _QUEUE))
+        if samples.requires_grad or _layers.is_exported():
+            mean = samples.mean(1)
+        else:  # in place, because the page faults of a new tensor take longer than the sum; the sum of two float16 may overflow
+            mean = samples[:, 0].mul_(0.5).add_(samples[:, 1], alpha=0.5)
+        return _layers.project_and_add(mean, self.output_proj, self.dropout, query)
 
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return offsets [bs, 2, num_queries, num_heads, num_levels, num_points, 2], and logits, which lack the last axis."""
         layers = self.sampling_offsets, self.attention_weights
-        if all(is_plain(layer) and layer.bias is not None for layer in layers):
-            offsets, logits = _project_halves(layers, previous, query)
+        if all(_layers.is_plain(layer) and layer.bias is not None for layer in layers):
+            # Two matrix products without a concatenation of the maps; the second product adds to the first.
+            weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+            half = F.linear(query, weight[:, self.embed_dims :], bias)
+            both = torch.addmm(half.flatten(0, 1), previous.flatten(0, 1), weight[:, : self.embed_dims].t()).view_as(half)
+            offsets, logits = both.split([layer.weight.shape[0] for layer in layers], -1)
         else:
             offsets, logits = (layer(torch.cat([previous, query], -1)) for layer in layers)
         sizes = (self.num_heads, _QUEUE, self.num_levels, self.num_points)

@@ -45,9 +45,20 @@ def sampling_points(
         TypeError, ValueError: an argument is not as described above.
         RuntimeError: matplotlib is not installed.
     """
-    _check_samples(locations, weights)
+    _pictures.need_numbers(("locations", locations), ("weights", weights))
+    if locations.dim() < 3 or locations.shape[-1] != 2:
+        rules.fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
+    if weights.shape != locations.shape[:-1]:
+        fact = f"{tuple(weights.shape)}"
+        if weights.dim() == locations.dim() + 1:
+            fact += ", as deformable_aggregation has it: look.samples(query, camera) returns both as they are drawn"
+        rules.fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", fact)
+    if locations.numel() == 0:
+        rules.fail(ValueError, "locations", "hold a point", f"shape {tuple(locations.shape)}")
     if reference is not None:
-        _check_reference(reference)
+        _pictures.need_numbers(("reference", reference))
+        if reference.dim() != 2 or reference.shape[1] not in (2, 4):
+            rules.fail(ValueError, "reference", "have shape (n, 2) or (n, 4)", tuple(reference.shape))
     picture = _pictures.to_pixels("image", _pictures.from_numpy("image", image))
     ax = _find_axes(ax, picture.shape[1] / picture.shape[0])
     height, width = picture.shape[:2]
@@ -62,44 +73,20 @@ def sampling_points(
         area = (weights[level][shown] / largest).clamp_min(0.01) * 60
         colour = COLOURS[level % len(COLOURS)]
         ax.scatter(x, y, area, color=colour, edgecolors="black", linewidths=0.4, label=f"level {level}", alpha=0.85)
-    if reference is not None:
-        _mark_references(ax, reference.detach().float().cpu(), width, height)
+    for x, y, *size in [] if reference is None else reference.tolist():
+        if size:
+            box = (x - size[0] / 2) * width - 0.5, (y - size[1] / 2) * height - 0.5, size[0] * width, size[1] * height
+            from matplotlib.patches import Rectangle
+
+            ax.add_patch(Rectangle(box[:2], *box[2:], fill=False, edgecolor="white", linewidth=1.5))
+        else:
+            ax.plot(x * width - 0.5, y * height - 0.5, "+", color="white", markersize=9, markeredgewidth=1.5)
     if labels:
         ax.legend(loc="upper right", fontsize=7, framealpha=0.7, markerscale=0.8)
     ax.set_xlim(-0.5, width - 0.5)
     ax.set_ylim(height - 0.5, -0.5)
     ax.set_axis_off()
     return ax
-
-
-def _check_samples(locations: Tensor, weights: Tensor) -> None:
-    _pictures.need_numbers(("locations", locations), ("weights", weights))
-    if locations.dim() < 3 or locations.shape[-1] != 2:
-        rules.fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
-    if weights.shape != locations.shape[:-1]:
-        fact = f"{tuple(weights.shape)}"
-        if weights.dim() == locations.dim() + 1:
-            fact += ", as deformable_aggregation has it: look.samples(query, camera) returns both as they are drawn"
-        rules.fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", fact)
-    if locations.numel() == 0:
-        rules.fail(ValueError, "locations", "hold a point", f"shape {tuple(locations.shape)}")
-
-
-def _check_reference(reference: Tensor) -> None:
-    _pictures.need_numbers(("reference", reference))
-    if reference.dim() != 2 or reference.shape[1] not in (2, 4):
-        rules.fail(ValueError, "reference", "have shape (n, 2) or (n, 4)", tuple(reference.shape))
-
-
-def _mark_references(ax: Any, reference: Tensor, width: int, height: int) -> None:
-    from matplotlib.patches import Rectangle
-
-    for x, y, *size in reference.tolist():
-        if size:
-            corner = (x - size[0] / 2) * width - 0.5, (y - size[1] / 2) * height - 0.5
-            ax.add_patch(Rectangle(corner, size[0] * width, size[1] * height, fill=False, edgecolor="white", linewidth=1.5))
-        else:
-            ax.plot(x * width - 0.5, y * height - 0.5, "+", color="white", markersize=9, markeredgewidth=1.5)
 
 
 def bev(

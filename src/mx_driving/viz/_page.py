@@ -80,24 +80,6 @@ def page(
     ...     mx_driving.viz.page(looks, torch.rand(48, 64, 3), f"{folder}/looks.html").name
     'looks.html'
     """
-    path = _check_arguments(path, scene, title, max_mb)
-    _need_pillow()
-    plane = Plane() if plane is None else plane
-    if not isinstance(plane, Plane):
-        rules.fail(TypeError, "plane", "be a viz.Plane", type(plane).__name__)
-    seen, cameras = _plane.check_seen(plane.seen), _pictures.make_cameras(pictures)
-    calls = _make_calls(looks, len(cameras), scene)
-    _samples.check(calls, seen)
-    _check_levels(calls, cameras)
-    laid = _plane.lay_out(plane, calls[0].num_queries(seen))
-    facts = {"title": title, "cameras": [_describe_camera(c) for c in cameras], "plane": _describe_plane(plane)}
-    with _writing(path):
-        path.write_bytes(_fit_to_size(facts, calls, laid, plane, seen, max_mb))
-    return path
-
-
-def _check_arguments(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
-    """Check four arguments of `page` that need no other argument. Return the path."""
     if not isinstance(path, (str, Path)):
         rules.fail(TypeError, "path", "be a string or a Path", type(path).__name__)
     path = Path(path)
@@ -114,7 +96,45 @@ def _check_arguments(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
         rules.fail(TypeError, "title", "be a string", type(title).__name__)
     if not (isinstance(max_mb, (int, float)) and 0 < max_mb < math.inf):
         rules.fail(ValueError, "max_mb", "be a positive number", repr(max_mb))
-    return path
+    try:
+        import numpy  # noqa: F401
+        import PIL  # noqa: F401
+    except ImportError:
+        raise RuntimeError(f"mx_driving.viz.page needs Pillow: {pip_install('[demo]')}") from None
+    plane = Plane() if plane is None else plane
+    if not isinstance(plane, Plane):
+        rules.fail(TypeError, "plane", "be a viz.Plane", type(plane).__name__)
+    seen, cameras = _plane.check_seen(plane.seen), _pictures.make_cameras(pictures)
+    calls = _samples.make_calls(looks, len(cameras), scene)
+    _samples.check(calls, seen)
+    for camera, call in itertools.product(cameras, calls):
+        if camera.apart and len(camera.pictures) != call.sizes[1]:
+            rule = f"hold one picture, or one for each of the {call.sizes[1]} levels of {call.name}"
+            rules.fail(ValueError, camera.argument, rule, len(camera.pictures))
+    laid = _plane.lay_out(plane, calls[0].num_queries(seen))
+    facts = _describe_pictures(title, cameras, plane)
+
+    # Show as many queries as max_mb leaves room for.
+    bare = len(_fill_template(facts))
+    most = int((max_mb * 1e6 - bare) / _estimate_query_size(calls, laid, plane, seen))
+    while most >= 1:
+        kept, sentence = _plane.choose_queries(laid, most)
+        facts["queries"] = {
+            "total": len(laid.places),
+            "numbers": _pack(kept, "<u4"),
+            "places": _pack(laid.places[kept].float(), "<f4"),
+            "boxes": laid.places.shape[1] == 4,
+            "grid": None if laid.grid is None else _pack(laid.grid[kept], "<u2"),
+            "labels": None if plane.labels is None else [plane.labels[i] for i in kept.tolist()],
+            "sentence": sentence,
+        }
+        file_bytes = _fill_template({**facts, "looks": [_describe_call(call, seen, kept) for call in calls]})
+        if len(file_bytes) <= max_mb * 1e6:
+            with _writing(path):
+                path.write_bytes(file_bytes)
+            return path
+        most = int(min(most, len(kept)) * 0.97 * (max_mb * 1e6 - bare) / (len(file_bytes) - bare))
+    rules.fail(ValueError, "max_mb", f"leave room for a query beside {bare / 1e6:.2f} MB of page and pictures", max_mb)
 
 
 @contextlib.contextmanager
@@ -126,107 +146,22 @@ def _writing(path: Path) -> Iterator[None]:
         rules.fail(ValueError, "path", "be a place to write to", f"{str(path)!r}: {error.strerror or error}")
 
 
-def _need_pillow() -> None:
-    try:
-        import numpy  # noqa: F401
-        import PIL  # noqa: F401
-    except ImportError:
-        raise RuntimeError(f"mx_driving.viz.page needs Pillow: {pip_install('[demo]')}") from None
-
-
-def _make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
-    """Check the argument `looks`. Return its calls."""
-    if isinstance(looks, Look):
-        looks = [looks]
-    if not isinstance(looks, (Mapping, Sequence)) or isinstance(looks, str):
-        rules.fail(TypeError, "looks", "be what recording() gives", type(looks).__name__)
-    if isinstance(looks, Mapping):
-        calls = [SampledCall(str(name), _check_looks(str(name), entry), cameras, scene) for name, entry in looks.items()]
-    else:
-        calls = [SampledCall(f"call {i}", _check_looks(f"call {i}", entry), cameras, scene) for i, entry in enumerate(looks, 1)]
-        calls = [call._replace(name=_name_call(call)) for call in _join_cameras(calls, cameras)]
-    if not calls:
-        rules.fail(ValueError, "looks", "hold a call", "none")
-    return calls
-
-
-def _join_cameras(calls: Sequence[SampledCall], cameras: int) -> Iterator[SampledCall]:
-    """Join the successive calls of a layer that calls the operator once for each camera.
-
-    Looks with the same number of a call have all cameras of all scenes. Join other looks if one of them does not fit the
-    cameras: each `cameras` looks of a layer.
-    """
-
-    def make_key(call: SampledCall) -> Any:
-        look = call.looks[0]
-        layer = call.num_scenes is None and look.layer
-        return look._call, layer, look.operator, len(look.weights), look.weights.shape[2:]
-
-    for (number, layer, operator, *_), group in itertools.groupby(calls, make_key):
-        run, size = list(group), 1
-        if (number or layer) and OPERATORS[operator].kind == "attention" and len(run) % cameras == 0:
-            size = len(run) if number else cameras
-        for i in range(0, len(run), size):
-            yield run[i]._replace(looks=tuple(look for call in run[i : i + size] for look in call.looks))
-
-
-def _name_call(call: SampledCall) -> str:
-    layers = dict.fromkeys(look.layer for look in call.looks if look.layer)
-    return f"{call.name} ({', '.join(layers)})" if layers else call.name
-
-
-def _check_looks(name: str, entry: Any) -> tuple[Look, ...]:
-    looks = (entry,) if isinstance(entry, Look) else tuple(entry) if isinstance(entry, (list, tuple)) else ()
-    wrong = [type(look).__name__ for look in looks if not isinstance(look, Look)]
-    if wrong or not looks:
-        kind = wrong[0] if wrong else "an empty list" if isinstance(entry, (list, tuple)) else type(entry).__name__
-        rules.fail(TypeError, "looks", "hold viz.Look, as recording() gives them", f"{kind} in {name}")
-    return looks
-
-
-def _check_levels(calls: Sequence[SampledCall], cameras: Sequence[_pictures.Camera]) -> None:
-    """Check that a camera with a picture for each level has as many pictures as each call has levels."""
-    for camera in cameras:
-        for call in calls:
-            if camera.apart and len(camera.pictures) != call.sizes[1]:
-                rule = f"hold one picture, or one for each of the {call.sizes[1]} levels of {call.name}"
-                rules.fail(ValueError, camera.argument, rule, len(camera.pictures))
-
-
-def _describe_camera(camera: _pictures.Camera) -> dict[str, Any]:
-    width, height = camera.pictures[0].size
-    uris = [_pictures.encode(picture) for picture in camera.pictures]
-    return {"name": camera.name, "width": width, "height": height, "pictures": uris, "apart": camera.apart}
-
-
-def _describe_plane(plane: Plane) -> dict[str, Any]:
-    facts: dict[str, Any] = {"picture": None, "extent": None if plane.extent is None else [float(n) for n in plane.extent]}
+def _describe_pictures(title: str, cameras: Sequence[_pictures.Camera], plane: Plane) -> dict[str, Any]:
+    """Return the facts of the page that do not depend on its queries: cameras and the plane, with their pictures."""
+    below: dict[str, Any] = {"picture": None, "extent": None}
     if plane.extent is not None:
-        x0, x1, y0, y1 = plane.extent
-        facts |= {"width": y1 - y0, "height": x1 - x0}
+        x0, x1, y0, y1 = map(float, plane.extent)
+        below |= {"extent": [x0, x1, y0, y1], "width": y1 - y0, "height": x1 - x0}
     if plane.picture is not None:
         picture = _pictures.to_image("plane.picture", plane.picture)
         if plane.extent is not None:  # seen from above: the first axis is up, the second axis left
             picture = picture.rotate(180)
-        facts["picture"] = _pictures.encode(picture)
-        facts = {"width": picture.width, "height": picture.height, **facts}
-    return facts
-
-
-def _fit_to_size(
-    facts: dict[str, Any], calls: Sequence[SampledCall], laid: PlaneLayout, plane: Plane, seen: Tensor | None, max_mb: float
-) -> bytes:
-    """Return the page with as many queries as max_mb leaves room for."""
-    most_bytes, bare = max_mb * 1e6, len(_fill_template(facts))
-    most = int((most_bytes - bare) / _estimate_query_size(calls, laid, plane, seen))
-    while most >= 1:
-        kept, sentence = _plane.choose_queries(laid, most)
-        queries = _describe_queries(laid, plane, kept, sentence)
-        page = _fill_template({**facts, "queries": queries, "looks": [_describe_call(call, seen, kept) for call in calls]})
-        if len(page) <= most_bytes:
-            return page
-        most = int(min(most, len(kept)) * 0.97 * (most_bytes - bare) / (len(page) - bare))
-    rules.fail(ValueError, "max_mb", f"leave room for a query beside {bare / 1e6:.2f} MB of page and pictures", max_mb)
+        below = {"width": picture.width, "height": picture.height, **below, "picture": _pictures.encode(picture)}
+    described = []
+    for camera in cameras:
+        (width, height), uris = camera.pictures[0].size, [_pictures.encode(picture) for picture in camera.pictures]
+        described.append({"name": camera.name, "width": width, "height": height, "pictures": uris, "apart": camera.apart})
+    return {"title": title, "cameras": described, "plane": below}
 
 
 def _estimate_query_size(calls: Sequence[SampledCall], laid: PlaneLayout, plane: Plane, seen: Tensor | None) -> float:
@@ -246,19 +181,12 @@ def _mask_written(call: SampledCall, samples: Samples) -> Tensor:
     return samples.read if call.cameras > 1 else torch.ones_like(samples.read)
 
 
-def _describe_queries(laid: PlaneLayout, plane: Plane, kept: Tensor, sentence: str) -> dict[str, Any]:
-    grid = None if laid.grid is None else _pack(laid.grid[kept], "<u2")
-    labels = None if plane.labels is None else [plane.labels[i] for i in kept.tolist()]
-    places = _pack(laid.places[kept].float(), "<f4")
-    facts = {"total": len(laid.places), "numbers": _pack(kept, "<u4"), "places": places, "boxes": laid.places.shape[1] == 4}
-    return {**facts, "grid": grid, "labels": labels, "sentence": sentence}
-
-
 def _describe_call(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict[str, Any]:
     """Return a call as blocks of samples, sorted by query: a block for each query and each camera that it reads."""
     numbers, cameras, locations, weights = [], [], [], []
     for camera, samples in enumerate(call.samples(seen)):
-        samples = Samples(*(t[_mask_written(call, samples)] for t in samples)).select(kept)
+        written = _mask_written(call, samples) & torch.isin(samples.queries, kept)
+        samples = Samples(*(t[written] for t in samples))
         numbers.append(torch.searchsorted(kept, samples.queries))
         cameras.append(torch.full_like(samples.queries, camera))
         steps = ((samples.locations + 0.5) * 32767).round()

@@ -42,15 +42,14 @@ def make_cameras(pictures: Any) -> tuple[Camera, ...]:
         rules.fail(TypeError, "pictures", "be pictures, one for each camera", type(pictures).__name__)
     if not named:
         rules.fail(ValueError, "pictures", "hold a picture for each camera", "none")
-    return tuple(_make_camera(*camera) for camera in named)
-
-
-def _make_camera(argument: str, name: str, picture: Any) -> Camera:
-    if not isinstance(picture, (list, tuple)):
-        return Camera(argument, name, (to_image(argument, picture),), False)
-    if not picture:
-        rules.fail(ValueError, argument, "hold a picture for each level", "none")
-    return Camera(argument, name, tuple(to_image(f"{argument}[{i}]", part) for i, part in enumerate(picture)), True)
+    cameras = []
+    for argument, name, picture in named:
+        apart = isinstance(picture, (list, tuple))
+        parts = {f"{argument}[{i}]": part for i, part in enumerate(picture)} if apart else {argument: picture}
+        if not parts:
+            rules.fail(ValueError, argument, "hold a picture for each level", "none")
+        cameras.append(Camera(argument, name, tuple(to_image(*part) for part in parts.items()), apart))
+    return tuple(cameras)
 
 
 def from_numpy(name: str, picture: Any) -> Any:
@@ -66,39 +65,26 @@ def from_numpy(name: str, picture: Any) -> Any:
 
 def to_image(name: str, picture: Any) -> Any:
     """Convert a picture to a Pillow image in RGB of at most LONGEST pixels a side."""
+    import numpy
     from PIL import Image
 
     picture = from_numpy(name, picture)
     if isinstance(picture, Image.Image):
         check_pixels(name, picture.height, picture.width)
-        rgb = _to_rgb(name, picture)
-    elif isinstance(picture, Tensor):
-        rgb = _from_tensor(name, picture)
-    else:
+        if picture.mode == "I":
+            rules.fail(TypeError, name, "have a mode of 8 or 16 bits, or floats from 0 to 1", "mode I, of 32 bits")
+        if picture.mode == "F":  # Pillow would clip floats and 16 bits at 255
+            picture = torch.from_numpy(numpy.array(picture))
+        elif picture.mode.startswith("I;16"):
+            picture = torch.from_numpy(numpy.array(picture).astype("f4") / 65535)
+    if isinstance(picture, Tensor):
+        rows = to_pixels(name, picture)
+        picture = Image.frombytes("RGB", (rows.shape[1], rows.shape[0]), rows.numpy().tobytes())
+    elif not isinstance(picture, Image.Image):
         rules.fail(TypeError, name, _RULE, type(picture).__name__)
+    rgb = picture.convert("RGB")
     rgb.thumbnail((LONGEST, LONGEST))
     return rgb
-
-
-def _to_rgb(name: str, picture: Any) -> Any:
-    """Convert a Pillow image to RGB. Convert floats and 16 bits without Pillow, which clips them at 255."""
-    import numpy
-
-    if picture.mode == "F":
-        return _from_tensor(name, torch.from_numpy(numpy.array(picture)))
-    if picture.mode.startswith("I;16"):
-        return _from_tensor(name, torch.from_numpy(numpy.array(picture).astype("f4") / 65535))
-    if picture.mode == "I":
-        rules.fail(TypeError, name, "have a mode of 8 or 16 bits, or floats from 0 to 1", "mode I, of 32 bits")
-    return picture.convert("RGB")
-
-
-def _from_tensor(name: str, picture: Tensor) -> Any:
-    from PIL import Image
-
-    rows = to_pixels(name, picture)
-    height, width, _ = rows.shape
-    return Image.frombytes("RGB", (width, height), rows.numpy().tobytes())
 
 
 def need_numbers(*named: tuple[str, Any]) -> None:

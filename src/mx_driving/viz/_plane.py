@@ -46,33 +46,29 @@ class PlaneLayout(NamedTuple):
 def lay_out(plane: Plane, queries: int) -> PlaneLayout:
     """Check the plane. Return the places of its queries."""
     check_extent("plane.extent", plane.extent)
-    _check_labels(plane, queries)
-    places = plane.places
-    if isinstance(places, Tensor):
-        need_numbers(("plane.places", places))
-        return _find_grid(_to_fractions(plane, places, queries))
-    if places is None:
+    places, labels = plane.places, plane.labels
+    if labels is not None:
+        is_list = isinstance(labels, Sequence) or hasattr(labels, "tolist")  # a NumPy array is no Sequence
+        if isinstance(labels, str) or not is_list or not all(isinstance(label, str) for label in labels):
+            rules.fail(TypeError, "plane.labels", "be strings, one for each query", repr(labels)[:80])
+        if len(labels) != queries:
+            rules.fail(ValueError, "plane.labels", f"have {queries} entries, one for each query", len(labels))
+
+    if not isinstance(places, Tensor):
         columns = math.ceil(math.sqrt(queries))
         rows = -(-queries // columns)
-    else:
-        rows, columns = _check_rows_and_columns(places, queries)
-    row, column = torch.arange(queries).div(columns, rounding_mode="floor"), torch.arange(queries) % columns
-    x, y = (column + 0.5) / columns, (row + 0.5) / rows
-    fractions = torch.stack([x, y] if plane.extent is None else [1 - x, 1 - y], -1)
-    return PlaneLayout(fractions, torch.stack([row, column], -1))
+        if places is not None:
+            if not (isinstance(places, Sequence) and len(places) == 2 and all(type(n) is int for n in places)):
+                rules.fail(TypeError, "plane.places", "be (rows, columns) or a torch.Tensor", repr(places)[:80])
+            if places[0] * places[1] != queries or min(places) < 1:
+                rules.fail(ValueError, "plane.places", f"be rows and columns of {queries} queries", tuple(places))
+            rows, columns = places
+        row, column = torch.arange(queries).div(columns, rounding_mode="floor"), torch.arange(queries) % columns
+        x, y = (column + 0.5) / columns, (row + 0.5) / rows
+        fractions = torch.stack([x, y] if plane.extent is None else [1 - x, 1 - y], -1)
+        return PlaneLayout(fractions, torch.stack([row, column], -1))
 
-
-def _check_rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
-    pair = isinstance(places, Sequence) and len(places) == 2 and all(type(n) is int for n in places)
-    if not pair:
-        rules.fail(TypeError, "plane.places", "be (rows, columns) or a torch.Tensor", repr(places)[:80])
-    if places[0] * places[1] != queries or min(places) < 1:
-        rules.fail(ValueError, "plane.places", f"be rows and columns of {queries} queries", tuple(places))
-    return places[0], places[1]
-
-
-def _to_fractions(plane: Plane, places: Tensor, queries: int) -> Tensor:
-    """Convert a tensor of places to fractions of the plane."""
+    need_numbers(("plane.places", places))
     widths = (2, 4) if plane.extent is None else (2,)
     if places.dim() != 2 or len(places) != queries or places.shape[1] not in widths:
         shapes = " or ".join(f"(num_queries={queries}, {n})" for n in widths)
@@ -81,29 +77,15 @@ def _to_fractions(plane: Plane, places: Tensor, queries: int) -> Tensor:
     if not bool(places.isfinite().all()):
         query = int((~places.isfinite()).any(1).nonzero()[0])
         rules.fail(ValueError, "plane.places", "be finite", f"{places[query].tolist()} for query {query}")
-    if plane.extent is None:
-        return places
-    x0, x1, y0, y1 = plane.extent
-    return torch.stack([(y1 - places[:, 1]) / (y1 - y0), (x1 - places[:, 0]) / (x1 - x0)], -1)
-
-
-def _find_grid(places: Tensor) -> PlaneLayout:
-    """Return the layout of places. Places are a grid if every x occurs with every y."""
+    if plane.extent is not None:
+        x0, x1, y0, y1 = plane.extent
+        places = torch.stack([(y1 - places[:, 1]) / (y1 - y0), (x1 - places[:, 0]) / (x1 - x0)], -1)
+    # Places are a grid if every x occurs with every y.
     axes = [torch.unique((places[:, i] * 1e5).round(), return_inverse=True) for i in (1, 0)]
     grid = torch.stack([inverse for _, inverse in axes], -1)
     rows, columns = (len(values) for values, _ in axes)
     full = rows * columns == len(places) == len(torch.unique(grid[:, 0] * columns + grid[:, 1]))
     return PlaneLayout(places, grid if full and min(rows, columns) > 1 else None)
-
-
-def _check_labels(plane: Plane, queries: int) -> None:
-    labels = plane.labels
-    if labels is not None:
-        is_list = isinstance(labels, Sequence) or hasattr(labels, "tolist")  # a NumPy array is no Sequence
-        if isinstance(labels, str) or not is_list or not all(isinstance(label, str) for label in labels):
-            rules.fail(TypeError, "plane.labels", "be strings, one for each query", repr(labels)[:80])
-        if len(labels) != queries:
-            rules.fail(ValueError, "plane.labels", f"have {queries} entries, one for each query", len(labels))
 
 
 def check_extent(name: str, extent: Any) -> None:

@@ -1,9 +1,10 @@
-"""Read the samples of a call, camera by camera, in one layout for all operators: locations on the picture, and weights."""
+"""The calls of a page, and the samples of a call in a camera, in one layout for all operators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +25,6 @@ class Samples(NamedTuple):
     def read(self) -> Tensor:
         """Return the mask [n] of the queries that read something in this camera."""
         return ((self.weights != 0) & ~self.locations[..., 0].isnan()).flatten(1).any(1)
-
-    def select(self, queries: Tensor) -> Samples:
-        kept = torch.isin(self.queries, queries)
-        return Samples(*(t[kept] for t in self))
 
 
 class SampledCall(NamedTuple):
@@ -97,68 +94,93 @@ class SampledCall(NamedTuple):
             yield Samples(queries, locations[indices], weights[indices])
 
 
+def make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
+    """Check the argument `looks` of `page`. Return its calls.
+
+    Join the looks of a layer that calls the operator once for each camera. Looks with the same number of a call have all
+    cameras of all scenes. Join other successive looks of a layer, `cameras` at a time, if one look does not fit the cameras.
+    """
+    if isinstance(looks, Look):
+        looks = [looks]
+    if not isinstance(looks, (Mapping, Sequence)) or isinstance(looks, str):
+        rules.fail(TypeError, "looks", "be what recording() gives", type(looks).__name__)
+    named = looks if isinstance(looks, Mapping) else {f"call {i}": entry for i, entry in enumerate(looks, 1)}
+    calls = []
+    for name, entry in named.items():
+        entries = entry if isinstance(entry, (list, tuple)) else [entry]
+        wrong = [type(look).__name__ for look in entries if not isinstance(look, Look)]
+        if wrong or not entries:
+            fact = f"{wrong[0] if wrong else 'an empty list'} in {name}"
+            rules.fail(TypeError, "looks", "hold viz.Look, as recording() gives them", fact)
+        calls.append(SampledCall(str(name), tuple(entries), cameras, scene))
+    if not calls:
+        rules.fail(ValueError, "looks", "hold a call", "none")
+    if isinstance(looks, Mapping):
+        return calls
+
+    def make_key(call: SampledCall) -> Any:
+        look, *others = call.looks
+        number, layer = 0 if others else look._call, call.num_scenes is None and look.layer
+        return number, layer, look.operator, len(look.weights), look.weights.shape[2:]
+
+    joined = []
+    for (number, layer, operator, *_), group in itertools.groupby(calls, make_key):
+        run, size = list(group), 1
+        if (number or layer) and OPERATORS[operator].kind == "attention" and len(run) % cameras == 0:
+            size = len(run) if number else cameras
+        for i in range(0, len(run), size):
+            parts = tuple(look for call in run[i : i + size] for look in call.looks)
+            layers = ", ".join(dict.fromkeys(look.layer for look in parts if look.layer))
+            joined.append(run[i]._replace(name=run[i].name + f" ({layers})" * bool(layers), looks=parts))
+    return joined
+
+
 def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
     """Check that the looks have queries and samples, and fit the cameras, the scene and each other."""
     for call in calls:
+        first, *others = call.looks
+        aggregation = OPERATORS[call.operator].kind == "aggregation"
         if not any(look.weights.numel() for look in call.looks):
-            fact = f"weights {tuple(call.looks[0].weights.shape)} in {call.name}"
+            fact = f"weights {tuple(first.weights.shape)} in {call.name}"
             rules.fail(ValueError, "looks", "have queries and samples", fact)
-        _check_cameras(call, calls)
-        if seen is not None:
-            _check_seen(call, seen)
-        elif len({look.weights.shape[1] for look, _ in call.entries}) > 1:
-            counts = " and ".join(str(look.weights.shape[1]) for look, _ in call.entries)
-            rule = f"be a mask [num_queries, cameras], because the cameras of {call.name} have different queries"
-            rules.fail(ValueError, "plane.seen", rule, f"None for {counts} queries")
-    first = calls[0]
-    for call in calls:
-        counts = [c.num_queries(seen) for c in (first, call)]
-        if counts[0] != counts[1]:
-            fact = f"{counts[0]} queries in {first.name} and {counts[1]} in {call.name}"
-            advice = "; looks.of(layer) selects the looks of a layer" if call.looks[0].layer else ""
-            rules.fail(ValueError, "looks", "have the same queries on one page", fact + advice)
 
+        # Several looks: a look for each camera, or for each camera in each scene.
+        kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
+        is_count = len(call.looks) == call.cameras or (len(call.looks) % call.cameras == 0 and len(first.weights) == 1)
+        if others and (aggregation or len(kinds) > 1 or not is_count):
+            rule = f"be alike and of attention, one for each of the {call.cameras} cameras, where {call.name} has several"
+            rules.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
+        scenes = call.num_scenes
+        if scenes is None:
+            if aggregation:
+                rule = f"be one for each of the cam={first.starts.shape[0]} cameras of {call.name}"
+            else:
+                rule = f"be one for each camera of a scene, a number that divides bs={first.weights.shape[0]} of {call.name}"
+            fitting = dict.fromkeys(c.looks[0].layer for c in calls if c.num_scenes is not None and c.looks[0].layer)
+            advice = ", which fits " + " and ".join(f"looks.of({layer!r})" for layer in fitting) if fitting else ""
+            rules.fail(ValueError, "pictures", rule, f"{call.cameras}{advice}")
+        if not 0 <= call.scene < scenes:
+            rules.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
 
-def _check_cameras(call: SampledCall, calls: Sequence[SampledCall]) -> None:
-    """Check that there is a picture for each camera, and that the scene is in the batch."""
-    first, scenes = call.looks[0], call.num_scenes
-    if len(call.looks) > 1:
-        _check_looks_of_cameras(call)
-    if scenes is None:
-        if OPERATORS[call.operator].kind == "aggregation":
-            rule = f"be one for each of the cam={first.starts.shape[0]} cameras of {call.name}"
+        # The queries of each camera: all of them, or those that the camera sees.
+        counts = [look.weights.shape[1] for look, _ in call.entries]
+        if seen is None:
+            if len(set(counts)) > 1:
+                rule = f"be a mask [num_queries, cameras], because the cameras of {call.name} have different queries"
+                rules.fail(ValueError, "plane.seen", rule, f"None for {' and '.join(map(str, counts))} queries")
         else:
-            rule = f"be one for each camera of a scene, a number that divides bs={first.weights.shape[0]} of {call.name}"
-        fitting = dict.fromkeys(c.looks[0].layer for c in calls if c.num_scenes is not None and c.looks[0].layer)
-        advice = ", which fits " + " and ".join(f"looks.of({layer!r})" for layer in fitting) if fitting else ""
-        rules.fail(ValueError, "pictures", rule, f"{call.cameras}{advice}")
-    if not 0 <= call.scene < scenes:
-        rules.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
-
-
-def _check_looks_of_cameras(call: SampledCall) -> None:
-    """Check several looks: a look for each camera (in each scene, if no look has several scenes), all of the same attention
-    operator and of the same sizes."""
-    kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
-    count, batch = len(call.looks), call.looks[0].weights.shape[0]
-    is_count = count == call.cameras or (count % call.cameras == 0 and batch == 1)
-    if OPERATORS[call.operator].kind == "aggregation" or len(kinds) > 1 or not is_count:
-        rule = f"be alike and of attention, one for each of the {call.cameras} cameras, where {call.name} has several"
-        rules.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
-
-
-def _check_seen(call: SampledCall, seen: Tensor) -> None:
-    """Check that a look has all queries, or those that its camera sees. BEVFormer pads all cameras to one number of queries."""
-    if seen.shape[1] != call.cameras:
-        rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
-    counts = seen.sum(0).tolist()
-    for camera, (look, _) in enumerate(call.entries):
-        num_queries = look.weights.shape[1]
-        num_seen = counts[camera] if len(call.looks) > 1 else max(counts)
-        # A batch of scenes may be padded to the queries that another scene's camera sees.
-        is_padded = len(call.looks) == 1 and call.num_scenes != 1 and num_queries > num_seen
-        is_packed = (num_queries == num_seen or is_padded) and OPERATORS[look.operator].kind != "aggregation"
-        if num_queries != len(seen) and not is_packed:
-            whom = f"camera {camera}" if len(call.looks) > 1 else "a camera"
-            rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {whom} for"
-            rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {num_seen} marked, and {num_queries} queries")
+            if seen.shape[1] != call.cameras:
+                rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
+            for camera, count in enumerate(counts):
+                num_seen = int(seen[:, camera].sum() if others else seen.sum(0).max())
+                # A single look pads all cameras of all scenes to one number of queries, as BEVFormer does.
+                is_packed = not aggregation and (count == num_seen or (not others and scenes > 1 and count > num_seen))
+                if count != len(seen) and not is_packed:
+                    whom = f"camera {camera}" if others else "a camera"
+                    rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {whom} for"
+                    rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {num_seen} marked, and {count} queries")
+        first_count, this_count = calls[0].num_queries(seen), call.num_queries(seen)
+        if first_count != this_count:
+            fact = f"{first_count} queries in {calls[0].name} and {this_count} in {call.name}"
+            advice = "; looks.of(layer) selects the looks of a layer" if first.layer else ""
+            rules.fail(ValueError, "looks", "have the same queries on one page", fact + advice)
