@@ -22,6 +22,7 @@ program may set OMP_NUM_THREADS before it imports torch itself.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import functools
 import importlib.abc
@@ -35,7 +36,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ FORMAT = 1  # version of the file format; keep equal to FORMAT of _replay/calls.
 EVERY = 101  # a prime, to record the layers of a model in turn: a multiple of their number would record one layer only
 MEGABYTES = 1000.0
 _ABSENT: Any = object()
+# A function has one wrapper, which serves all recorders of the process. An object that got the wrapper while one recorder ran
+# keeps the wrapper, and the next recorder sees its calls.
+_recorders: list[Recorder] = []
+_wrappers: dict[Any, tuple[Any, Any]] = {}  # id of an original or a wrapper -> (that object, its wrapper)
+_undo: list[tuple[Any, str, Any]] = []
 
 # Begin of the text that mx_driving/_foreign_functions.py and mx_driving_portable/record.py share.
 _POOL = "bev_pool_v3"
@@ -185,6 +191,8 @@ def insert_starts(args: Any) -> list[Any]:
 
 # End of the shared text.
 
+# Functions whose calls are counted, and not recorded: replay knows bare operators alone.
+_COUNTED = tuple(Function("mx_driving", f"{operator}_with_logits", operator, "") for operator in DIFFERENTIABLE)
 _OPERATORS = [*DIFFERENTIABLE, *(f"{operator}_backward" for operator in DIFFERENTIABLE if operator != _POOL)]
 _OPTIONAL = ("starts", "step", "memo", "grad_value", "grad_locations", "grad_weights")
 _SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n", "C", "cams", "bins", "height", "width")
@@ -253,6 +261,8 @@ def _bind(entry: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str,
     """Return the inputs, the tensors that the function writes to, and the sizes, by name."""
     import torch
 
+    if entry in _COUNTED:
+        raise TypeError("operators with logits, and the modules of mx_driving.nn, which call them, are not recorded")
     names = entry.names
     positional = args if entry.operator == _POOL else _remove_extras(args)
     bound = dict(zip(names, positional))  # noqa: B905, zip has no strict before Python 3.10
@@ -301,7 +311,10 @@ class _WrappedFunction:
         try:
             yield
         except Exception as error:
-            self.num_lost, self.last_reason = self.num_lost + 1, _find_reason(error)
+            self.count_loss(_find_reason(error))
+
+    def count_loss(self, reason: str) -> None:
+        self.num_lost, self.last_reason = self.num_lost + 1, reason
 
 
 class _OpenCall:
@@ -477,12 +490,12 @@ class Recorder:
         self.why = ""  # the reason why sampling has ended
         self.failed = self._stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
-        self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of an original or a wrapper -> (that object, its wrapper)
-        self._undo: list[tuple[Any, str, Any]] = []
+        self.watched: dict[int, _WrappedFunction] = {}  # id of a wrapper -> its function
         self._finder = _WrappingFinder(self)
 
     def start(self) -> Recorder:
         self._write_manifest()
+        _recorders.append(self)
         sys.meta_path.insert(0, self._finder)
         for name, module in list(sys.modules.items()):
             if self.watches(name) and isinstance(module, types.ModuleType):
@@ -502,8 +515,9 @@ class Recorder:
             return
         self._stopped = True
         sys.meta_path.remove(self._finder)
-        for owner, name, before in reversed(self._undo):
-            delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
+        _recorders.remove(self)
+        if not any(recorder.is_active() for recorder in _recorders):
+            _restore_functions()
         self._print_summary()
 
     def _print_summary(self) -> None:
@@ -544,7 +558,8 @@ class Recorder:
         """Return the known functions of a module: path in the module -> (name, entry)."""
         is_vendors, last = module.partition(".")[0] == "mx_driving", module.rpartition(".")[2]
         owner, modules = ("mx_driving", ("mx_driving",)) if is_vendors else (module, (module, last))
-        known = {entry.name: (f"{owner}.{entry.name}", entry) for entry in FUNCTIONS if entry.module in modules}
+        entries = (entry for entry in (*FUNCTIONS, *_COUNTED) if entry.module in modules)
+        known = {entry.name: (f"{owner}.{entry.name}", entry) for entry in entries}
         named = {name[len(module) + 1 :]: (name, entry) for name, entry in self.named.items() if name.startswith(module + ".")}
         return {**known, **named}
 
@@ -559,54 +574,41 @@ class Recorder:
             return
         original = vars(owner).get(attribute, _ABSENT)
         function = original.__func__ if isinstance(original, staticmethod) else original
-        if callable(function) and not isinstance(function, types.ModuleType) and id(function) not in self._wrappers:
-            wrapper = self._make_wrapper(self.functions.setdefault(name, _WrappedFunction(name, entry)), function)
-            self._wrappers[id(wrapper)] = (wrapper, wrapper)
-            self._wrappers[id(function)] = (function, wrapper)
-        if id(function) in self._wrappers:
-            new = self._wrappers[id(function)][1]
-            self._set(owner, attribute, original, staticmethod(new) if function is not original else new)
+        if callable(function) and not isinstance(function, types.ModuleType):
+            wrapper = _find_wrapper(id(function), function, lambda: _make_wrapper(function))
+            self._watch(wrapper, name, entry)
+            _set(owner, attribute, original, staticmethod(wrapper) if function is not original else wrapper)
 
     def _wrap_apply(self, owner: type, name: str, entry: Function) -> None:
         """Wrap `apply` of an autograd function. Do not wrap derived classes, because they have their own forward."""
         own = vars(owner).get("apply", _ABSENT)
-        if id(own) in self._wrappers:
-            return
-        function = self.functions.setdefault(name, _WrappedFunction(name, entry))
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             original = super(owner, cls).apply if own is _ABSENT else own.__get__(None, cls)  # pyright: ignore
-            if cls is not owner:
+            if cls is not owner or _is_compiling():
                 return original(*args, **kwargs)
-            return self._call(function, original, args, kwargs)
+            return _call_recorders(wrapper, original, args, kwargs)
 
-        wrapper: Any = classmethod(apply)
-        self._wrappers[id(wrapper)] = (wrapper, wrapper)
-        self._set(owner, "apply", own, wrapper)
+        wrapper: Any = own if id(own) in _wrappers else _find_wrapper((id(owner), "apply"), owner, lambda: classmethod(apply))
+        self._watch(wrapper, name, entry)
+        _set(owner, "apply", own, wrapper)
 
-    def _set(self, owner: Any, name: str, before: Any, new: Any) -> None:
-        if new is not before:
-            setattr(owner, name, new)
-            self._undo.append((owner, name, before))
+    def _watch(self, wrapper: Any, name: str, entry: Function) -> None:
+        """Record the calls of a wrapper under the first of its names."""
+        if id(wrapper) not in self.watched:
+            self.watched[id(wrapper)] = self.functions.setdefault(name, _WrappedFunction(name, entry))
 
     def _replace_imported_names(self) -> None:
         """Replace the originals in the modules that imported them with `from mx_driving import ...`."""
         for module in list(sys.modules.values()):
             for name, value in list(getattr(module, "__dict__", {}).items()):
-                original, wrapper = self._wrappers.get(id(value), (None, None))
-                if original is value and original is not None and isinstance(module, types.ModuleType):
-                    self._set(module, name, original, wrapper)
+                original, wrapper = _wrappers.get(id(value), (None, None))
+                if original is value and id(wrapper) in self.watched and isinstance(module, types.ModuleType):
+                    _set(module, name, original, wrapper)
 
-    def _make_wrapper(self, function: _WrappedFunction, original: Any) -> Any:
-        @functools.wraps(original)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            return self._call(function, original, args, kwargs)
-
-        return recorded
-
-    def _call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, function: _WrappedFunction, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the original, and record the call if its number is a multiple of `every`, or if it gives the first NaN."""
-        if _is_compiling() or not self.is_active() or getattr(self._local, "inside", False):
+        if not self.is_active() or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)
         function.num_calls = index + 1
@@ -615,6 +617,12 @@ class Recorder:
         self._local.inside = True
         try:
             returned = original(*args, **kwargs)
+        except BaseException as error:
+            if call is not None and sampled:
+                recomputed = "torch.utils.checkpoint recomputes the call, and ends it before its result"
+                is_checkpoint = type(error).__name__ == "_StopRecomputationError"
+                function.count_loss(recomputed if is_checkpoint else f"the call raised {type(error).__name__}")
+            raise
         finally:
             self._local.inside = False
         if call is not None:
@@ -702,6 +710,51 @@ class Recorder:
             _say(self.why)
 
 
+def _find_wrapper(key: Any, original: Any, make: Callable[[], Any]) -> Any:
+    """Return the wrapper of an original, or the wrapper itself if `key` is that of a wrapper."""
+    if key not in _wrappers:
+        wrapper = make()
+        _wrappers[id(wrapper)] = (wrapper, wrapper)
+        _wrappers[key] = (original, wrapper)
+    return _wrappers[key][1]
+
+
+def _make_wrapper(original: Any) -> Any:
+    @functools.wraps(original)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if _is_compiling() else _call_recorders(recorded, original, args, kwargs)
+
+    return recorded
+
+
+def _call_recorders(wrapper: Any, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call the original through each recorder that watches the wrapper."""
+    call = original
+    for recorder in list(_recorders):
+        if id(wrapper) in recorder.watched:
+            call = functools.partial(recorder._call, recorder.watched[id(wrapper)], call)
+    return call(*args, **kwargs)
+
+
+def _set(owner: Any, name: str, before: Any, new: Any) -> None:
+    """Set an attribute of a module or a class. A staticmethod of a wrapper is left as it is."""
+    if new is not before and getattr(before, "__func__", None) is not getattr(new, "__func__", _ABSENT):
+        setattr(owner, name, new)
+        _undo.append((owner, name, before))
+
+
+def _restore_functions() -> None:
+    """Undo all changes, and give the originals to the modules that imported a wrapper meanwhile."""
+    while _undo:
+        owner, name, before = _undo.pop()
+        delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
+    originals = {id(wrapper): original for original, wrapper in _wrappers.values() if original is not wrapper}
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()) if isinstance(module, types.ModuleType) else ():
+            if id(value) in originals and _wrappers[id(value)][0] is value:
+                setattr(module, name, originals[id(value)])
+
+
 def start(out: Any, **options: Any) -> Recorder:
     """Record into a new folder until `stop` of the returned recorder is called, or the program ends.
 
@@ -760,7 +813,9 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     sys.argv[0] = path if module else program
     main = types.ModuleType("__main__")
     names = {"__file__": path, "__cached__": spec and spec.cached, "__package__": spec and spec.parent}
-    vars(main).update(names, __spec__=spec, __loader__=loader)
+    vars(main).update(names, __spec__=spec, __loader__=loader, __builtins__=builtins)
+    if sys.version_info < (3, 14):  # later, Python makes them when they are read
+        vars(main)["__annotations__"] = {}
     return main, code
 
 

@@ -19,6 +19,7 @@ import torch
 from device_machine import FILE, device_machine, read_calls, run
 from programs import python
 from recorded_calls import call, replay
+from torch.utils.checkpoint import checkpoint
 
 import mx_driving
 from mx_driving._replay import operator_calls
@@ -95,6 +96,7 @@ atexit.register(show, "exit")
 threading.Thread(target=lambda: (time.sleep(0.1), show("thread"))).start()
 print(__file__, __name__, __package__, getattr(__spec__, "name", None), __cached__, type(__loader__), sys.argv, sys.path[:1])
 print(os.getcwd(), "torch" in sys.modules, "typer" in sys.modules)
+print(type(__builtins__), sorted(globals()))
 sys.exit(3)
 """
 RECORD = ["-m", "mx_driving_portable.record"]
@@ -126,7 +128,7 @@ def test_a_program_runs_as_it_would_alone(name, programs):
         for words in ([], [*command, "--every", "7", "--out", "here"])
     )
     assert (done.returncode, done.stdout) == (alone.returncode, alone.stdout)
-    assert (done.returncode, len(done.stdout.splitlines())) == (3, 4)
+    assert (done.returncode, len(done.stdout.splitlines())) == (3, 5)
     assert done.stderr == NOTHING.format(programs / "here")
     assert (programs / "here/manifest.json").exists()
 
@@ -244,6 +246,67 @@ def test_errors_pass_through_and_the_functions_come_back(attention, recording, c
         attention.attend(*inputs())
     assert attention.attend is original
     assert (recorder.functions["stand_in.attend"].num_calls, len(calls())) == (2, 1)
+
+
+def import_by_name(module):
+    """Return a module that has imported the function by name, as in a first forward, and has it in a list."""
+    user = types.ModuleType("user_of_stand_in")
+    user.f, user.fs = module.attend, [module.attend]
+    return user
+
+
+def test_a_second_recording_sees_calls_through_names_of_the_first(attention, recording, tmp_path, monkeypatch):
+    """A module that imports the function by name while a recording runs gets the original back; a list keeps the wrapper."""
+    original = attention.attend
+    with recording():
+        user = import_by_name(attention)
+        monkeypatch.setitem(sys.modules, user.__name__, user)
+    assert attention.attend is user.f is original
+    with record.recording(tmp_path / "second", every=1, functions=NAMED) as second:
+        user.f(*inputs())
+        user.fs[0](*inputs())
+    assert attention.attend is user.f is original
+    assert second.functions["stand_in.attend"].num_calls == len(read_calls(tmp_path / "second")) == 2
+
+
+@pytest.mark.parametrize("first_to_stop", [0, 1])
+def test_of_two_overlapping_recordings_none_loses_calls(attention, tmp_path, first_to_stop):
+    original = attention.attend
+    both = [record.start(tmp_path / name, every=1, functions=NAMED) for name in "ab"]
+    attention.attend(*inputs()).sum().backward()
+    both[first_to_stop].stop()
+    attention.attend(*inputs()).sum().backward()
+    both[1 - first_to_stop].stop()
+    counts = [len(read_calls(tmp_path / name)) for name in "ab"]  # two files of a call
+    assert counts == ([2, 4] if first_to_stop == 0 else [4, 2])
+    assert attention.attend is original
+    assert replay(tmp_path / "b").exit_code == 0
+
+
+def test_the_second_run_of_a_checkpoint_is_counted_in_words(attention, recording, calls, capsys):
+    with recording() as recorder:
+        with pytest.raises(ValueError, match="attention_weights"):
+            attention.attend(*inputs()[:4], torch.rand(2, 5, 8, 2, 1))
+        for _ in range(2):
+            value, *rest = inputs()
+            checkpoint(attention.attend, value, *rest, use_reentrant=False).sum().backward()
+    function = recorder.functions["stand_in.attend"]
+    assert (function.num_calls, function.num_recorded, function.num_lost) == (5, 2, 3)
+    reason = "torch.utils.checkpoint recomputes the call, and ends it before its result"
+    assert f"not recorded of stand_in.attend: 3, calls and gradients; the last: {reason}" in capsys.readouterr().err
+
+
+def test_a_model_of_modules_is_counted_in_words(recording, calls, capsys):
+    module = mx_driving.nn.MultiScaleDeformableAttention(16, num_levels=1)
+    levels = mx_driving.nn.flatten_levels([torch.rand(1, 16, 4, 4)])
+    with recording():
+        module(torch.rand(1, 3, 16), torch.rand(1, 3, 1, 2), *levels).sum().backward()
+    assert not calls()
+    said = capsys.readouterr().err
+    assert (
+        "multi_scale_deformable_attn_with_logits: 1, calls and gradients; the last: operators with logits, and the mod" in said
+    )
+    assert "record: 0 of 1 calls recorded" in said
 
 
 def test_modules_that_have_imported_the_function_get_the_wrapper(attention, recording, calls, monkeypatch):
