@@ -31,6 +31,7 @@ from torch import Tensor
 
 import mx_driving
 from mx_driving import _backends, reference
+from mx_driving._agreement import entry_differences, rounding_limit
 from mx_driving._measure.rivals import make_plain
 from mx_driving._measure.workloads import AGGREGATION, MULTI_SCALE, POOL, WORKLOADS, Workload
 from mx_driving._operator import composition
@@ -189,14 +190,14 @@ def first_queries(workload: Workload, args: Args, batch: int, count: int) -> Arg
 def check(workload: Workload, args: Args) -> None:
     """Refuse to measure a wrong result: compare the first queries with the reference in float64."""
     some = first_queries(workload, args, args[0].shape[0], 60)
-    got = ours(workload, False, args[0])(*some).double()
+    got = ours(workload, False, args[0])(*some)
     wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in some)
     true = getattr(reference, workload.operator)(*wide)
-    error = ((got - true).abs().max() / true.abs().max()).item()
-    # the rounding of float32 positions on a map of 200 pixels, and of the result to 16 bits
-    allowed = 512 * torch.finfo(torch.float32).eps + torch.finfo(args[0].dtype).eps
-    if not error <= allowed:
-        raise SystemExit(f"{workload.name}: off by {error:.2g}, allowed {allowed:.2g}: not measured")
+    # Positions in float32 on a map of 248 pixels, and the rounding of the result to 16 bits.
+    limit = rounding_limit(args[0].dtype, torch.float32, true.abs(), true.abs().max().item(), 0, 248)
+    error = (entry_differences(got, true) / limit).max().item()
+    if got.dtype != args[0].dtype or not error <= 1:
+        raise SystemExit(f"{workload.name}: off by {error:.2g} times the allowed error: not measured")
 
 
 def moved(workload: Workload, args: Args, backward: bool) -> tuple[int, int]:

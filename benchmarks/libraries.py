@@ -33,7 +33,7 @@ from models import Gradients, Height, Subject, Width, make_sensitive, photograph
 from torch import Tensor
 
 import mx_driving.onnx
-from mx_driving._agreement import queries_off
+from mx_driving._agreement import difference_beside_ties
 from mx_driving._operator.problems import need
 from mx_driving._operator.rules import first_line
 from mx_driving.cli.options import Csv, Only, Seconds
@@ -151,6 +151,7 @@ def _ready(subject: Subject) -> Subject:
     return subject
 
 
+CLOSE = 1e-3  # the allowed difference of float32 outputs of onnxruntime and torch, as a fraction of the largest magnitude
 RT_DETR = ("rtdetr-l", "rtdetr-x", "rtdetr-resnet50", "rtdetr-resnet101")
 RF_DETR = ("Nano", "Small", "Medium", "Base", "Large")
 GROUNDING_DINO = ("GroundingDINO_SwinT_OGC", "GroundingDINO_SwinB_cfg")
@@ -223,28 +224,23 @@ def silent() -> Iterator[None]:
 
 @torch.no_grad()
 def exports(subject: Subject) -> str:
-    """Return "yes" if the patched model's ONNX file gives torch's outputs in onnxruntime. Otherwise return the reason, and how
-    many queries of the unpatched model differ."""
+    """Return "yes" if the patched model's ONNX file gives torch's outputs in onnxruntime, beside near ties of the ranking.
+    Otherwise return the reason, and the difference of the unpatched model."""
     whole = _Tensors(subject).eval()
     picture = subject.inputs[whole.picture]
+
+    def compare() -> float:
+        with silent():
+            ours = _in_onnxruntime(whole, picture)
+        named = [{str(index): out for index, out in enumerate(outputs)} for outputs in (ours, whole(picture))]
+        return difference_beside_ties(*named)[0]
+
     try:
         with mx_driving.patched(subject.model):
-            off, queries = _queries_off(whole, picture)
-        if off <= queries // 50:  # near ties of the ranking
-            return "yes"
-        without, _ = _queries_off(whole, picture)
+            difference = compare()
+        return "yes" if difference <= CLOSE else f"no: outputs differ by {difference:.0e}; not patched, by {compare():.0e}"
     except Exception as error:  # an exporter may raise anything, and that is the result
         return f"no: {_in_one_line(error)}"
-    return f"no: {off} of {queries} queries differ in onnxruntime; not patched, {without}"
-
-
-def _queries_off(whole: torch.nn.Module, picture: Tensor) -> tuple[int, int]:
-    """Return the number of queries that differ between onnxruntime and torch, and the number of all queries."""
-    with silent():
-        ours = _in_onnxruntime(whole, picture)
-    named = [{str(index): out for index, out in enumerate(outputs)} for outputs in (ours, whole(picture))]
-    off = queries_off(*named)
-    return int(off.sum()), len(off)
 
 
 def _in_onnxruntime(whole: torch.nn.Module, picture: Tensor) -> list[Tensor]:
@@ -253,7 +249,7 @@ def _in_onnxruntime(whole: torch.nn.Module, picture: Tensor) -> list[Tensor]:
     assert program is not None
     with tempfile.TemporaryDirectory() as folder:
         program.save(f"{folder}/model.onnx")
-        session = _running.session(Path(folder, "model.onnx"))
+        session = _running.open_with_library(Path(folder, "model.onnx"))
     return [torch.from_numpy(output) for output in session.run(None, {session.get_inputs()[0].name: picture.numpy()})]
 
 

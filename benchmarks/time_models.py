@@ -55,8 +55,8 @@ def main(
 ) -> None:
     """Compare and time every deformable model of the installed transformers, before and after `mx_driving.patch`.
 
-    A difference is a fraction of the largest magnitude. Queries that differ by more than 1e-3 are counted as "off" instead:
-    in two-stage models queries with nearly equal scores exchange their ranks. Times are lower quartiles in milliseconds. For
+    A difference is a fraction of the largest magnitude. In two-stage models queries with nearly equal scores exchange their
+    ranks: such queries are counted as "off" instead. Times are lower quartiles in milliseconds. For
     "cores" only the sampling is replaced, for "modules" whole attention modules; "gain" is the time of "cores" divided by that
     of "modules". Attention modules and cores are also timed alone, on the inputs that they get in the model. With --mode,
     times are medians in seconds of the whole model.

@@ -14,7 +14,6 @@ BY_MODE = "epyc-zen4-2-cores-models-by-mode.csv"  # time_models.py --mode float3
 GPU = "nvidia-h100-80gb-hbm3.csv"  # gpu.py
 GPU_MODELS = "nvidia-h100-80gb-hbm3-models.csv"  # gpu_models.py
 DIGITS = "train-digits.csv"  # precision.csv of examples/train_digits.py
-DIGITS_LOSSES = "train-digits-losses.csv"  # losses.csv of the same run
 # Processor -> the file of bare operators, the file of operators with logits.
 PROCESSORS = {
     "Xeon": ("xeon-207-2-cores.csv", "xeon-207-2-cores.csv"),
@@ -271,18 +270,6 @@ def gpu() -> str:
     return f"{markdown(['microseconds', 'float32', 'bfloat16', 'float16', 'float32, a call'], rows)}\n{made(read(GPU))}\n"
 
 
-def gpu_rivals() -> str:
-    """Return a table of the time of others divided by ours, for calls on a GPU in float32."""
-    rivals = {"plain": "plain torch", "deformops-triton": "deformops 3.0.1", "classic": "torch-ms-deform-attn 0.1.1"}
-    rows = []
-    for direction in ("forward", "backward"):
-        for name, by in by_implementation(direction, GPU).items():
-            ours = float(by["mx_driving, call"]["milliseconds"])
-            cells = [f"{float(by[other]['milliseconds']) / ours:.1f}" if other in by else "" for other in rivals]
-            rows.append([f"{name}; {direction}", *cells])
-    return markdown(["over", *rivals.values()], rows)
-
-
 def gpu_calls(short: bool = False) -> dict[str, dict[str, Row]]:
     """Return whole models on a GPU: measurement -> variant -> row. A star marks rows in which Python limits our time."""
     measures = {"forward": "", "compiled forward": "compiled, "} if short else {}
@@ -322,14 +309,6 @@ def plain(file: str, last: str = "machine") -> str:
     rows = read(file)
     columns = {name: name for name in rows[0] if name != last}
     return f"{renamed(rows, columns)}\n{made(rows, last)}\n"
-
-
-def digits_losses() -> str:
-    """Return a table of both trainings' losses after every 100 steps, means of 20 steps."""
-    if not (RESULTS / DIGITS_LOSSES).exists():
-        return NOT_YET
-    rows = [row for row in read(DIGITS_LOSSES) if row["step"].endswith("00")]
-    return renamed(rows, {name: name for name in rows[0]})
 
 
 def made(rows: list[Row], column: str = "machine") -> str:

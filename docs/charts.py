@@ -1,6 +1,7 @@
 """The pages' bar charts, drawn from the CSV files of benchmarks/results: `make tables` writes them to docs/images.
 
-A chart is as wide as a telephone; the site enlarges it. The text alternative has all values; the SVG file contains it, too.
+A chart is as wide as a telephone; the site enlarges it. The SVG file has all values as text. A page has
+them in a table, or as the chart's text alternative.
 """
 
 from __future__ import annotations
@@ -156,8 +157,14 @@ CHARTS |= {"chart_gpu_models": gpu_models, "chart_gpu_operators": gpu_operators}
 
 
 def markdown(name: str) -> str:
-    """Return the line of a page that shows a chart, with its text alternative."""
-    alternative = CHARTS[name]().alternative().replace("*", "\\*")
+    """Return the line of a page that shows a chart. The text alternative has the values of a chart that has no table."""
+    chart = CHARTS[name]()
+    values = (
+        chart.alternative()
+        if name == "chart_gpu_operators"
+        else f"Bar chart. {chart.title}, {chart.unit}; tables have the values."
+    )
+    alternative = values.replace("*", "\\*")
     return f"![{alternative}](images/{name}.svg)\n"
 
 

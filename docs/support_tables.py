@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import pathlib
+import re
 
 from benchmark_tables import NOT_YET, Row, made, markdown, speed_up
 
@@ -153,3 +155,33 @@ def deploy() -> str:
     notes = "".join(f"{number}. `{message}`\n" for number, message in enumerate(messages, 1))
     versions = ", ".join(sorted({row["version"] for row in rows if row["version"]}))
     return f"{markdown(['runtime, form', *heads], body)}\n{notes}\n*{made(rows).strip('*')}; {versions}*\n"
+
+
+def modules() -> str:
+    """Return a section for each name of mx_driving.nn: settings with defaults, inputs with shapes, and the output, as docstrings
+    have them."""
+    from mx_driving import nn
+
+    def list_parts(text: str, title: str, defaults: dict[str, inspect.Parameter]) -> list[list[str]]:
+        """Return [names, meaning] of each entry of a docstring's section."""
+        section = re.search(rf"^ *{title}:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(text), flags=re.MULTILINE | re.DOTALL)
+        entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", section[1] if section else "", flags=re.MULTILINE)
+        rows = []
+        for names, meaning in entries:
+            known = [defaults[name] for name in names.split(", ")]
+            code = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in known)
+            rows.append([f"`{code}`", re.sub(r"\s+", " ", meaning)])
+        return rows
+
+    text = ""
+    for name, member in ((name, getattr(nn, name)) for name in nn.__all__):
+        call = member.forward if inspect.isclass(member) else member
+        inputs, meaning = inspect.signature(call).parameters, inspect.getdoc(call) or ""
+        text += f"### {name}\n\n"
+        if inspect.isclass(member):
+            settings = list_parts(member.__doc__ or "", "Args", dict(inspect.signature(member).parameters))
+            text += markdown(["setting", "meaning"], settings) + "\n"
+        (output,) = re.findall(r"^Returns:\n((?:    .*\n?)+)", meaning, flags=re.MULTILINE)
+        rows = [*list_parts(meaning, "Args", dict(inputs)), ["returns", re.sub(r"\s+", " ", output).strip()]]
+        text += markdown(["input of `forward`" if inspect.isclass(member) else "argument", "shape and meaning"], rows) + "\n"
+    return text.removesuffix("\n")

@@ -18,7 +18,6 @@ import support_tables as support
 
 TABLES: dict[str, Callable[[], str]] = {
     "first": times.first,
-    "first_on_gpu": times.first_on_gpu,
     "models": lambda: times.forwards("whole model", times.MODES, times.of_models(), times.BY_MODE),
     "module_forwards": times.module_forwards,
     "operators": lambda: times.forwards("operator", times.MODES[:1], times.of_operators(), times.BENCH),
@@ -38,10 +37,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "detectors": lambda: times.plain("epyc-zen3-2-cores-detectors.csv"),
     "train_bev": lambda: times.plain("epyc-zen4-2-cores-train-bev.csv"),
     "digits_precision": lambda: times.plain(times.DIGITS),
-    "digits_losses": times.digits_losses,
-    "bev_pool": lambda: times.plain("epyc-zen4-2-cores-bev-pool.csv"),
     "gpu": times.gpu,
-    "gpu_rivals": times.gpu_rivals,
     "gpu_models": times.gpu_models,
     "onnx_forms": support.onnx_forms,
     "tested": support.tested,
@@ -51,6 +47,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "known_packages": partial(support.known, packages=True),
     "limits": support.limits,
     "deploy": support.deploy,
+    "nn_modules": support.modules,
     "tested_libraries": support.tested_libraries,
 }
 

@@ -285,7 +285,8 @@ def draw_looks(look: mx_driving.viz.Look, scenes: Scenes, path: Path) -> None:
 
 def write_page(model: Network, look: mx_driving.viz.Look, scenes: Scenes, guess: Tensor, path: Path) -> None:
     """Write a page with the points that each cell of the first scene's map reads in every camera."""
-    share = getattr(model.lift, "share", None)  # cells that a camera does not see ask it all the same, for nothing
+    # Every cell samples every camera, so the page needs to know which cells a camera sees. Their share is above 0.
+    share = getattr(model.lift, "share", None)
     extent = (-REACH, REACH, -REACH, REACH)
     seen = None if share is None else share.T > 0
     plane = mx_driving.viz.Plane(tuple(guess.shape[1:]), _coloured(guess), extent, seen=seen)

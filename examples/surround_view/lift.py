@@ -143,7 +143,7 @@ def recover(lift: Lift, target: Tensor, steps: int) -> Recovery:
 def paint(lift: Lift, features: Tensor) -> list[Tensor]:
     """Return a picture [H, W, 4] of the recovered features for each camera: the mean of all scales.
 
-    The weight of a pixel is the gradient of the view's sum: the weight with which the view reads the pixel.
+    A pixel's weight is the sum of the weights with which the cells read it, computed as the gradient of the view's sum.
     """
     ones = torch.ones(1, features.shape[0], 1, requires_grad=True)
     touched = torch.autograd.grad(lift(ones).sum(), ones)[0][0]

@@ -102,6 +102,16 @@ def skip_in_compile(function: Any) -> None:
     function._torchdynamo_disable = True
 
 
+def mark_as_constant(function: Any) -> None:
+    """Let torch.compile call the function while it compiles, and take its result as a constant.
+    torch.compiler.assume_constant_result does the same, but imports the compiler."""
+    function._dynamo_marked_constant = True
+
+
+# ---- the functions of torch as they were when mx_driving was imported: `patch` knows no code that calls another one
+
+ORIGINALS = {space: dict(vars(space)) for space in (torch, nn.functional, torch.Tensor)}
+
 # ---- modules: F.linear replaces calls of layers without hooks
 
 GLOBAL_HOOKS = (

@@ -15,7 +15,7 @@ import pathlib
 import shlex
 import sys
 
-from ._library_path import library_path
+from ._package_files import library_path, why_absent
 
 __all__ = ["cflags", "cmakedir", "includedir", "libdir", "library_path", "libs", "main", "torch_library"]
 
@@ -30,7 +30,7 @@ def _folder() -> pathlib.Path:
     """Return the folder of the library, the headers and the CMake package."""
     library = library_path()
     if not library.exists():
-        raise RuntimeError(f"{library.name} is not in the package: it was not built or not installed")
+        raise RuntimeError(why_absent(library))
     return library.parent.resolve()
 
 

@@ -157,6 +157,20 @@ def test_check_fails_when_the_cpu_has_only_the_reference(small_examples, monkeyp
     assert "runs on the reference" in result.output
 
 
+def test_other_devices_have_their_own_kernels_and_clock(monkeypatch):
+    """`check --device xpu` says which kernels xpu has, and waits for xpu before it reads the clock."""
+    waits, to, zeros = [], torch.Tensor.to, torch.zeros
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(_backends.triton, "why_not", lambda *device: None)
+    monkeypatch.setattr(torch.xpu, "synchronize", lambda: waits.append("xpu"))
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *args: t if args == ("xpu",) else to(t, *args))
+    monkeypatch.setattr(torch, "zeros", lambda *args, **options: zeros(*args, **{**options, "device": None}))
+    monkeypatch.setattr(check_module, "CHECKED", EXAMPLES[:1])
+    rows = json.loads(run("check", "--quick", "--device", "xpu", "--json").stdout)["rows"]
+    assert rows[0]["backend"].startswith("xpu: Triton, never run on Intel's GPUs; float32")
+    assert waits
+
+
 @pytest.fixture
 def no_work(monkeypatch):
     """Let the test fail if a command starts its work."""

@@ -10,7 +10,7 @@ import values
 from small_cases import TINY
 
 from mx_driving import _agreement
-from mx_driving._agreement import difference_beside_ties, model_difference, output_difference, queries_off
+from mx_driving._agreement import difference_beside_ties, model_difference, output_difference
 from mx_driving.onnx._running import _difference
 
 INF, NAN = math.inf, math.nan
@@ -60,17 +60,23 @@ def test_least_scale():
 def test_ties():
     theirs = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(1, 3, 2)
     ours = theirs[:, [0, 2, 1]]
-    for rounding in (1, 1 + 1e-6):
-        assert queries_off({"boxes": ours * rounding}, {"boxes": theirs}).tolist() == [False, True, True]
     assert difference_beside_ties({"boxes": ours}, {"boxes": theirs}) == (0.0, 2)
-    assert difference_beside_ties({"boxes": theirs + 10}, {"boxes": theirs}) == (INF, 3)
+    found, left_out = difference_beside_ties({"boxes": ours * (1 + 1e-6)}, {"boxes": theirs})
+    assert (found, left_out) == (pytest.approx(1e-6), 2)
+    assert difference_beside_ties({"boxes": theirs + 12}, {"boxes": theirs}) == (2.0, 0)
+    both = {"boxes": torch.cat([ours, theirs])}
+    assert difference_beside_ties(both, {"boxes": torch.cat([theirs, ours.flip(1)])}) == (pytest.approx(4 / 6), 2)
 
 
-def test_a_query_of_nan_is_no_tie():
+@pytest.mark.parametrize("number", [NAN, INF, -INF, 1e30])
+@pytest.mark.parametrize("query", [0, 1, 2])
+def test_a_query_that_is_not_finite_is_no_tie(number, query):
     theirs = torch.ones(1, 3, 2)
     ours = theirs.clone()
-    ours[0, 1, 0] = NAN
-    assert difference_beside_ties({"boxes": ours}, {"boxes": theirs}) == (INF, 0)
+    ours[0, query, 0] = number
+    found, left_out = difference_beside_ties({"boxes": ours}, {"boxes": theirs})
+    assert found >= 1e29
+    assert left_out == 0
 
 
 @pytest.mark.parametrize("value", [0.0, INF])
@@ -93,12 +99,12 @@ def test_a_model_s_small_tensors_are_compared_with_a_thousandth_of_the_largest(o
     assert found == pytest.approx(difference)
 
 
-@pytest.mark.parametrize(("difference", "off"), [(0.0099, False), (0.0101, True)])
-def test_a_query_is_off_beyond_a_thousandth_of_the_largest(difference, off):
+@pytest.mark.parametrize(("difference", "left_out"), [(0.0099, 0), (0.0101, 1)])
+def test_a_query_has_changed_beyond_a_thousandth_of_the_largest(difference, left_out):
     theirs = torch.full((1, 2, 1), 10.0, dtype=torch.float64)
     ours = theirs.clone()
     ours[0, 1] += difference
-    assert queries_off({"boxes": ours}, {"boxes": theirs}).tolist() == [False, off]
+    assert difference_beside_ties({"boxes": ours}, {"boxes": theirs})[1] == left_out
 
 
 @pytest.mark.parametrize(
@@ -109,10 +115,14 @@ def test_a_query_is_off_beyond_a_thousandth_of_the_largest(difference, off):
         (torch.float64, torch.float64, 7.0, 2.0, 9, 5, 32 * 2.0**-52 * 2),
         # a product alone: 16 + 2 * sqrt(1)
         (torch.float32, torch.float32, 0.0, 1.0, 1, 0, 18 * 2.0**-23),
-        # half an ulp of the result, and of float16's subnormal numbers
-        (torch.bfloat16, torch.float32, 3.0, 1.0, 1, 0, 18 * 2.0**-23 + 3 * 2.0**-8),
-        (torch.float32, torch.float64, 3.0, 1.0, 1, 0, 18 * 2.0**-52 + 3 * 2.0**-24),
-        (torch.float16, torch.float32, 3.0, 0.0, 1, 0, 3 * 2.0**-11 + 2.0**-23),
+        # half an ulp of the result: 2.0 to 4.0 have one ulp, and a number just below 4.0 may be rounded as one above
+        (torch.bfloat16, torch.float32, 3.0, 1.0, 1, 0, 18 * 2.0**-23 + 2 * 2.0**-8),
+        (torch.bfloat16, torch.float32, 4.0 - 2.0**-22, 1.0, 1, 0, 18 * 2.0**-23 + 4 * 2.0**-8),
+        (torch.float32, torch.float64, 3.0, 1.0, 1, 0, 18 * 2.0**-52 + 2 * 2.0**-24),
+        (torch.float16, torch.float32, 3.0, 0.0, 1, 0, 2 * 2.0**-11),
+        (torch.float16, torch.float32, 0.0, 0.0, 1, 0, 2.0**-25),  # of subnormal numbers
+        # float64 becomes 16 bits through float32
+        (torch.float16, torch.float64, 3.0, 0.0, 1, 0, 2 * 2.0**-11 + 3 * 2.0**-24),
     ],
 )
 def test_rounding_limit(result, compute, magnitude, scale, terms, extent, limit):

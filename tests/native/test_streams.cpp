@@ -120,17 +120,29 @@ void executors() {
     CHECK(last_message_is("executor must come from phase one and be run once; got a pointer that is no executor"));
     CHECK(backward(memory, bytes, nullptr, nullptr) == ACLNN_ERR_PARAM_NULLPTR);
 
-    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-    CHECK(backward(nullptr, bytes, executor, nullptr) == ACLNN_ERR_PARAM_NULLPTR);
-    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-    CHECK(backward(memory, bytes - 1, executor, nullptr) == ACLNN_ERR_PARAM_INVALID);
-    CHECK(last_message_is("workspaceSize must be at least 48; got 47"));
-    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-    CHECK(backward(memory + 1, bytes, executor, nullptr) == ACLNN_ERR_PARAM_INVALID);
-    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-    CHECK(aclnnMultiScaleDeformableAttnFunction(memory, bytes, executor, nullptr) == ACLNN_ERR_PARAM_INVALID);
-    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-    CHECK(backward(memory, bytes, executor, memory) == ACLNN_ERR_PARAM_INVALID); // no stream
+    // CANN's phase two destroys an executor that is not repeatable, also if it refuses the call: programs never destroy such
+    // executors, so they would leak. A repeatable executor can run after a refused call.
+    const auto refuses = [&](const auto &call, aclnnStatus status, const char *message) {
+        for (bool repeatable : {false, true}) {
+            CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+            CHECK(!repeatable || aclSetAclOpExecutorRepeatable(executor) == ACLNN_SUCCESS);
+            CHECK(call() == status && last_message_is(message));
+            CHECK(backward(memory, bytes, executor, nullptr) == (repeatable ? ACLNN_SUCCESS : ACLNN_ERR_PARAM_INVALID));
+            CHECK(repeatable ||
+                  last_message_is("executor must come from phase one and be run once; got a pointer that is no executor"));
+            CHECK(aclDestroyAclOpExecutor(executor) == (repeatable ? ACLNN_SUCCESS : ACLNN_ERR_PARAM_INVALID));
+        }
+    };
+    refuses([&] { return backward(nullptr, bytes, executor, nullptr); }, ACLNN_ERR_PARAM_NULLPTR,
+            "workspace must be memory; got NULL");
+    refuses([&] { return backward(memory, bytes - 1, executor, nullptr); }, ACLNN_ERR_PARAM_INVALID,
+            "workspaceSize must be at least 48; got 47");
+    refuses([&] { return backward(memory + 1, bytes, executor, nullptr); }, ACLNN_ERR_PARAM_INVALID,
+            "workspace must be aligned to 8 bytes; got an address that is not");
+    refuses([&] { return aclnnMultiScaleDeformableAttnFunction(memory, bytes, executor, nullptr); }, ACLNN_ERR_PARAM_INVALID,
+            "executor must come from this operator's phase one; got another operator's");
+    refuses([&] { return backward(memory, bytes, executor, memory); }, ACLNN_ERR_PARAM_INVALID,
+            "stream must come from aclrtCreateStream and not be destroyed; got a pointer that is no stream");
 
     CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
     CHECK(aclSetAclOpExecutorRepeatable(executor) == ACLNN_SUCCESS);

@@ -301,6 +301,25 @@ def test_aggregation_drops_pairs_in_training_only():
     torch.testing.assert_close(kept.sum((2, 3, 4)), torch.ones(1, 400, 2))
 
 
+def test_weights_draws_other_pairs_than_forward_and_a_recording_keeps_those():
+    """In training. The recorded weights give forward's output, and those of `weights` do not."""
+    torch.manual_seed(0)
+    module = randomise(nn.DeformableFeatureAggregation(24, 4, 2, 3, attn_drop=0.5))
+    projection, wh = cameras()
+    maps = nn.flatten_cameras([torch.rand(2, 3, 24, *s, dtype=torch.float64) for s in SIZES[:2]])
+    query = rand(2, 11, 24)
+    with mx_driving.viz.recording() as looks:
+        output = module(query, rand(2, 11, 8), query, *maps, projection, wh)
+    used, *others = looks[0].weights, module.weights(query * 2, projection), module.weights(query * 2, projection)
+    features = [mx_driving.deformable_aggregation(*maps, looks[0].locations, weights) for weights in (used, *others)]
+    outputs = [torch.cat([module.output_proj(feature), query], -1) for feature in features]
+    torch.testing.assert_close(outputs[0], output)
+    assert not torch.allclose(outputs[1], output)
+    assert not torch.equal(*others)
+    module.eval()
+    torch.testing.assert_close(used[used != 0], 2 * module.weights(query * 2, projection)[used != 0])
+
+
 def test_recorded_looks_are_the_modules_own():
     """Recorded looks have the locations and weights that the modules' own methods compute, with the same dropped pairs."""
     value, shapes, starts = pyramid(24)

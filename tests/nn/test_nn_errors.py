@@ -71,6 +71,8 @@ SHAPES_OF = [
     (PILLARS, "query", (2, 5, 16), "(1, sum(counts)=5, embed_dims=16)"),
 ]
 DTYPE = "must have the dtype of the module's parameters, float32"
+FLOATS, INDEX = "must have dtype float32, float64, float16 or bfloat16", "must have dtype int32 or int64"
+HEIGHTS = "reference_points must have a num_Z_anchors count that divides num_points=4"
 # module, argument, wrong value, sentence
 OTHERS = [
     (MULTI_SCALE, "query", None, "query must be a torch.Tensor; got NoneType"),
@@ -83,10 +85,29 @@ OTHERS = [
     (PILLARS, "query", torch.rand(1, 5, 16).double(), f"query {DTYPE}; got float64"),
     (TEMPORAL, "value", torch.rand(2, 2, 30, 16).half(), f"value {DTYPE}; got float16"),
     (AGGREGATION, "instance_feature", QUERY.half(), f"instance_feature {DTYPE}; got float16"),
-    (SPATIAL, "reference_points", torch.rand(2, 3, 5, 3, 2), "num_Z_anchors must divide num_points=4; got 3"),
-    (EVEN, "reference_points", torch.rand(2, 5, 3, 2), "num_Z_anchors must divide num_points=4; got 3"),
+    (
+        SPATIAL,
+        "reference_points",
+        torch.rand(2, 3, 5, 3, 2),
+        "bev_mask must have shape (bs=2, cam=3, num_queries=5, num_Z_anchors=3); got (2, 3, 5, 2)",
+    ),
+    (EVEN, "reference_points", torch.rand(2, 5, 3, 2), f"{HEIGHTS}; got 3"),
     (PILLARS, "counts", [5], "counts must hold a number from 0 on for each of 2 pictures; got [5]"),
     (PILLARS, "counts", [6, -1], "counts must hold a number from 0 on for each of 2 pictures; got [6, -1]"),
+    *(
+        (PILLARS, "counts", wrong, f"counts must be a list of whole numbers; got {wrong!r}")
+        for wrong in (5, "ab", [2.5, 2.5], PADDING.sum(1))
+    ),
+    *(
+        (module, name, t.to(dtype), f"{name} {FLOATS}; got {str(dtype)[6:]}")
+        for module, name, t in [
+            (TEMPORAL, "query_pos", VALUE),
+            (SPATIAL, "query_pos", QUERY),
+            (AGGREGATION, "anchor_embed", QUERY),
+            (AGGREGATION, "anchor", torch.rand(2, 5, 8)),
+        ]
+        for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e5m2)
+    ),
 ]
 ROWS = [(*row[:2], torch.zeros(row[2]), f"{row[1]} must have shape {row[3]}; got {row[2]}") for row in SHAPES_OF] + OTHERS
 
@@ -156,12 +177,35 @@ def said(call):
     with pytest.raises((TypeError, ValueError)) as refused:
         call()
     sentence = str(refused.value)
+    assert re.match(r"\w+", sentence)[0] == refused.value.argument
     assert refused.type is (TypeError if re.search("dtype|a torch.Tensor|a list of", sentence) else ValueError)
     return sentence
 
 
+MATRICES = torch.rand(2, 3, 4, 4)
+# Methods for inspection: call, sentence
+INSPECTED = [
+    (lambda: MULTI_SCALE.sampling(QUERY, torch.rand(2, 5, 2, 3), SHAPES),
+     "reference_points must have shape (bs=2, num_queries=5, num_levels=2, 2 or 4); got (2, 5, 2, 3)"),
+    (lambda: MULTI_SCALE.sampling(QUERY, torch.zeros(2, 5, 2, 2).int(), SHAPES), f"reference_points {FLOATS}; got int32"),
+    (lambda: MULTI_SCALE.sampling(QUERY, torch.rand(2, 5, 2, 2), SHAPES.float()), f"spatial_shapes {INDEX}; got float32"),
+    (lambda: GEOMETRIC.pixels(torch.rand(2, 5, 3, 2), SHAPES),
+     "reference_points must have shape (bs, num_queries, num_heads=4, 2); got (2, 5, 3, 2)"),
+    (lambda: GEOMETRIC.pixels(torch.rand(2, 5, 4, 2), SHAPES[:1]),
+     "spatial_shapes must have shape (num_levels=2, 2); got (1, 2)"),
+    (lambda: GEOMETRIC.pixels(torch.zeros(2, 5, 4, 2).int(), SHAPES), f"reference_points {FLOATS}; got int32"),
+    (lambda: GEOMETRIC.pixels(torch.rand(2, 5, 4, 2), SHAPES.float()), f"spatial_shapes {INDEX}; got float32"),
+    (lambda: GEOMETRIC.pixels(None, SHAPES), "reference_points must be a torch.Tensor; got NoneType"),
+    (lambda: AGGREGATION.weights(QUERY[0], MATRICES),
+     "feature must have shape (bs=2, anchor, embed_dims=16); got (5, 16)"),
+    (lambda: AGGREGATION.weights(QUERY, MATRICES[..., 0]),
+     "projection_mat must have shape (bs=2, cam, 3 or 4, 4); got (2, 3, 4)"),
+    (lambda: AGGREGATION.weights(QUERY.half(), MATRICES), f"feature {DTYPE}; got float16"),
+    (lambda: BY_CAMERA.weights(None, None), "feature must be a torch.Tensor; got NoneType"),
+]  # fmt: skip
 # call, sentence
 REFUSALS = [
+    *INSPECTED,
     *((functools.partial(function, maps), sentence) for function, maps, sentence in FLATTEN),
     *((functools.partial(module, **{**GOOD[module], name: other}), sentence) for module, name, other, sentence in ROWS),
     *((functools.partial(kind, **{name: wrong}), f"{name} must {rule}; got {wrong!r}") for kind, name, wrong, rule in MADE),
@@ -201,7 +245,7 @@ def test_each_input_is_held_to_its_kind_and_sizes(module):
             except ValueError as error:
                 named = re.match(r"(\w+)(\[\d\])? must ", str(error))
                 assert named
-                assert named[1] in (*inputs, "num_Z_anchors")
+                assert named[1] in inputs
                 if axes := re.fullmatch(rf"{name} must have shape \((.*)\); got (\(.*?\)).*", str(error)):
                     assert axes[2] == str(tuple(other.shape))
                     assert [*map(fits, axes[1].split(", "), given.shape)] == [True] * given.dim()

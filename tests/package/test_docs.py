@@ -58,7 +58,8 @@ def test_every_python_block_runs():
         assert len(re.findall(r"^ *[`~]{3,} *(?:\{\S+ *)?py", text, flags=re.MULTILINE)) == len(fences(text, "python")), page
     assert len(fences(TEXTS["README.md"], "python")) >= 2
     for operator in mx_driving.backends()["cpu"]:
-        assert fences(TEXTS[f"docs/{operator}.md"], "python")
+        blocks = fences(TEXTS[f"docs/{operator.removesuffix('_with_logits')}.md"], "python")
+        assert any(f"mx_driving.{operator}(" in block for block in blocks)
 
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if page != "README.md"])

@@ -13,8 +13,8 @@ SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving,
 # The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
 FLOORS = (
     (
-        *("_agreement", "_foreign_functions", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
-        *("_show", "_torch_private"),
+        *("_agreement", "_foreign_functions", "_installing", "_import_guard", "_package_files", "_needs", "_replacing"),
+        *("__pyinstaller", "_show", "_torch_private"),
     ),
     ("_operator", "config"),
     ("_data_checks", "_files", "geometry", "reference"),

@@ -19,12 +19,13 @@ from mx_driving.patcher import Patch, PatcherBuilder
 @pytest.fixture
 def library(monkeypatch):
     """Return a library whose function `core` is a deformable sampling core."""
-    module = module_of(GOOD.replace("def deformable", "def core"), "some_library")
+    module = module_of(GOOD.replace("def deformable", "def core"), "core", "some_library")
     module.core.__module__ = "some_library"
     monkeypatch.setitem(sys.modules, "some_library", module)
     yield module
     for change in list(_patch._changes.values()):  # patches of patcher stay after the block, as in the vendor's package
-        _patch._release(change.holder)
+        for original in list(change.originals):
+            change.release(original)
 
 
 def test_msda_is_patch(library):

@@ -44,11 +44,11 @@ from torch.utils.checkpoint import checkpoint
 import mx_driving
 
 
-def module_of(source: str, name: str = "a_library") -> types.ModuleType:
-    """A Python module made of text that has a `plain_core` of its own."""
+def module_of(source: str, known: str = "deformable", name: str = "a_library") -> types.ModuleType:
+    """A Python module made of text that has a `plain_core` of its own. `known`: a function that is known, or nothing."""
     core = types.FunctionType(plain_core.__code__, plain_core.__globals__, "plain_core")
     core.__module__ = "elsewhere"
-    return library(core, source=source, name=name)
+    return library(core, source=source, known=known, name=name)
 
 
 GOOD = """
@@ -65,13 +65,17 @@ deformable = decorated(plain_core)
 RAISES = GOOD.replace("return", "raise RuntimeError('Not implemented on the CPU')\n    return")
 OTHER_PARAMETERS = "def deformable(value, sampling_locations, attention_weights, sizes):\n    pass\n"
 EXTENSION = """
-class deformable(torch.autograd.Function):
+class MSDeformAttnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
-        return EXT.FUNCTION(value)
+        inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+        ctx.save_for_backward(*inputs)
+        return EXT.ms_deform_attn_forward(*inputs, im2col_step)
     @staticmethod
     def backward(ctx, grad):
-        return grad
+        inputs = ctx.saved_tensors
+        grads = EXT.ms_deform_attn_backward(*inputs, grad.contiguous(), 64)
+        return grads[0], None, None, grads[1], grads[2], None
 """
 
 
@@ -131,41 +135,60 @@ def test_a_model_is_searched_by_its_classes_files():
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (CLOSURE, "its code is not known, because .* closure"),
-        (OTHER_PARAMETERS, r"no known form has the parameters \(value, sampling_locations, attention_weights, sizes\)"),
-        (EXTENSION, "its code is not known, and it calls no compiled function that is known"),
+        (GOOD + "    # unlike the known code\n    return None", r"its code is not known\. .* forms=\{deformable: \"core\"\}"),
+        (CLOSURE, r"its code is not known, because .* closure\. .* forms=\{deformable: \"core\"\}"),
+        (OTHER_PARAMETERS, "its code is not known$"),
+        (EXTENSION, r"its code is not known\. .* forms=\{MSDeformAttnFunction: \"core\"\}"),
     ],
 )
-def test_unknown_code_stays_and_the_reason_is_a_warning(source, reason):
-    module = module_of(source)
-    before = module.deformable
-    with pytest.warns(UserWarning, match=f"mx_driving.patch left a_library.*deformable alone: {reason}"):
+def test_unknown_code_stays_and_the_warning_has_the_line_to_paste(source, reason):
+    module = module_of(source, known="")
+    before = getattr(module, "deformable", None)
+    with pytest.warns(UserWarning, match=f"mx_driving.patch left a_library.* alone: {reason}"):
         done = mx_driving.patch(module)
     done.restore()
     assert done.replaced == ("elsewhere.plain_core",)
     ((name, said),) = done.skipped.items()
     assert f"left alone {name}: {said}" in repr(done)
-    assert module.deformable is before
+    assert getattr(module, "deformable", None) is before
 
 
-EXTENSIONS = [
-    ("MSDA", "ms_deform_attn_forward", True),
-    ("MSDA3D", "ms_deform_attn_forward", False),
-    ("MSDA", "forward_3d", False),
-]
-NAMED = EXTENSION.replace("deformable", "MSDeformAttnFunction").replace("EXT.FUNCTION", "{0}.{1}")
+EDITS_OF_A_FUNCTION = {  # of an autograd function over an extension -> why a trial refuses it
+    ("return EXT.ms_deform_attn_forward(*inputs, im2col_step)", "return 2 * EXT.ms_deform_attn_forward(*inputs, im2col_step)"): (
+        "differs from the operator's by"
+    ),
+    ("return EXT.", "return -EXT."): "differs from the operator's by",
+    ("grads[0], None", "1.001 * grads[0], None"): "differs from the operator's by",
+    ("grads[1], grads[2]", "None, grads[2]"): "differs from the operator's by",
+    ("grads[1], grads[2]", "grads[1], grads[2].sign()"): "differs from the operator's by",
+    ("grad.contiguous()", "grad.contiguous().clamp(-0.1, 0.1)"): "differs from the operator's by",
+    ("return EXT.", "value = value * 1.01\n        return EXT."): "",  # `inputs` holds the older value
+    ("        inputs = value,", "        value = value.relu()\n        inputs = value,"): "differs from the operator's by",
+    ("im2col_step)\n    @", "im2col_step).unsqueeze(0)\n    @"): "its results have other shapes",
+    ("im2col_step)\n    @", "im2col_step).float()\n    @"): "its results have another dtype",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("extension", "function", "served"), EXTENSIONS)
-def test_an_unknown_autograd_function_is_known_by_the_compiled_function_that_it_calls(extension, function, served):
-    """MSDA3D samples volumes by functions of the same names."""
-    extension = types.ModuleType(extension.replace("MSDA", "MultiScaleDeformableAttention"))
-    module = library(extension, source=NAMED.format(extension.__name__, function))
-    refusal = pytest.raises(ValueError, match="calls no compiled function that is known")
-    with contextlib.nullcontext() if served else refusal, mx_driving.patched(module):
+@pytest.mark.parametrize("edit", EDITS_OF_A_FUNCTION)
+def test_a_named_autograd_function_is_tried_over_compats_functions(edit):
+    """Outputs and gradients count. The extension is not called, and is not replaced after the trial."""
+    source, reason, extension = EXTENSION.replace(*edit), EDITS_OF_A_FUNCTION[edit], types.ModuleType("EXT")
+    assert source != EXTENSION
+    for text, word in ((EXTENSION, ""), (source, reason)):
+        module = library(extension, source=text)
+        function, before = module.MSDeformAttnFunction, dict(vars(module.MSDeformAttnFunction))
         value, sizes, locations, weights = inputs()
         arguments = value, torch.tensor(sizes), torch.tensor([0, 20]), locations, weights, 64
-        torch.testing.assert_close(module.MSDeformAttnFunction.apply(*arguments), plain_core(*inputs()))
+        if word:
+            with pytest.raises(ValueError, match=f"^forms must name .*; got 'core' for MSDeformAttnFunction: .*{word}"):
+                mx_driving.patch(module, forms={function: "core"})
+        else:
+            with mx_driving.patched(module, forms={function: "core"}):
+                assert operators(function.apply, *arguments) == [BARE]
+                torch.testing.assert_close(function.apply(*arguments), plain_core(*inputs()))
+        assert (dict(vars(function)), module.EXT) == (before, extension)
+        with pytest.raises(AttributeError, match="has no attribute 'ms_deform_attn_forward'"):
+            function.apply(*arguments)
 
 
 def test_errors():
@@ -243,7 +266,8 @@ def test_a_module_that_takes_its_core_from_elsewhere_is_pointed_there(tmp_path, 
         for target, name in ((blocks, "plugin.blocks"), ("plugin.blocks", "plugin.blocks"), (blocks.Block(), "Block")):
             with pytest.raises(ValueError, match=f"got none in {name}; it takes its own from plugin.ops: patch that"):
                 mx_driving.patch(target)
-        mx_driving.patch("plugin.ops").restore()
+        with pytest.raises(ValueError, match=r'forms=\{DeformableAggregationFunction: "core"\}'):
+            mx_driving.patch("plugin.ops")
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "plugin"]:
             del sys.modules[name]
@@ -376,7 +400,7 @@ class OfAnotherKind(libraries.Layers):
 
 @pytest.mark.filterwarnings("ignore:mx_driving.patch left")
 @pytest.mark.parametrize(("modules", "operator"), [(True, WITH_LOGITS), (False, BARE)])
-def test_a_patch_names_the_layers_of_a_model_that_call_an_operator(modules, operator):
+def test_a_patch_names_the_layers_of_a_model_that_are_replaced(modules, operator):
     """A layer counts if its class or its core is replaced. Names have the model's order, without inner layers and repeats."""
     attention = build(HuggingFace)
     layers = {"zero": ByAnAttribute(), "other": OfAnotherKind(), "layer": Layer(attention), "again": build(HuggingFace)}
@@ -384,8 +408,8 @@ def test_a_patch_names_the_layers_of_a_model_that_call_an_operator(modules, oper
     with mx_driving.patched(model, modules=modules, forms={HuggingFace: "transformers"} if modules else None) as done:
         assert done.layers == ("zero", "layer.attention", "again")
         assert repr(done).splitlines()[-5:] == [
-            "3 of 4 layers of ModuleDict that sample call an operator",
-            *(f"{name} calls an operator" for name in done.layers),
+            "3 of 4 layers of ModuleDict that sample are replaced",
+            *(f"{name} is replaced" for name in done.layers),
             "other keeps its own code",
         ]
         assert operators(attention, **arguments_for(attention)) == [operator]

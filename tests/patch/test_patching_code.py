@@ -1,13 +1,14 @@
-"""patch: which code has the same key, which unknown cores are tried, and that all other code keeps its own numbers."""
+"""patch: which code has the same key, and how a core that the caller names is tried."""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import pytest
 import torch
-from attention_modules import SIZES, core_arguments, library, plain_core
+from attention_modules import BARE, core_arguments, library, operators, plain_core
 
 import mx_driving
 from mx_driving._patch._code import NoKey, Reader
@@ -122,15 +123,9 @@ def test_a_file_that_changed_after_its_import_has_no_key(text, tmp_path, monkeyp
 
 
 CORE = """
-import contextlib, os, random
-SCALE, OPTIONS, CLASS_OF = 1.0, {"scale": 1.0}, type("Options", (), {"scale": 1.0})
-def post(x):
-    return x
-def late():
-    return SCALE
-class Context:
-    def __enter__(self): return 1
-    def __exit__(self, *a): pass
+SCALE, OPTIONS = 1.0, {"scale": 1.0}
+def late(x):
+    return x * SCALE
 def core(value, value_spatial_shapes, sampling_locations, attention_weights):
     bs, _, heads, channels = value.shape
     PRE
@@ -138,49 +133,73 @@ def core(value, value_spatial_shapes, sampling_locations, attention_weights):
     POST
     return out
 """
-# Edits of a core, and why the core keeps its code.
-IMPURE = [
-    ("POST", "out = out * SCALE", "reads the global SCALE"),
-    ("POST", "out = out * OPTIONS['scale']", "reads the global OPTIONS"),
-    ("POST", "out = out * late()", "calls late, which reads the global SCALE"),
-    ("POST", "out = out * [late() for _ in '1'][0]", "calls late, which reads the global SCALE"),
-    ("POST", "out = out * getattr(out, 'scale', 1)", "reads the global getattr"),
-    ("POST", "out = out * float(os.environ.get('SCALE', 1))", "asks for environ"),
-    ("POST", "out = out * (1 + 0 * random.random())", "random"),
-    ("POST", "global SCALE; SCALE = 2", "sets the global SCALE"),
-    ("POST", "core.calls = 1", "sets the attribute calls"),
-    ("POST", "import os", "imports os"),
-    ("POST", "out = yield out", "is not a plain function"),
-    ("POST", "out = out * 2 if torch.is_grad_enabled() else out", "asks for is_grad_enabled"),
-    ("POST", "out = out * 2 if torch.get_default_dtype() == torch.float64 else out", "asks for get_default_dtype"),
-    ("POST", "out = out * 2 if torch.is_autocast_enabled() else out", "asks for is_autocast_enabled"),
-    ("POST", "out = out * 2 if value.dtype == torch.float64 else out", "has a branch on value.dtype == torch.float64"),
-    ("POST", "out = out * 2 if value.is_cuda else out", "has a branch on value.is_cuda"),
-    ("POST", "out = out * 2 if value.requires_grad else out", "has a branch on value.requires_grad"),
-    ("POST", "out = out * 2 if bs > 3 else out", "has a branch on bs > 3"),
-    ("POST", "out = out * 2 if channels >= 64 else out", "has a branch on channels >= 64"),
-    ("POST", "out = out * (1 + (heads == 8))", "has a branch on heads == 8"),
-    ("POST", "out = [out, 2 * out][value.shape[0] > 3]", "has a branch on value.shape[0] > 3"),
-    ("POST", "while bs > 3: bs, out = 0, 2 * out", "has a branch on bs > 3"),
-    ("POST", "out = sum(2 * out for _ in [1] if bs > 3) + out", "has a branch on bs > 3"),
-    ("POST", "out = out * (bs > 3 and 2 or 1)", "has a branch on bs > 3"),
-    ("POST", "if SCALE == 1: pass", "reads the global SCALE"),
-    ("PRE", "value = value.clamp(-0.3, 0.3)", "differs from the operator's by"),
-    ("PRE", "sampling_locations = sampling_locations.detach()", "differs from the operator's by"),
-    ("POST", "out = out.transpose(0, 1)", "other shapes"),
-    ("POST", "out = out.float()", "another dtype"),
-    ("POST", "raise RuntimeError('Not implemented on the CPU')", "does not run on a small example: RuntimeError"),
+
+
+def core_of(place="", code=""):
+    return library(plain_core, source=CORE.replace(place or "PRE", code or "pass").replace("PRE", "pass").replace("POST", "pass"))
+
+
+DIFFERS = "its result on a small example differs from the operator's by"
+CLAMPED = "{0} = {0}.clamp({1})"
+# Edits of a core, and why a trial refuses the core.
+EDITS = [
+    ("PRE", CLAMPED.format("value", "-0.3, 0.3"), DIFFERS),
+    ("PRE", CLAMPED.format("value", "-100, 100"), DIFFERS),
+    ("PRE", CLAMPED.format("attention_weights", "-0.4, 1"), DIFFERS),
+    ("PRE", CLAMPED.format("attention_weights", "-1e3, 1e3"), DIFFERS),
+    ("PRE", CLAMPED.format("sampling_locations", "-0.3, 1.3"), DIFFERS),
+    ("PRE", "sampling_locations = sampling_locations.detach()", DIFFERS),
+    ("PRE", "value = value.nan_to_num() * 1.00001", DIFFERS),
+    ("POST", "out = out * 2 if torch.is_grad_enabled() else out", DIFFERS),
+    ("POST", "out = out * 2 if value.dtype == torch.float64 else out", DIFFERS),
+    ("POST", "out = out * 2 if value.requires_grad else out", DIFFERS),
+    ("POST", "out = out * (1 + max(0, heads - 2))", DIFFERS),
+    ("POST", "out = out.transpose(0, 1)", "its results have other shapes"),
+    ("POST", "out = out.float()", "its results have another dtype"),
+    ("POST", "out = out.half() if value.dtype == torch.bfloat16 else out", "its results are torch.float16, ours torch.bfloat16"),
+    ("POST", "out = [out]", "it returns a list"),
+    ("POST", "out = {'out': out}", "it returns a dict"),
+    ("POST", "out = out.tolist()", "it returns something else beside tensors"),
+    ("POST", "yield out", "it returns something else beside tensors"),
+    ("POST", "raise RuntimeError('Not implemented on the CPU')", "it does not run on a small example: RuntimeError"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "code", "reason"), IMPURE)
-def test_an_unknown_core_that_is_not_pure_or_computes_something_else_keeps_its_code(place, code, reason):
-    module = library(plain_core, source=CORE.replace(place, code).replace("PRE", "pass").replace("POST", "pass"))
+@pytest.mark.parametrize(("place", "code", "reason"), EDITS)
+def test_an_unknown_core_keeps_its_code_and_a_named_core_that_computes_something_else_is_refused(place, code, reason):
+    module = core_of(place, code)
     own = module.core.__code__
     with mx_driving.patched(module) as done:
-        assert reason in done.skipped["a_library.core"]
-        assert f"left alone a_library.core: {done.skipped['a_library.core']}" in repr(done)
+        assert done.skipped["a_library.core"].startswith("its code is not known")
+        assert done.skipped["a_library.core"].endswith('To replace it, try: mx_driving.patch(..., forms={core: "core"})')
         assert module.core.__code__ is own
+    with pytest.raises(ValueError, match=f"^forms must name the form .*; got 'core' for core: {re.escape(reason)}"):
+        mx_driving.patch(module, forms={module.core: "core"})
+    assert module.core.__code__ is own
+
+
+REACHED = [  # code, and what changes after patch
+    ("out = out * SCALE", lambda module: setattr(module, "SCALE", 2.0)),
+    ("out = out * OPTIONS['scale']", lambda module: setattr(module, "OPTIONS", {"scale": 2.0})),
+    ("out = late(out)", lambda module: setattr(module, "SCALE", 2.0)),
+    ("out = late(out)", lambda module: setattr(module, "late", torch.neg)),
+    ("out = late(out)", lambda module: setattr(module.late, "__code__", (lambda x: 2 * x).__code__)),
+    ("out = out", lambda module: setattr(module, "plain_core", lambda *a: 2 * plain_core(*a))),
+]
+
+
+@pytest.mark.parametrize(("code", "change"), REACHED)
+def test_a_named_core_runs_its_own_code_after_a_change_of_what_it_reaches(code, change):
+    module, arguments = core_of("POST", code), core_arguments((2, 4))
+    with mx_driving.patched(module, forms={module.core: "core"}):
+        before = module.core(*arguments)
+        assert operators(module.core, *arguments) == [BARE]
+        change(module)
+        expected = core_of().core(*arguments)  # its plain_core is replaced, too
+        torch.testing.assert_close(before, expected)
+        changed = module.core(*arguments)
+    torch.testing.assert_close(changed, module.core(*arguments))
+    assert not torch.allclose(changed, before)
 
 
 LAYER = """
@@ -193,42 +212,14 @@ class Core(torch.nn.Module):
 """
 
 
-def test_methods_of_a_core_that_is_a_layer_must_be_pure():
-    with mx_driving.patched(library(plain_core, source=LAYER)) as done:
-        assert "calls post, which reads the global SCALE" in done.skipped["a_library.Core"]
-    with mx_driving.patched(library(plain_core, source=LAYER.replace("x * SCALE", "x"))) as done:
-        assert done.replaced == ("attention_modules.plain_core", "a_library.Core")
-
-
-CLAMPED = "{0} = {0}.clamp({1})"
-# Edits of a pure core that small examples might not show, and the arguments that show them.
-HIDDEN = [
-    ("PRE", CLAMPED.format("value", "-0.6, 0.6"), {}),
-    ("PRE", CLAMPED.format("value", "-100, 100"), {"times": 1e3}),
-    ("PRE", CLAMPED.format("attention_weights", "-1, 1"), {}),
-    ("PRE", CLAMPED.format("attention_weights", "-1e3, 1e3"), {"times": 1e5}),
-    ("PRE", CLAMPED.format("sampling_locations", "-0.3, 1.3"), {"sizes": [(1, 1)]}),
-    ("POST", "out = out * (1 + max(0, heads - 7))", {"heads": 8}),
-    ("POST", "out = out * (1 + int(value.abs().max() // 50))", {"times": 1e3}),
-    ("PRE", "sampling_locations = sampling_locations.expand(-1, -1, heads, -1, -1, -1)", {"broadcast": 2}),
-    ("PRE", "sampling_locations = sampling_locations.expand(bs, -1, -1, -1, -1, -1)", {"broadcast": 0}),
-]
-
-
-def core_inputs(bs=2, queries=9, heads=3, channels=4, sizes=SIZES, times=1.0, broadcast=None):
-    value, _, locations, weights = core_arguments((len(sizes), 4), sides=(bs, queries, heads, channels), sizes=sizes)
-    locations = locations * 5 - 2
-    locations = locations if broadcast is None else locations.narrow(broadcast, 0, 1)
-    return times * (value - 0.4), sizes, locations, times * (weights - 0.4)
-
-
-@pytest.mark.parametrize(("place", "code", "more"), HIDDEN)
-def test_an_unknown_core_has_its_own_numbers_on_all_inputs(place, code, more):
-    """The numbers are the same, whether `patch` replaces the core or not."""
-    module = library(plain_core, source=CORE.replace(place, code).replace("PRE", "pass").replace("POST", "pass"))
-    inputs = core_inputs(**more)
-    expected = module.core(*inputs)
-    with mx_driving.patched(module):
-        out = module.core(*inputs)
-    assert out.dtype == expected.dtype
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+def test_methods_of_a_core_that_is_a_layer_count():
+    module, arguments = library(plain_core, source=LAYER), core_arguments((2, 4))
+    with mx_driving.patched(module) as done:
+        assert done.skipped["a_library.Core"].endswith('forms={Core: "core"})')
+    with mx_driving.patched(module, forms={module.Core: "layer"}):
+        assert operators(module.Core(), *arguments) == [BARE]
+        before, module.Core.post = module.Core()(*arguments), lambda self, x: 3 * x
+        torch.testing.assert_close(module.Core()(*arguments), 3 * before)
+    doubled = library(plain_core, source=LAYER.replace("x * SCALE", "2 * x"))
+    with pytest.raises(ValueError, match=f"got 'layer' for Core: {DIFFERS}"):
+        mx_driving.patch(doubled, forms={doubled.Core: "layer"})

@@ -33,8 +33,8 @@ from attention_modules import (
 )
 
 import mx_driving
-from mx_driving._patch._recognize import FORMS
 from mx_driving._patch._survey import survey
+from mx_driving._patch._trial import FORMS
 
 POINT, BOX = (2, 2), (2, 4)  # the last sides of reference points: one for each level
 ONE_POINT, ONE_BOX = (1, 2), (1, 4)  # one for all
@@ -227,7 +227,7 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_a_form_does_not_serve_runs_the_own_code(name):
-    """Without the change a layer of the class calls the operator."""
+    """Without the change a layer of the class calls the operator. A forward of an instance, or a decorator, may call it."""
     (kind, change, more), plain = LEFT[name], build(LEFT[name][0])
     changed = build(kind)
     arguments = arguments_for(plain)
@@ -235,7 +235,7 @@ def test_what_a_form_does_not_serve_runs_the_own_code(name):
     expected = results(changed, **{**arguments, **more})
     with patched(kind, Sampler):
         assert operators(plain, **arguments) == [WITH_LOGITS]
-        assert operators(changed, **{**arguments, **more}) == ([WITH_LOGITS] if kind is Decorated else [BARE])
+        assert operators(changed, **{**arguments, **more}) == ([WITH_LOGITS] if kind is Decorated or name == "forward" else [BARE])
         close(results(changed, **{**arguments, **more}), expected)
 
 
@@ -299,15 +299,17 @@ def join(levels):
 @pytest.mark.parametrize("way", SAMPLED)
 @pytest.mark.parametrize("name", VALUES)
 def test_each_layout_of_a_value_in_each_way_to_give_locations(name, way):
-    """Unknown cores are tried. `survey` names their form."""
+    """`survey` tries unknown cores, and names their form."""
     (layout, read), (more, code, calls) = VALUES[name], SAMPLED[way]
     read = f"({read}).permute(0, 2, 3, 1).contiguous()" if "uneven" in way else read
     things = plain_core, libraries.merged_core, by_level_core, join
     module = library(*things, source=CORE.format(more, code.replace("{0}", "{}").replace("{}", read)))
     calls = [(core_arguments(points, layout), named) for points, named in calls]
     expected = [results(module.core, *arguments, **named) for arguments, named in calls]
-    assert {finding.form for finding in survey(module) if finding.name == "a_library.core"} == {name + way}
-    with mx_driving.patched(module):
+    (findings, unread) = survey(module)
+    assert [finding.form for finding in findings if finding.name == "a_library.core"] == [name + way]
+    assert unread == {}
+    with mx_driving.patched(module, forms={module.core: "core"}):
         for (arguments, named), right in zip(calls, expected, strict=True):
             assert operators(module.core, *arguments, **named) == [WHOLE if "method" in named else BARE]
             close(results(module.core, *arguments, **named), right)
@@ -376,7 +378,7 @@ def test_cores(core, points, layout, shapes, more, called):
     names = "value", [*inspect.signature(core).parameters][1], "sampling_locations", "attention_weights"
     arguments = {**dict(zip(names, core_arguments(points, layout, shapes), strict=True)), **more}
     expected = results(core, **arguments)
-    with mx_driving.patched(library(core)) as done:
+    with mx_driving.patched(library(core), forms={core: "core"}) as done:
         assert done.replaced == (f"{core.__module__}.{core.__name__}",)
         assert operators(core, **arguments) == called
         close(results(core, **arguments), expected)

@@ -13,43 +13,102 @@ from attention_modules import floating, operators, recorded, results
 from torch.testing import assert_close
 
 import mx_driving
+from mx_driving._patch._code import Reader
+from mx_driving._patch._search import is_core
+from mx_driving._patch.known import Known, read_table
 
 B, D, H, W, C = 2, 2, 5, 4, 3
 POOL = ["bev_pool_v3"]
 
 
-def over(module, function, name, parameters, rest=""):
-    """An autograd function over a compiled file, and the rest of its Python file."""
-    forward = f"    @staticmethod\n    def forward(ctx, {parameters}):\n        return {module}.{function}({parameters})\n"
-    return types.ModuleType(module), f"class {name}(torch.autograd.Function):\n{forward}{rest}"
-
-
-def library(source, *members):
-    return attention_modules.library(*members, source=source)
+def library(source, *members, known=True):
+    """A Python module whose pools and autograd functions are known."""
+    module = attention_modules.library(*members, source=source)
+    names = re.findall(r"^(?:class|def) (\w+)", source, re.M) if known else ()
+    for pool in filter(is_core, (vars(module)[name] for name in names)):
+        if isinstance(pool, type) and "backward" not in vars(pool):  # Its gradients cannot be compared.
+            read_table()[Reader(is_core).read(pool).key] = Known("image", "tests")
+        else:
+            attention_modules.admit(pool, form="pool")
+    return module
 
 
 LIFT = "depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape, interval_starts, interval_lengths"
-BEVDET = over("bev_pool_v2_ext", "bev_pool_v2_forward", "QuickCumsumCuda", LIFT, f"""
-def bev_pool_v2({LIFT}):
-    return QuickCumsumCuda.apply({LIFT}).permute(0, 4, 1, 2, 3).contiguous()
-""")  # fmt: skip
-BEVFUSION = over("bev_pool_ext", "bev_pool_forward", "QuickCumsumCuda", "x, geom_feats, ranks, B, D, H, W", """
-def bev_pool(feats, coords, B, D, H, W):
-    order = (coords @ torch.tensor([W * D * B, D * B, B, 1])).argsort()
-    return QuickCumsumCuda.apply(feats[order], coords[order], order, B, D, H, W).permute(0, 4, 1, 2, 3).contiguous()
-""")  # fmt: skip
-PLACES = "geom_xyz, input_features, voxel_num"
-BEVDEPTH = over("voxel_pooling_train_ext", "voxel_pooling_train_forward_wrapper", "VoxelPooling", PLACES, """
+RUNS = """
+        starts = torch.cat([ranks[1:] != ranks[:-1], ranks.new_zeros(1).bool()]).roll(1)
+        starts = starts.index_fill(0, starts.new_zeros(1, dtype=torch.long), True).nonzero()[:, 0].int()
+        lengths = torch.cat([starts[1:], starts.new_full((1,), len(ranks))]) - starts
+"""
+BEVDET = f"""
+class QuickCumsumCuda(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, {LIFT}):
+        depth, feat = depth.contiguous().float(), feat.contiguous().float()
+        out = feat.new_zeros(bev_feat_shape)
+        ctx.save_for_backward(depth, feat, ranks_depth, ranks_feat, ranks_bev, interval_lengths, interval_starts)
+        ext.bev_pool_v2_forward(depth, feat, out, *ctx.to_save[2:])
+        return out
+
     @staticmethod
     def backward(ctx, grad):
-        return None, ext.backward(grad), None
+        grads = [torch.zeros_like(t) for t in ctx.saved_tensors[:2]]
+        ext.bev_pool_v2_backward(grad.contiguous(), *grads, *ctx.saved_tensors)
+        return (*grads, *[None] * 6)
+
+def bev_pool_v2({LIFT}):
+    return QuickCumsumCuda.apply({LIFT}).permute(0, 4, 1, 2, 3).contiguous()
+"""
+BEVFUSION = f"""
+class QuickCumsumCuda(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, geom_feats, ranks, B, D, H, W):
+        {RUNS.strip()}
+        ctx.save_for_backward(geom_feats.int(), lengths, starts)
+        ctx.sizes = B, D, H, W
+        return ext.bev_pool_forward(x, *ctx.to_save, *ctx.sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (ext.bev_pool_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.sizes), *[None] * 6)
+
+def bev_pool(feats, coords, B, D, H, W):
+    order = (coords @ torch.tensor([W * D * B, D * B, B, 1])).argsort()
+    ranks = (coords @ torch.tensor([W * D * B, D * B, B, 1]))[order]
+    return QuickCumsumCuda.apply(feats[order], coords[order], ranks, B, D, H, W).permute(0, 4, 1, 2, 3).contiguous()
+"""
+BEVDEPTH = """
+class VoxelPooling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, geom_xyz, input_features, voxel_num):
+        (x, y, z), (b, n, _) = voxel_num.tolist(), geom_xyz.shape
+        out, memo = input_features.new_zeros(b, y, x, input_features.shape[-1]), geom_xyz.new_full((b, n, 3), -1)
+        sizes = b, n, input_features.shape[-1], x, y, z
+        ext.voxel_pooling_forward_wrapper(*sizes, geom_xyz, input_features, out, memo)
+        ctx.save_for_backward(memo.long())
+        return out.permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        memo, = ctx.saved_tensors
+        read = grad.permute(0, 2, 3, 1)[memo[..., 0], memo[..., 1], memo[..., 2]]
+        return None, read * (memo[..., :1] != -1), None
 
 voxel_pooling = VoxelPooling.apply
-""")  # fmt: skip
+"""
 # BEVDepth has no backward of it; ours has the right one.
-PLACES = "geom_xyz, depth_features, context_features, voxel_num"
-NAMES = "voxel_pooling_inference_ext", "voxel_pooling_inference_forward_wrapper", "VoxelPoolingInference"
-IN_INFERENCE = over(*NAMES, PLACES, "\nvoxel_pooling_inference = VoxelPoolingInference.apply\n")
+IN_INFERENCE = """
+class VoxelPoolingInference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, geom_xyz, depth_features, context_features, voxel_num):
+        cams, bins, height, width = depth_features.shape
+        (x, y, z), channels, b = voxel_num.tolist(), context_features.shape[1], len(geom_xyz)
+        out = depth_features.new_zeros(b, y, x, channels)
+        sizes = b, cams // b, bins, height, width, channels, x, y, z
+        ext.voxel_pooling_inference_forward_wrapper(*sizes, geom_xyz, depth_features, context_features, out)
+        return out.permute(0, 3, 1, 2)
+
+voxel_pooling_inference = VoxelPoolingInference.apply
+"""
 PLAIN = f"""
 def bev_pool_v2({LIFT}):
     b, d, h, w, c = bev_feat_shape
@@ -95,7 +154,7 @@ def voxel_pooling_inference(places, depth, context, number):
     rows = (depth[:, None] * context[:, :, None]).permute(0, 2, 3, 4, 1)
     return voxel_pooling(places.flatten(1, 4), rows.reshape(len(places), -1, rows.shape[-1]), number)
 """
-TRUTH = library(PLAIN + LIFTED_BY_HAND)
+TRUTH = library(PLAIN + LIFTED_BY_HAND, known=False)
 
 
 def lifted():
@@ -160,9 +219,8 @@ OVER_EXTENSIONS = [
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(("name", "source", "replaced", "inputs"), OVER_EXTENSIONS)
 def test_over_an_extension(name, source, replaced, inputs, alone):
-    """The class is recognized by the compiled function that it calls. The function around the class is tried afterwards. An
-    older reference to `apply` calls the operator, too. A model's file may import the function alone."""
-    module, model = library(source[1], source[0]), types.ModuleType("a_model")
+    """An older reference to `apply` calls the operator, too. A model's file may import the function alone."""
+    module, model = library(source, types.ModuleType("ext")), types.ModuleType("a_model")
     function = vars(model)[name] = getattr(module, name)
     before = [dict(vars(kind)) for kind in vars(module).values() if isinstance(kind, type)]
     with mx_driving.patched(model if alone and len(replaced) > 1 else module) as done:
@@ -191,8 +249,8 @@ def test_in_plain_torch(name):
     [("QuickCumsum", "geom_feats", "lift_splat_function"), ("VoxelsSumming", "geometry", "fiery")],
 )
 def test_lift_splat(function, places, form):
-    """FIERY has another name and another parameter. An autograd function in plain torch is tried if its form is named."""
-    module = library(LIFT_SPLAT.replace("{places}", places).replace("QuickCumsum", function))
+    """FIERY has another name and another parameter. An autograd function in plain torch may be named, too."""
+    module = library(LIFT_SPLAT.replace("{places}", places).replace("QuickCumsum", function), known=form != "fiery")
     x, places, ranks, *_ = sorted_rows()
 
     def forward():
@@ -205,7 +263,8 @@ def test_lift_splat(function, places, form):
 
     x.requires_grad_()
     expected = all_results()
-    with mx_driving.patched(module, forms={getattr(module, function): form}) as done:
+    forms = {getattr(module, function): form, module.cumsum_trick: "pool"} if form == "fiery" else None
+    with mx_driving.patched(module, forms=forms) as done:
         assert set(done.replaced) == {"a_library.cumsum_trick", f"a_library.{function}"}
         assert_close(all_results(), expected, rtol=1e-5, atol=1e-5)
         assert operators(forward) == 2 * POOL
@@ -235,32 +294,48 @@ CHANGES = [
 @pytest.mark.filterwarnings("ignore:mx_driving.patch left")
 @pytest.mark.parametrize(("name", "words", "others", "said"), CHANGES)
 def test_what_computes_something_else_or_has_another_name_is_left_alone(name, words, others, said):
-    """Another name is not looked at."""
-    with mx_driving.patched(library(PLAIN.replace(words, others))) as done:
+    """Another name is not looked at. A pool that is named is tried."""
+    library(PLAIN)
+    module = library(PLAIN.replace(words, others), known=False)
+    with mx_driving.patched(module) as done:
         assert set(done.replaced) == {f"a_library.{one}" for one in INPUTS if one != name}
         assert list(done.skipped) == [f"a_library.{name}"] * said
+        assert all(reason.endswith(f'forms={{{name}: "pool"}})') for reason in done.skipped.values())
+    pool = getattr(module, name if said else "something")
+    words = f"got 'pool' for {name}: (its result .* differs|it does not run)" if said else "'pool' for something: it looks like no core"
+    with pytest.raises(ValueError, match=words):
+        mx_driving.patch(module, forms={pool: "pool"})
 
 
 @pytest.mark.parametrize("more", ["*more", "scale=1"])
 def test_a_further_parameter_of_a_pool_or_of_an_autograd_function_is_not_known(more):
     plain = PLAIN.replace("def bev_pool(feats, coords, B, D, H, W", f"def bev_pool(feats, coords, B, D, H, W, {more}")
-    with pytest.warns(UserWarning, match="no known form has the parameters"), mx_driving.patched(library(plain)) as done:
-        assert list(done.skipped) == ["a_library.bev_pool"]
-    extension, source = over(*NAMES, f"{PLACES}, {more}")
-    with pytest.raises(ValueError, match=r"a_library\.VoxelPoolingInference: its code is not known"):
-        mx_driving.patch(library(source, extension))
+    library(PLAIN)
+    module = library(plain, known=False)
+    with pytest.warns(UserWarning, match="left a_library.bev_pool alone: its code is not known$"):
+        mx_driving.patch(module).restore()
+    with pytest.raises(ValueError, match="no known form has the parameters"):
+        mx_driving.patch(module, forms={module.bev_pool: "pool"})
+    source = IN_INFERENCE.replace("context_features, voxel_num):", f"context_features, voxel_num, {more}):")
+    module = library(source, types.ModuleType("ext"), known=False)
+    with pytest.raises(ValueError, match=r"a_library\.VoxelPoolingInference: its code is not known$"):
+        mx_driving.patch(module)
+    with pytest.raises(ValueError, match="no known form has the parameters"):
+        mx_driving.patch(module, forms={module.VoxelPoolingInference: "pool"})
 
 
-def test_code_that_calls_a_compiled_file_is_not_tried():
+def test_unknown_code_that_calls_a_compiled_file_is_not_run():
     """A trial of compiled code might end the process."""
-    source = "def inner(x):\n    return ext.zeros(1)\n\ndef bev_pool(feats, coords, B, D, H, W):\n    return inner(feats)\n"
-    with pytest.raises(ValueError, match="calls inner, which reads the global ext"):
-        mx_driving.patch(library(source, types.ModuleType("ext")))
+    source = "def bev_pool(feats, coords, B, D, H, W):\n    return ext.zeros(1)\n"
+    extension = types.ModuleType("ext")
+    vars(extension)["zeros"] = lambda *args: pytest.fail("was run")
+    with pytest.raises(ValueError, match=r'its code is not known, .*forms=\{bev_pool: "pool"\}'):
+        mx_driving.patch(library(source, extension, known=False))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_half_is_summed_in_float32_where_bevdet_does(autocast):
-    module = library(BEVDET[1], BEVDET[0])
+    module = library(BEVDET, types.ModuleType("ext"))
     depth, feat, *rest = lifted()
     with mx_driving.patched(module), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = module.bev_pool_v2(depth.half(), feat.half(), *rest)
@@ -270,7 +345,7 @@ def test_half_is_summed_in_float32_where_bevdet_does(autocast):
 
 def test_sizes_that_are_elements_of_a_tensor_and_points_outside():
     """BEVFusion's grid is a tensor. Points outside are left out."""
-    module, (feats, places, *sizes) = library(BEVFUSION[1], BEVFUSION[0]), rows()
+    module, (feats, places, *sizes) = library(BEVFUSION, types.ModuleType("ext")), rows()
     expected = TRUTH.bev_pool(feats[:40], places[:40], *sizes)
     places[40:50, 0], places[50:, 3] = H, -1
     with mx_driving.patched(module):
@@ -295,7 +370,7 @@ def test_what_operators_refuse_runs_the_pools_own_code(name, index, change):
 
 
 def test_rows_without_a_place_are_the_pools_own_matter():
-    module, over_extension, (feats, places, *sizes) = library(PLAIN), library(BEVFUSION[1], BEVFUSION[0]), rows()
+    module, over_extension, (feats, places, *sizes) = library(PLAIN), library(BEVFUSION, types.ModuleType("ext")), rows()
     with mx_driving.patched(module), pytest.raises(RuntimeError, match="shape mismatch"):
         module.bev_pool(feats, places[:40], *sizes)
     words = r"feats must have shape \(n=40, C\); got \(60, 3\)"

@@ -22,8 +22,8 @@ from attention_modules import operators  # noqa: E402
 from detectors import small_deformable_detr  # noqa: E402
 
 import mx_driving  # noqa: E402
-from mx_driving._patch._recognize import FORMS  # noqa: E402
 from mx_driving._patch._survey import survey  # noqa: E402
+from mx_driving._patch._trial import FORMS  # noqa: E402
 from mx_driving._patch.known import read_table  # noqa: E402
 
 FOLDER = pathlib.Path(transformers.__file__).parent / "models"
@@ -118,14 +118,16 @@ def test_patch_knows_every_core_and_attention_module():
     assert sorted({name.split(".")[2] for name in done.replaced}) == CARRIERS
     assert done.skipped == {}
     assert _list_attention_classes() <= set(done.replaced)
-    assert {finding.state for finding in survey("transformers")} == {"known"}
+    findings, unread = survey("transformers")
+    assert ({finding.state for finding in findings}, unread) == ({"known"}, {})
 
 
 def test_each_entry_of_the_table_names_a_form():
-    assert {entry.form for entry in read_table().values()} <= set(FORMS)
-    assert all(re.fullmatch("[0-9a-f]{12}", key) and entry.seen for key, entry in read_table().items())
+    table = {key: entry for key, entry in read_table().items() if not entry.seen.startswith("tests ")}  # of admit()
+    assert {entry.form for entry in table.values()} <= set(FORMS)
+    assert all(re.fullmatch("[0-9a-f]{12}", key) and entry.seen for key, entry in table.items())
     limits = {"bevdet": 1e-7}  # its code and ours sum in float32
-    assert all(entry.difference < limits.get(entry.form, 1e-12) for entry in read_table().values())
+    assert all(entry.difference < limits.get(entry.form, 1e-12) for entry in table.values())
 
 
 class _Outputs(torch.nn.Module):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
+import re
 
 import cases
 import logits_cases
@@ -177,6 +179,11 @@ def test_axes_of_the_caller_stay_the_callers():
     assert not hasattr(ax, "_repr_png_")
 
 
+def on_meta(look: viz.Look) -> viz.Look:
+    tensors = {name: t.to("meta") for name, t in vars(look).items() if isinstance(t, torch.Tensor)}
+    return dataclasses.replace(look, **tensors)
+
+
 IMAGE, POINTS, SHARES = torch.rand(4, 4, 3), torch.rand(2, 3, 2), torch.rand(2, 3)
 REFUSED = [
     (lambda: viz.sampling_points(IMAGE, torch.rand(2), torch.rand(1)),
@@ -194,8 +201,30 @@ REFUSED = [
     (lambda: viz.sampling_points(torch.rand(4, 4, 5), POINTS, SHARES),
      "image must have shape (H, W, 3), (3, H, W) or (H, W); got (4, 4, 5)"),
     (lambda: viz.page(attention(), [torch.rand(8, 9, 4)] * 2, "x.html"),
-     "pictures, camera 0, must have shape (H, W, 3), (3, H, W) or (H, W); got (8, 9, 4)"),
-    (lambda: viz.sampling_points(IMAGE.to("meta"), POINTS, SHARES), "image must have pixels; got a tensor on the device meta"),
+     "pictures[0] must have shape (H, W, 3), (3, H, W) or (H, W); got (8, 9, 4)"),
+    (lambda: viz.sampling_points(IMAGE.to("meta"), POINTS, SHARES), "image must hold numbers; got a tensor on the device meta"),
+    (lambda: viz.page(attention(), {"front": [IMAGE, 5]}, "x.html"),
+     "pictures['front'][1] must be a torch.Tensor [H, W, 3], [3, H, W] or [H, W], or a Pillow image; got int"),
+    (lambda: viz.page(attention(), [[IMAGE], IMAGE], "x.html"),
+     "pictures[0] must hold one picture, or one for each of the 2 levels of call 1; got 1"),
+    (lambda: viz.sampling_points(IMAGE, POINTS.to("meta"), SHARES),
+     "locations must hold numbers; got a tensor on the device meta"),
+    (lambda: viz.sampling_points(IMAGE, POINTS.cfloat(), SHARES), "locations must have a dtype of real numbers; got complex64"),
+    (lambda: viz.sampling_points(IMAGE, POINTS, SHARES, reference=POINTS[0].to("meta")),
+     "reference must hold numbers; got a tensor on the device meta"),
+    (lambda: attention().samples(4), "query must be a number from 0 to 3; got 4"),
+    (lambda: attention().samples(-1), "query must be a number from 0 to 3; got -1"),
+    (lambda: attention().samples(0.0), "query must be a whole number; got 0.0"),
+    (lambda: attention().samples(0, 0, 2), "scene must be a number from 0 to 1; got 2"),
+    (lambda: aggregation().samples(0, 3), "camera must be a number from 0 to 2; got 3"),
+    (lambda: on_meta(attention()).samples(0), "looks must hold numbers; got a tensor on the device meta"),
+    (lambda: viz.page(on_meta(attention()), [IMAGE] * 2, "x.html"), "looks must hold numbers; got a tensor on the device meta"),
+    (lambda: viz.page(attention(), [IMAGE] * 2, "x.html", plane=viz.Plane(POINTS[0].cfloat())),
+     "plane.places must have a dtype of real numbers; got complex64"),
+    (lambda: viz.page(attention(), [IMAGE] * 2, "x.html", plane=viz.Plane(seen=torch.ones(4, 2, device="meta"))),
+     "plane.seen must hold numbers; got a tensor on the device meta"),
+    (lambda: viz.page(attention(), [IMAGE] * 2, "x.html", plane=viz.Plane(labels=5)),
+     "plane.labels must be strings, one for each query; got 5"),
     (lambda: viz.sampling_points(IMAGE.long(), POINTS, SHARES), "image must hold bytes, or floats from 0 to 1; got int64"),
     (lambda: viz.bev(torch.rand(4, 5, 4)), "view must have shape (nx, ny) or (nx, ny, 3) with cells; got (4, 5, 4)"),
     (lambda: viz.bev(torch.rand(4, 5).to_sparse()), "view must have the layout torch.strided; got torch.sparse_coo"),
@@ -214,6 +243,7 @@ def test_errors(call, sentence):
     with pytest.raises((TypeError, ValueError)) as refused:
         call()
     assert str(refused.value) == sentence
+    assert re.match(r"[\w.]+", sentence)[0] == refused.value.argument
 
 
 def test_arrays_are_drawn_as_tensors_are():

@@ -6,7 +6,7 @@ import hashlib
 import pytest
 import torch
 
-from mx_driving import viz
+from mx_driving import nn, viz
 
 pytest.importorskip("numpy")
 pytest.importorskip("PIL.Image")
@@ -83,6 +83,118 @@ def test_a_layer_that_samples_its_cameras_in_turn_is_a_call(unseen, tmp_path):
     assert facts[0] == facts[1]
     assert facts[0]["looks"][0]["name"] == "call 1 (spatial.deformable_attention)"
     assert {(query, camera) for query, camera in samples(facts[0])} <= {tuple(pair) for pair in mask.T.nonzero().tolist()}
+
+
+def two_scenes(kind, cameras):
+    """Return a module of nn, its inputs for two scenes, and the mask `seen` of each scene."""
+    cells, grid = torch.rand(2, 12, 16), {"spatial_shapes": torch.tensor([[3, 4]]), "level_start_index": torch.tensor([0])}
+    if kind is nn.SpatialCrossAttention:
+        seen = torch.arange(24 * cameras).view(2, cameras, 12) % 5 < torch.tensor([2, 3]).view(2, 1, 1)
+        value, points = torch.rand(2, cameras, 12, 16), torch.rand(2, cameras, 12, 4, 2)
+        inputs = {
+            "query": cells,
+            "reference_points": points,
+            "value": value,
+            "bev_mask": seen[..., None].expand_as(points[..., 0]),
+        }
+        return kind(16, num_levels=1), inputs | grid, [mask.T for mask in seen]
+    if kind is nn.DeformableFeatureAggregation:
+        maps = dict(
+            zip(
+                ("feature_maps", "spatial_shape", "scale_start_index"),
+                nn.flatten_cameras([torch.rand(2, cameras, 16, 3, 4)]),
+                strict=True,
+            )
+        )
+        matrices = torch.eye(4) + torch.rand(2, cameras, 4, 4)
+        inputs = {"instance_feature": cells, "anchor": torch.rand(2, 12, 8), "anchor_embed": cells, "projection_mat": matrices}
+        return kind(16, 8, 1, cameras).eval(), inputs | maps, [None, None]
+    rows = {
+        nn.TemporalSelfAttention: (2, 2, 12),
+        nn.MultiScaleDeformableAttention: (2, 12),
+        nn.GeometricKernelAttention: (2, 12),
+    }
+    places = torch.rand(*rows[kind], 4 if kind is nn.GeometricKernelAttention else 1, 2)
+    return (
+        kind(16, num_levels=1),
+        {"query": cells, "reference_points": places, "value": torch.rand(*rows[kind], 16), **grid},
+        [None] * 2,
+    )
+
+
+SCENES = [
+    (nn.SpatialCrossAttention, 3),
+    (nn.SpatialCrossAttention, 1),
+    (nn.TemporalSelfAttention, 2),
+    (nn.MultiScaleDeformableAttention, 1),
+    (nn.GeometricKernelAttention, 1),
+    (nn.DeformableFeatureAggregation, 3),
+]
+
+
+@pytest.mark.parametrize(("kind", "cameras"), SCENES)
+def test_a_scene_of_a_batch_looks_as_it_does_alone(kind, cameras, tmp_path):
+    module, inputs, seen = two_scenes(kind, cameras)
+    for name, parameter in module.named_parameters():  # at first all weights are equal
+        if "weights" in name:
+            torch.nn.init.normal_(parameter)
+    with viz.recording() as looks:
+        module(**inputs)
+
+    def shown(looks, scene, mask):
+        path = viz.page(looks, [PICTURE] * cameras, tmp_path / "x.html", plane=viz.Plane((3, 4), seen=mask), scene=scene)
+        facts = written(path)[1]
+        assert len(facts["looks"]) == 1
+        return samples(facts)
+
+    for scene, mask in enumerate(seen):
+        tables = ("spatial_shapes", "level_start_index", "spatial_shape", "scale_start_index")
+        with viz.recording() as alone:
+            module(**{name: t if name in tables else t[scene : scene + 1] for name, t in inputs.items()})
+        found, expected = shown(looks, scene, mask), shown(alone, 0, mask)
+        assert found.keys() == expected.keys()
+        assert any(expected.values())
+        for block, rows in expected.items():
+            assert found[block] == [pytest.approx(row, abs=1e-4) for row in rows]
+    with pytest.raises(ValueError, match=r"^scene must be a number from 0 to 1 for call 1"):
+        shown(looks, 2, seen[1])
+
+
+def test_calls_of_a_layer_and_scenes_of_a_call(tmp_path):
+    """Two calls of a layer that samples its cameras in turn are two calls on the page. A sequence of looks has scenes."""
+    module, inputs, (seen, _) = two_scenes(nn.SpatialCrossAttention, 3)
+    one = {name: t if t.dim() < 3 else t[:1] for name, t in inputs.items()}
+    with viz.recording() as looks:
+        module(**one)
+        module(**one)
+    plane = viz.Plane((3, 4), seen=seen)
+    facts = written(viz.page(looks, [PICTURE] * 3, tmp_path / "x.html", plane=plane))[1]
+    assert samples(facts, 0) == samples(facts, 1)
+    for scene in (0, 1):
+        call = {"both": [*looks]}
+        assert samples(written(viz.page(call, [PICTURE] * 3, tmp_path / "x.html", plane=plane, scene=scene))[1]) == samples(
+            facts
+        )
+    counts = seen.sum(0).tolist()
+    rows = torch.rand(1, sum(counts), 16), torch.rand(1, sum(counts), 4, 2)
+    with viz.recording() as looks:  # the outermost module has no name
+        module.deformable_attention(*rows, torch.rand(3, 12, 16), one["spatial_shapes"], one["level_start_index"], counts)
+    assert len(written(viz.page(looks, [PICTURE] * 3, tmp_path / "x.html", plane=plane))[1]["looks"]) == 1
+
+
+def test_a_padded_batch_of_scenes(tmp_path):
+    """BEVFormer pads all cameras of all scenes to the most queries that a camera sees."""
+    seen = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 0]]).bool().view(2, 2, 4).transpose(1, 2)
+    levels = torch.tensor([[3, 4]]), torch.tensor([0])
+    look = viz.Look(
+        "multi_scale_deformable_attn", torch.rand(4, 12, 1, 2), *levels, torch.rand(4, 3, 1, 1, 1, 2), torch.rand(4, 3, 1, 1, 1)
+    )
+    for scene, mask in enumerate(seen):
+        facts = written(viz.page(look, [PICTURE] * 2, tmp_path / "x.html", plane=viz.Plane((2, 2), seen=mask), scene=scene))[1]
+        assert {block for block, rows in samples(facts).items() if rows} == {tuple(pair) for pair in mask.nonzero().tolist()}
+        for (query, camera), ((*_, weight),) in samples(facts).items():
+            row = mask[:, camera].nonzero().flatten().tolist().index(query)
+            assert weight == pytest.approx(float(look.weights[2 * scene + camera, row]), abs=1e-4)
 
 
 def test_looks_that_do_not_fit_are_named(tmp_path):

@@ -8,6 +8,16 @@ constexpr uint64_t bit(int64_t dtype) { return uint64_t(1) << dtype; }
 constexpr uint64_t FLOATING = bit(MXD_FLOAT32) | bit(MXD_FLOAT64) | bit(MXD_FLOAT16) | bit(MXD_BFLOAT16),
                    INDEX = bit(MXD_INT32) | bit(MXD_INT64);
 
+constexpr AxisSizes sizes_of_numbers() {
+    AxisSizes all{};
+    for (int64_t &size : all.of) size = -1;
+    all.of[sizes::TWO] = 2;
+    all.of[sizes::THREE] = 3;
+    all.of[sizes::FOUR] = 4;
+    return all;
+}
+constexpr AxisSizes NUMBERS = sizes_of_numbers(); // only sizes with a fixed value are known
+
 bool is_16_bits(int64_t dtype) { return dtype == MXD_FLOAT16 || dtype == MXD_BFLOAT16; }
 
 bool dtype_fits(Elements elements, int64_t dtype, int64_t value_dtype) {

@@ -1,5 +1,5 @@
-// Tables of each operator's inputs and outputs, the same as in src/mx_driving/_operator/description.py.
-// tests/native/test_description.py compares the two files.
+// Tables of each operator's inputs and outputs. describe.py writes them while the library is built, from
+// src/mx_driving/_operator/description.py.
 #pragma once
 
 #include <array>
@@ -27,8 +27,7 @@ template <class T, int MOST> struct List {
     constexpr const T &operator[](int index) const { return all[index]; }
 };
 
-// SIZE(name, member): the name of a size, and the member of Sizes with its value; nullptr if Sizes has no such member. The axes
-// of a Tensor are in the order of this list; see Axis.
+// SIZE(name, member): the name of a size, and the member of Sizes with its value; nullptr if Sizes has no such member.
 #define MXD_SIZES(SIZE)                                                                                                        \
     SIZE(bs, &Sizes::batch)                                                                                                    \
     SIZE(num_keys, &Sizes::keys)                                                                                               \
@@ -58,10 +57,9 @@ enum Name : int { NONE = -1, MXD_SIZES(MXD_NAME) TWO, THREE, FOUR, TWO_OR_FOUR, 
 #undef MXD_NAME
 } // namespace sizes
 
-// The names of sizes, such as "num_levels" or "2 or 4".
-extern const char *const SIZE_NAMES[sizes::COUNT];
-// An entry is null if Sizes has no member for the size.
-extern int64_t Sizes::*const SIZE_MEMBERS[sizes::TWO];
+#define MXD_TEXT(name, member) #name,
+constexpr const char *SIZE_NAMES[sizes::COUNT] = {MXD_SIZES(MXD_TEXT) "2", "3", "4", "2 or 4"};
+#undef MXD_TEXT
 
 // A size, or the product of two sizes.
 struct NamedAxis {
@@ -82,8 +80,6 @@ struct AxisSizes {
         return __builtin_mul_overflow(first, second, &product) ? INT64_MAX : product;
     }
 };
-extern const AxisSizes NUMBERS; // only sizes with a fixed value are known
-
 enum class Elements {
     FLOATING,
     INDEX,
@@ -124,6 +120,10 @@ struct Function {
 const std::array<Function, FUNCTIONS> &functions();
 
 // Returns the function with this name, or null.
-const Function *find_function(std::string_view name);
+inline const Function *find_function(std::string_view name) {
+    for (const Function &function : functions())
+        if (function.name == name) return &function;
+    return nullptr;
+}
 
 } // namespace mxd

@@ -36,10 +36,13 @@ void set_tensor(Tensor &t, const TensorInfo &from, const Argument &argument, con
 }
 
 Sizes sizes_of(const AxisSizes &sizes) {
+#define MXD_MEMBER(name, member) member,
+    constexpr int64_t Sizes::*MEMBERS[sizes::TWO] = {MXD_SIZES(MXD_MEMBER)};
+#undef MXD_MEMBER
     Sizes n{};
     n.heads = n.cameras = 1;
     for (int size = 0; size < sizes::TWO; ++size)
-        if (SIZE_MEMBERS[size] && sizes.of[size] >= 0) n.*SIZE_MEMBERS[size] = sizes.of[size];
+        if (MEMBERS[size] && sizes.of[size] >= 0) n.*MEMBERS[size] = sizes.of[size];
     n.levels = n.cameras * n.scales;
     n.group_channels = n.groups > 0 ? n.channels / n.groups : 0;
     return n;

@@ -8,12 +8,13 @@ import os
 import pathlib
 import struct
 import sys
+import warnings
 
 import torch
 
 from .. import _needs
-from .._library_path import library_path
 from .._operator.rules import flag
+from .._package_files import library_path, why_absent
 
 _IMPORTED_IN = os.getpid()
 _BY_CTYPES = flag("MX_DRIVING_CTYPES")  # tests and measurements turn it on, so that torch calls the kernels through Python
@@ -23,10 +24,18 @@ _KERNELS, _NOTHING = 1, 2  # values of enum mxd_torch: what C++ shall register w
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """Return the library, or why it cannot be loaded."""
-    path = library_path()
+    """Return the library, or why it cannot be loaded. Warn once in the latter case, because the reference is slow."""
+    library = _try_to_load(library_path())
+    if isinstance(library, str):
+        warnings.warn(
+            f"mx_driving computes with plain PyTorch on a CPU, which is slow: {library}", RuntimeWarning, stacklevel=2
+        )
+    return library
+
+
+def _try_to_load(path: pathlib.Path) -> ctypes.CDLL | str:
     if not path.exists():
-        return f"{path.name} is not in the package: it was not built or not installed"
+        return why_absent(path)
     try:
         if _is_truncated(path):
             return f"{path.name} is damaged: it ends before what its header promises"

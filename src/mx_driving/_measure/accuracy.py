@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._agreement import ULPS, output_difference
+from .._agreement import entry_differences, largest_magnitude, output_difference, rounding_limit
 from .._dispatch import choose
 from .rivals import make_plain, make_training_call
 from .workloads import Args, Workload, cast, take_queries
@@ -21,7 +22,8 @@ CHANNELS = 16  # channels of pooling that --quick checks, and most channels of a
 
 
 class WorkloadErrors(NamedTuple):
-    """The errors of an operator on a workload. `errors` and `allowed` are relative to the largest entry of each result."""
+    """The errors of an operator on a workload: for each result, those of the entry with the largest error / allowed error.
+    `errors` and `allowed` are relative to the largest entry of the result."""
 
     workload: Workload
     dtype: str
@@ -45,11 +47,6 @@ class WorkloadErrors(NamedTuple):
         return failures
 
 
-def _query_counts(workload: Workload) -> tuple[int, int]:
-    """Return (most queries of a call of the reference, queries that --quick checks). Channels are the queries of pooling."""
-    return (CHUNK, QUICK) if workload.description.kind != "pooling" else (CHANNELS, CHANNELS)
-
-
 def _run_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
     """Return the output and all gradients of the reference."""
     forward, backward = getattr(reference, workload.operator), getattr(reference, workload.operator + "_backward")
@@ -62,7 +59,7 @@ def _compute_in_float64(workload: Workload, args: Args, grad: Tensor) -> list[Te
     query_axes = workload.description.axes[workload.description.queries]
     axes = (query_axes[-1], *(query_axes[i] for i in workload.description.differentiable))
     parts_of: list[list[Tensor]] = [[] for _ in axes]
-    step, _ = _query_counts(workload)
+    step = CHUNK if workload.description.kind != "pooling" else CHANNELS
     for begin in range(0, grad.shape[1], step):
         some = take_queries(workload.operator, wide, begin, begin + step)
         results = _run_reference(workload, some, wide_grad[:, begin : begin + step])
@@ -74,14 +71,24 @@ def _compute_in_float64(workload: Workload, args: Args, grad: Tensor) -> list[Te
     return [parts[0] if axis is None else torch.cat(parts, axis) for axis, parts in zip(axes, parts_of, strict=True)]
 
 
-def _measure_errors(workload: Workload, results: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
-    names = ("output", *workload.differentiable_names)
-    return {name: output_difference(r, t) for name, r, t in zip(names, results, truth, strict=True)}
+def _compare(result: Any, true: Tensor, loss: float, dtype: torch.dtype, compute: torch.dtype) -> tuple[float, float]:
+    """Return (error, allowed error) of the entry with the largest quotient of both, relative to the largest true entry. `loss`
+    is the relative error that the reference would have in the arithmetic `compute`."""
+    scale = largest_magnitude(true) or 1.0
+    limit = loss * scale + rounding_limit(dtype, compute, true.abs() + loss * scale, scale, 0, 0)
+    limit = torch.as_tensor(limit, dtype=true.dtype, device=true.device).expand_as(true).flatten()
+    if not isinstance(result, Tensor) or result.dtype != dtype or result.shape != true.shape:
+        return math.inf, loss
+    if not true.numel():
+        return 0.0, 0.0
+    difference = entry_differences(result.to(true.device), true).flatten()
+    worst = (difference / limit.clamp_min(1e-300)).argmax()
+    return float(difference[worst]) / scale, float(limit[worst]) / scale
 
 
 def _time_call(call: Callable[[], Any], device: str) -> float:
     """Return the time of the shortest of four calls, or of two if a call takes over a second."""
-    best, synchronise = float("inf"), torch.cuda.synchronize if device == "cuda" else torch.cpu.synchronize
+    best, synchronise = math.inf, torch.get_device_module(device).synchronize
     for turn in range(4):
         if turn > 1 and best > 1:
             break
@@ -93,35 +100,46 @@ def _time_call(call: Callable[[], Any], device: str) -> float:
     return best
 
 
-def _time_ours_and_plain(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[float, float]:
-    """Return the seconds of one forward and backward by this package, and by plain torch."""
-    operator, differentiable = getattr(torch.ops.mx_driving, workload.operator).default, workload.description.differentiable
-    ours = _time_call(make_training_call(operator, args, differentiable, grad), device)
-    # On a CPU, torch's 16-bit grid_sample is missing or wrong (see plain.py), so people compute in float32.
-    wide = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)
-    plain = make_training_call(make_plain(workload.operator), wide, differentiable, grad.to(wide[0].dtype))
-    return ours, _time_call(plain, device)
-
-
 def check_one(workload: Workload, dtype: str, device: str, quick: bool, timed: bool = True) -> WorkloadErrors:
-    """Return errors and times of a workload on all queries; with `quick`, on the first queries."""
-    args, (_, few) = workload.inputs(dtype), _query_counts(workload)
+    """Return errors and times of a workload on all queries; with `quick`, on the first queries. The allowed error of an entry
+    is that of the plain reference in float32 on some queries, in ulps, plus `rounding_limit`."""
+    args, few = workload.inputs(dtype), QUICK if workload.description.kind != "pooling" else CHANNELS
     if quick:
         args = take_queries(workload.operator, args, 0, few)
+    compute = torch.float64 if dtype == "float64" else torch.float32
     args = tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
-    op = getattr(torch.ops.mx_driving, workload.operator).default
+    operator = getattr(torch.ops.mx_driving, workload.operator).default
+    output = operator(*args)
+    grad = torch.rand(output.shape, generator=torch.Generator().manual_seed(1)).to(args[0])
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
-    output = op(*args)
-    grad = torch.rand(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    truth = _compute_in_float64(workload, args, grad)
-    errors = _measure_errors(workload, [output, *backward(grad, *args, [True] * len(workload.differentiable_names))], truth)
-    some, some_grad = take_queries(workload.operator, args, 0, few), grad[:, :few]
+    results = [output, *backward(grad, *args, [True] * len(workload.differentiable_names))]
+
+    exact, exact_grad = args, grad
+    try:
+        grad.double()
+    except (TypeError, RuntimeError):  # a device without float64, such as mps: compute the truth on the CPU
+        exact, exact_grad = tuple(a.cpu() if isinstance(a, Tensor) else a for a in args), grad.cpu()
+    truth = _compute_in_float64(workload, exact, exact_grad)
+    some, some_grad = take_queries(workload.operator, exact, 0, few), exact_grad[:, :few]
     truth_of_some = truth if quick else _compute_in_float64(workload, some, some_grad)
-    losses = _measure_errors(workload, _run_reference(workload, some, some_grad), truth_of_some)
-    allowed = {result: loss + ULPS * torch.finfo(args[0].dtype).eps for result, loss in losses.items()}
-    seconds, plain_seconds = _time_ours_and_plain(workload, args, grad, device) if timed else (0.0, 0.0)
-    kind = device if device in ("cpu", "cuda") else "other"
+    of_reference = _run_reference(workload, cast(some, torch.float32), some_grad.float())
+    ulps = torch.finfo(compute).eps / torch.finfo(torch.float32).eps
+    losses = [ulps * output_difference(plain, true) for plain, true in zip(of_reference, truth_of_some, strict=True)]
+    errors, allowed = {}, {}
+    for name, result, true, loss in zip(("output", *workload.differentiable_names), results, truth, losses, strict=True):
+        errors[name], allowed[name] = _compare(result, true, loss, args[0].dtype, compute)
+
+    seconds = plain_seconds = 0.0
+    if timed:
+        differentiable = workload.description.differentiable
+        seconds = _time_call(make_training_call(operator, args, differentiable, grad), device)
+        # On a CPU, torch's 16-bit grid_sample is missing or wrong (see plain.py), so people compute in float32.
+        wide = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)
+        plain_call = make_training_call(make_plain(workload.operator), wide, differentiable, grad.to(wide[0].dtype))
+        plain_seconds = _time_call(plain_call, device)
+    kernels = choose.backends()
+    kind = device if device in kernels else "other"
     on_reference = choose.choose(workload.description, kind)[0] == "reference"
-    sentence = choose.backends()[kind][workload.operator]
+    sentence = kernels[kind][workload.operator]
     backend = f"reference ({device}: {sentence})" if on_reference else f"{device}: {sentence}"
     return WorkloadErrors(workload, dtype, backend, errors, allowed, seconds, plain_seconds, on_reference and kind == "cpu")

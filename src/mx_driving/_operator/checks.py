@@ -1,4 +1,4 @@
-"""Check operators' inputs against their descriptions. nn/_check.py checks inputs of modules; rules.py writes the sentences.
+"""Check operators' inputs against their descriptions, and inputs of modules; rules.py writes the sentences.
 
 Every call runs a quick check. After a violation, a second pass writes the sentence: it takes the majority size of every axis,
 and names the first input with another size.
@@ -118,10 +118,13 @@ def _fits(axes: Sequence[str], shape: Sequence[int], sizes: Sizes, options: Opti
 
 
 def _size_fits(axis: str, size: int, sizes: Sizes, options: Options) -> bool:
-    """Return whether an axis may have this size. `2 or 4` allows both, `a * b` the product, and an unknown axis any size."""
+    """Return whether an axis may have this size. `2 or 4` allows both, `8 or more` at least 8, `a * b` the product, and an
+    unknown axis any size."""
     if axis == "R":
         counts = [sizes[name] for name in ("num_levels", "num_points") if name in sizes]
         return len(counts) < 2 or reference_count_fits(size, *counts, **options)
+    if axis.endswith(" or more"):
+        return size >= int(axis.removesuffix(" or more"))
     if axis[0].isdigit():
         return any(size == int(number) for number in axis.split(" or "))
     expected = _product(axis, sizes)
@@ -194,12 +197,44 @@ def _majority(shapes: Shapes) -> Sizes:
     return {axis: counted.most_common(1)[0][0] for axis, counted in votes.items()}
 
 
-def _need_shape(name: str, shape: tuple[int, ...], axes: Sequence[str], shapes: Shapes, sizes: Sizes, options: Options) -> None:
+def check_shapes(fixed: Sizes, **inputs: tuple[Any, str]) -> Sizes:
+    """Check that inputs of a module are tensors with these axes: `check_shapes({"embed_dims": 256}, x=(x, "bs, embed_dims"))`.
+
+    `fixed` has sizes that the module's settings fix. An input whose axes end with " or None" may be None. Read no data, so that
+    graphs stay whole. Return the size of every axis.
+    """
+    tensors: dict[str, Any] = {name: t for name, (t, text) in inputs.items() if t is not None or not text.endswith(" or None")}
+    texts = {name: inputs[name][1].removesuffix(" or None") for name in tensors}
+    need_tensors(*tensors.items())
+    need_one_device(*tensors.items())
+    sizes = dict(fixed)
+    for name, t in tensors.items():
+        axes = texts[name].split(", ")
+        for axis, size in zip(axes, t.shape, strict=False):
+            if axis.isidentifier():
+                sizes.setdefault(axis, size)
+        if not _fits(axes, t.shape, sizes, {}):
+            shapes = [(Input(name, "floating", texts[name]), tuple(t.shape)) for name, t in tensors.items()]
+            sizes = _majority(shapes) | fixed
+            for described, shape in shapes:
+                _need_shape(described.name, shape, described.axes, shapes, sizes, {}, fixed)
+    return sizes
+
+
+def _need_shape(
+    name: str,
+    shape: tuple[int, ...],
+    axes: Sequence[str],
+    shapes: Shapes,
+    sizes: Sizes,
+    options: Options,
+    fixed: Sizes | None = None,
+) -> None:
     """Check a shape. The sentence shows the sizes of the other inputs, and a remark if axes or arguments look swapped."""
     if _fits(axes, shape, sizes, options):
         return
     numbers = {axis: size for axis, size in sizes.items() if not any(axis in t.factors for t, _ in shapes)}
-    others = numbers | _majority([(t, other) for t, other in shapes if t.name != name])
+    others = numbers | _majority([(t, other) for t, other in shapes if t.name != name]) | (fixed or {})
     swaps = ((*shape[:i], shape[i + 1], shape[i], *shape[i + 2 :]) for i in range(len(shape) - 1))
     at = next((i for i, swapped in enumerate(swaps) if _fits(axes, swapped, others, options)), None)
     likes = (t.name for t, _ in shapes if t.name != name and _fits(_axes(t, shape), shape, others, options))

@@ -1,19 +1,15 @@
 """Describe the inputs and outputs of each operator: the table `OPERATORS`.
 
-native/src/call/description.cpp has the same table; a test compares the two tables. A bare operator samples its first input,
-value; two index tables, locations and weights describe the samples. An operator with logits takes the outputs of linear layers,
-and calls a bare operator.
+The C++ library is built from the same table, by native/src/call/describe.py. So this file imports only the standard library.
+A bare operator samples its first input, value; two index tables, locations and weights describe the samples. An operator with
+logits takes the outputs of linear layers, and calls a bare operator.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
-
-import torch
-from torch import Tensor
 
 # attention: heads sample the levels of a pyramid.
 # aggregation: groups of channels sample the maps of cameras.
@@ -243,16 +239,3 @@ MULTI_SCALE, AGGREGATION = "multi_scale_deformable_attn", "deformable_aggregatio
 GEOMETRIC, POOL = "geometric_kernel_attention", "bev_pool_v3"
 # The operators that read maps at locations.
 SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.kind != "pooling"}
-
-
-def autocast_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype of an output under autocast: float32 if value has 16 bits."""
-    return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
-
-
-def empty_gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
-    """Return uninitialised memory for the gradients of tensors; an empty tensor where `mask` is False."""
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if needed else t.new_empty((0,))
-        for t, needed in zip(tensors, mask, strict=True)
-    ]

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch_private
 from .._operator import checks, limits
 from .._operator.description import MULTI_SCALE
-from ..nn._pyramid import split_heads
+from .._operator.rules import INDEX
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._forms import (
     BY_LEVEL,
@@ -30,8 +31,7 @@ from ._forms import (
     Arguments,
     Form,
     ValueLayout,
-    is_table,
-    promote,
+    do_tables_agree,
     put_keys_last,
     read_tables,
     repeat_levels,
@@ -95,89 +95,82 @@ class Attention(Form):
     def serves(self, module: Any, arguments: Arguments) -> bool:
         # Refuse a mask that is not boolean: some libraries multiply value by it. Refuse a table of floats: some libraries
         # compute with fractions of sizes.
-        mask, tables = arguments.get("mask"), (arguments.get("shapes"), arguments.get("starts"))
-        is_mask = mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
-        if not is_mask or not all(is_table(t) for t in tables if isinstance(t, Tensor)):
+        mask = arguments.get("mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
             return False
+        for role in ("shapes", "starts"):
+            table = arguments.get(role)
+            if isinstance(table, Tensor) and table.dtype not in INDEX:
+                return False
         reference = arguments.get("reference", arguments.get("trajectories"))
-        if not isinstance(reference, Tensor) or not reference.is_floating_point():
+        if not isinstance(reference, Tensor) or not reference.is_floating_point() or not do_tables_agree(arguments):
             return False
         if "trajectories" in self.needs:
             return reference.dim() == 6
-        has_layout = self.layout is ROWS or _has_levels_apart(module, arguments["value"])
-        return has_layout and reference.dim() == 4 and self._takes(module, *reference.shape[2:])
-
-    def _takes(self, module: Any, count: int, last: int) -> bool:
-        """Return whether the form takes reference points whose last two axes have the sizes `count` and `last`."""
+        if self.layout is not ROWS and not _has_levels_apart(module, arguments["value"]):
+            return False
+        if reference.dim() != 4:
+            return False
+        count, last = reference.shape[2:]
         if self.sample is _sample_pillars:  # count is the number of heights of a pillar. It must divide the number of points.
-            return last == 2 and _get_levels_and_points(module)[1] % max(count, 1) == 0
-        sides = [(get_levels(module) if number == LEVELS else number, width) for number, width in self.references]
-        return (count, last) in sides
+            return last == 2 and _get_sizes(module)[2] % max(count, 1) == 0
+        for number, width in self.references:
+            if width == last and count == (_get_sizes(module)[1] if number == LEVELS else number):
+                return True
+        return False
 
-    def answer(self, module: Any, arguments: Arguments) -> Any:
-        query, identity = arguments["query"], arguments.get("identity")
-        out, logits, sides = self.sample(module, self._batches_first(module, arguments))
-        out = promote(out, logits)
-        project = getattr(module, "output_proj", None)
-        out = out if project is None else project(out)
-        out = out.transpose(0, 1) if self._swaps(module) else out
-        if self.residual:
-            out = module.dropout(out.reshape(query.shape)) + (query if identity is None else identity)
-        return (out, logits.softmax(-1).unflatten(-1, sides)) if self.weights else out
-
-    def _batches_first(self, module: Any, arguments: Arguments) -> dict[str, Any]:
-        """Return the arguments with batches first, positions added to the query, and a mask that is True for hidden keys."""
-        query: Any = arguments["query"]
-        memory, position, mask = (arguments.get(role) for role in ("value", "position", "mask"))
-        memory = query.repeat_interleave(self.queue, 0) if memory is None else memory
-        query = query if position is None else query + position
-        if self._swaps(module):
+    def answer(self, module: Any, arguments: dict[str, Any]) -> Any:
+        original, identity, position = arguments["query"], arguments.get("identity"), arguments.get("position")
+        memory, mask = arguments.get("value"), arguments.get("mask")
+        # Batches may be the second axis of the module's inputs. UniAD's module ignores its `batch_first`.
+        swaps = not module.__dict__.get("batch_first", True) and self.sample is not _sample_trajectories
+        memory = original.repeat_interleave(self.queue, 0) if memory is None else memory
+        query = original if position is None else original + position
+        if swaps:
             query, memory = query.transpose(0, 1), memory.transpose(0, 1)
         if self.layout is not ROWS:
-            memory = self.layout.ours(memory, get_heads(module))
+            memory = self.layout.ours(memory, _get_sizes(module)[0])
         mask = ~mask if mask is not None and self.keeps else mask
-        return {**arguments, "query": query, "value": memory, "mask": mask}
-
-    def _swaps(self, module: Any) -> bool:
-        """Return whether batches are the second axis of the module's inputs. UniAD's module ignores its `batch_first`."""
-        return not getattr(module, "batch_first", True) and self.sample is not _sample_trajectories
+        out, logits, sides = self.sample(module, {**arguments, "query": query, "value": memory, "mask": mask})
+        if out.dtype != logits.dtype:
+            out = out.to(torch.promote_types(out.dtype, logits.dtype))  # Plain torch multiplies values by weights.
+        if (project := getattr(module, "output_proj", None)) is not None:
+            out = project(out)
+        out = out.transpose(0, 1) if swaps else out
+        if self.residual:
+            out = module.dropout(out.reshape(original.shape)) + (original if identity is None else identity)
+        return (out, logits.softmax(-1).unflatten(-1, sides)) if self.weights else out
 
     def reads_points_of(self, module: Any) -> bool:
         """Return whether the form is for modules like this one: with a number of points per level, or one for all levels."""
         return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
 
 
-def _get_attribute(module: Any, *names: str) -> int:
-    """Return a number that libraries store in an attribute with one of these names."""
-    return next(getattr(module, name) for name in names if hasattr(module, name))
+def _get_sizes(module: Any) -> tuple[int, int, Any]:
+    """Return the number of heads, of levels and of points of a layer. Libraries have two names for each attribute.
+
+    Look into the layer's own dictionary first: to ask a layer for an attribute that it does not have takes a microsecond.
+    """
+    sizes = []
+    for first, second in (("n_heads", "num_heads"), ("n_levels", "num_levels"), ("n_points", "num_points")):
+        is_second = second in module.__dict__ or (first not in module.__dict__ and not hasattr(module, first))
+        sizes.append(getattr(module, second if is_second else first, None))
+    return sizes[0], sizes[1], sizes[2]
 
 
 def get_heads(module: Any) -> int:
-    return _get_attribute(module, "n_heads", "num_heads")
+    return _get_sizes(module)[0]
 
 
 def get_levels(module: Any) -> int:
-    return _get_attribute(module, "n_levels", "num_levels")
-
-
-def _get_levels_and_points(module: Any) -> tuple[int, int]:
-    return get_levels(module), _get_attribute(module, "n_points", "num_points")
+    return _get_sizes(module)[1]
 
 
 def _get_counts(module: Any) -> list[int]:
     """Return the number of points of each level, or nothing if the module has one number for all levels."""
-    counts = (
-        getattr(module, "n_points_list", None) or getattr(module, "num_points_list", None) or getattr(module, "num_points", 0)
-    )
+    names = ("n_points_list", "num_points_list", "num_points")
+    counts = next((c for name in names if (c := getattr(module, name, None))), 0)
     return list(counts) if isinstance(counts, (list, tuple)) else []
-
-
-def _get_sizes(module: Any) -> tuple[int, int, int]:
-    """Return the number of heads, of channels of a head, and of points of a head, summed over the levels."""
-    heads, (levels, points) = get_heads(module), _get_levels_and_points(module)
-    project = getattr(module, "value_proj", None)
-    channels = project.out_features if project else _get_attribute(module, "d_model", "embed_dims", "embed_dim", "hidden_size")
-    return heads, channels // heads, sum(points) if isinstance(points, (list, tuple)) else levels * points
 
 
 def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
@@ -189,12 +182,17 @@ def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             with contextlib.suppress(StopIteration, AttributeError, TypeError):
-                sizes = limits.attention_sizes(*_get_sizes(module))
+                heads, levels, points = _get_sizes(module)
+                widths = ("d_model", "embed_dims", "embed_dim", "hidden_size")
+                project = getattr(module, "value_proj", None)
+                width = project.out_features if project else next(getattr(module, n) for n in widths if hasattr(module, n))
+                samples = sum(points) if isinstance(points, (list, tuple)) else levels * points
+                sizes = limits.attention_sizes(heads, width // heads, samples)
                 passed[name or type(module).__qualname__] = limits.first_broken(MULTI_SCALE, sizes)
     return {name: limit for name, limit in passed.items() if limit}
 
 
-def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _make_inputs(module: Any, arguments: Arguments, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the operator's value, spatial_shapes and level_start_index.
 
     value is projected if the module has a value_proj, and is 0 for hidden keys. A mask that hides no key is dropped: the check
@@ -204,20 +202,26 @@ def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Ten
     if value.dim() != 4:
         if hidden is not None and checks.is_readable(hidden) and not hidden.any():
             hidden = None
-        project = getattr(module, "value_proj", None)
-        value = split_heads(value if project is None else project(value), hidden, get_heads(module))
-    table = arguments["shapes"] if arguments.get("sizes") is None else arguments["sizes"]
-    if not isinstance(table, Tensor):
-        checks.check_rows_of_levels(sum(h * w for h, w in table), value.shape[1])
-    elif checks.is_readable(table):
-        checks.check_rows_of_levels(int(table.prod(-1).sum()), value.shape[1])
+        value = value if (project := getattr(module, "value_proj", None)) is None else project(value)
+        # masked_fill is slower than where, most of all in the backward.
+        value = value if hidden is None else torch.where(hidden[..., None], 0, value)
+        value = value.unflatten(2, (heads, -1))
+    sizes = arguments["shapes"] if arguments.get("sizes") is None else arguments["sizes"]
+    if not isinstance(sizes, Tensor):
+        rows = 0
+        for height, width in sizes:
+            rows += height * width
+        if rows != value.shape[1]:
+            checks.check_rows_of_levels(rows, value.shape[1])
+    elif checks.is_readable(sizes):
+        checks.check_rows_of_levels(int(sizes.prod(-1).sum()), value.shape[1])
     return value, *read_tables(arguments, value.device)
 
 
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
     """Call the operator. Some libraries pass one reference point for all batches or queries: expand the points first."""
     reference = reference.expand(*offsets.shape[:2], -1, -1)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not _torch_private.is_tracing():
         # The operator saves the reference for its backward. The module's code does not, so a caller may write to the reference.
         reference = reference.clone()
     return multi_scale_deformable_attn_with_logits(*inputs, reference, offsets, logits, axis)  # pyright: ignore
@@ -226,10 +230,11 @@ def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logi
 def _sample_evenly(module: Any, arguments: Arguments, axis: str = "level") -> Sampled:
     """Sample the same number of points on each level, as nearly all libraries do."""
     # Call the layers in the module's own order, so that dropout in a layer draws the same random numbers.
-    sides, inputs = _get_levels_and_points(module), _make_inputs(module, arguments)
-    offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), *sides, 2))
-    logits = module.attention_weights(arguments["query"]).unflatten(-1, (get_heads(module), -1))
-    return _sample(inputs, arguments["reference"], offsets, logits, axis), logits, sides
+    heads, *sides = _get_sizes(module)
+    inputs, query = _make_inputs(module, arguments, heads), arguments["query"]
+    offsets = module.sampling_offsets(query).unflatten(-1, (heads, *sides, 2))
+    logits = module.attention_weights(query).unflatten(-1, (heads, -1))
+    return _sample(inputs, arguments["reference"], offsets, logits, axis), logits, tuple(sides)
 
 
 def _sample_pillars(module: Any, arguments: Arguments) -> Sampled:
@@ -246,7 +251,7 @@ def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
     """
     counts = _get_counts(module)
     points, order = math.gcd(*counts), repeat_levels(counts)
-    value, shapes, starts = _make_inputs(module, arguments)
+    value, shapes, starts = _make_inputs(module, arguments, get_heads(module))
     value = value if hasattr(module, "value_proj") else put_keys_last(value)
     offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), len(order), points, 2))
     factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX's modules have 0.5 in their code.
@@ -264,12 +269,12 @@ def _sample_two_maps(module: Any, arguments: Arguments) -> Sampled:
     """Sample as BEVFormer's TemporalSelfAttention: sample an earlier map and the current map, and return the mean of both."""
     query, maps = arguments["query"], module.num_bev_queue
     sides, both = (get_heads(module), maps), torch.cat([arguments["value"][: len(query)], query], -1)
-    inputs = _make_inputs(module, arguments)
-    offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *_get_levels_and_points(module), 2))
+    inputs = _make_inputs(module, arguments, get_heads(module))
+    offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *_get_sizes(module)[1:], 2))
     logits = module.attention_weights(both).unflatten(-1, (*sides, -1))
     offsets, logits = (t.movedim(3, 1).flatten(0, 1) for t in (offsets, logits))
     out = _sample(inputs, arguments["reference"], offsets, logits)
-    return out.unflatten(0, (-1, maps)).mean(1), logits, _get_levels_and_points(module)
+    return out.unflatten(0, (-1, maps)).mean(1), logits, _get_sizes(module)[1:]
 
 
 def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
@@ -283,8 +288,8 @@ def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
     metres = module.agent_coords_to_ego_coords(chosen, arguments["boxes"]).detach()
     low, high = (metres.new_tensor(module.bev_range[k : k + 2]) for k in (0, 3))
     reference = ((metres - low) / (high - low)).flatten(1, 2).expand(-1, -1, steps, -1, -1).flatten(1, 2)
-    sides = get_heads(module), steps, *_get_levels_and_points(module)
-    inputs = _make_inputs(module, {**arguments, "value": arguments["value"].transpose(0, 1)})
+    sides = get_heads(module), steps, *_get_sizes(module)[1:]
+    inputs = _make_inputs(module, {**arguments, "value": arguments["value"].transpose(0, 1)}, sides[0])
     offsets = module.sampling_offsets(query).unflatten(-1, (*sides, 2)).transpose(2, 3).flatten(1, 2)
     logits = module.attention_weights(query).unflatten(-1, (*sides[:2], -1)).transpose(2, 3).flatten(1, 2)
     return _sample(inputs, reference, offsets, logits).unflatten(1, (-1, steps)).flatten(2), logits, sides[2:]

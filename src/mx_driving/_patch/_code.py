@@ -1,28 +1,35 @@
-"""The key of a function: a hash of its syntax tree, and of those of the functions and methods that it calls.
+"""The key of a function: a hash of its syntax tree, and of all that the function reaches.
 
-Two functions with the same key compute the same. A key does not depend on the Python version. It does not depend on comments,
-docstrings, annotations, asserts and branches that only raise. A function has no key if its source cannot be read, or is not the
-source of the running code.
+Code that a function reaches is an object, not a name. The key has the code of functions and methods that are called, and the
+code of the wrappers around them. A replaced function of torch, a callable object that is no function, and a global constant
+that differs from the file's have no key, and so has every function that reaches one. Two functions with the same key compute
+the same.
+
+A key does not depend on the Python version, nor on comments, docstrings, annotations, asserts and branches that only raise. A
+function has no key if its source cannot be read, or is not the source of the running code.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import dis
 import hashlib
 import inspect
 import itertools
 import linecache
+import operator
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ._parameters import find_source, list_code, read_names, unwrap
+from .. import _torch_private
+from ._parameters import find_source, find_wrapper, list_code, read_names, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
 # These functions have no side effects. So a key leaves out an `if` whose test calls only them and whose body only raises.
@@ -34,7 +41,17 @@ _KNOWN_PACKAGES = {"torch", "math", "numpy", "typing", "builtins", "torchvision"
 _STATEMENT = re.compile(r"[^\s#)\]}]")  # the first character of a statement at the top level of a file
 _DEFINES = ("@", "def ", "class ", "async ")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_KINDS = ("staticmethod", "classmethod", "property")  # decorators that leave the function as it is
+_CONSTANTS = (bool, int, float, str, type(None), tuple, list, dict, set, frozenset)
 _ABSENT = object()
+# What a change of a function, of an autograd function, and of a layer replaces.
+_get_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_get_apply = operator.attrgetter("apply", "forward", "backward")
+
+
+def _get_forward(kind: Any) -> tuple[Any, Any]:
+    # torch.export and torch.fx replace Module.__call__ while they trace.
+    return kind.forward, None if kind.__call__ is torch.nn.Module.__call__ else kind.__call__
 
 
 class NoKey(Exception):
@@ -43,14 +60,13 @@ class NoKey(Exception):
 
 @dataclass
 class Code:
-    """The key of a function, and the names in its code and in the code of the functions that it calls.
+    """The key of a function, and what the function and the functions that it calls reach.
 
     Attributes:
         key: equal for equal code.
         cores: the sampling cores that the code calls. They are not read.
-        functions: the functions that were read -> the path to them, such as "calls helper, which ", and the syntax tree.
-        values: global names that stand neither for a function nor for a member of a known library -> the path to them.
-        builtins: names of builtins -> the path to them.
+        functions: the functions that were read, the first one first.
+        names: id of a namespace -> the namespace, and the names that the code reads in it.
         attributes: names of the layer's attributes that the code reads, without methods.
         methods: names of the layer's methods that the code calls.
         writes: names of the layer's attributes that the code sets.
@@ -59,24 +75,68 @@ class Code:
 
     key: str = ""
     cores: list[Any] = field(default_factory=list)
-    functions: dict[types.FunctionType, tuple[str, ast.FunctionDef]] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
-    builtins: dict[str, str] = field(default_factory=dict)
+    functions: list[types.FunctionType] = field(default_factory=list)
+    names: dict[int, tuple[Mapping[str, Any], set[str]]] = field(default_factory=dict)
     attributes: set[str] = field(default_factory=set)
     methods: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
     passes_self: bool = False
 
+    def join(self, core: Code) -> Code:
+        """Return this code with what its core reaches."""
+        spaces = {key: (space, {*names}) for key, (space, names) in self.names.items()}
+        for key, (space, names) in core.names.items():
+            spaces.setdefault(key, (space, set()))[1].update(names)
+        return dataclasses.replace(self, names=spaces, functions=[*self.functions, *core.functions[1:]])
+
+    def watch(self, owner: type | None, cores: Iterable[Any] = ()) -> Callable[[Any], bool]:
+        """Return a function that takes a class and says whether all that the code reaches is as now: the methods of the class,
+        the code of functions, the objects in namespaces, and the methods of cores.
+
+        A name that stands for None now may get a compiled module later. That is no change.
+        """
+        spaces = [(space, [n for n in sorted(names) if space.get(n) is not None]) for space, names in self.names.values()]
+        values = [tuple(map(space.get, names)) for space, names in spaces]
+        functions = [*self.functions[1:], *(core for core in cores if not isinstance(core, type))]
+        codes = list(map(_get_code, functions))
+        kinds = [
+            (_get_apply if issubclass(core, torch.autograd.Function) else _get_forward, core)
+            for core in cores
+            if isinstance(core, type)
+        ]
+        kinds += [(operator.attrgetter(*sorted(self.methods)), owner)] if owner and self.methods else []
+        methods = [get(kind) for get, kind in kinds]
+
+        def is_unchanged(kind: Any) -> bool:
+            for (space, names), objects in zip(spaces, values, strict=True):
+                if tuple(map(space.get, names)) != objects:
+                    return False
+            for (get, known), objects in zip(kinds, methods, strict=True):
+                if get(kind if known is owner else known) != objects:
+                    return False
+            return list(map(_get_code, functions)) == codes
+
+        _torch_private.mark_as_constant(is_unchanged)
+        return is_unchanged
+
+
+def read_bytecode(function: types.FunctionType, kind: type | None) -> Code:
+    """Return what the byte code of a function without a key shows: any name may be an attribute of the layer."""
+    names = {name for code in list_code(function) for name in code.co_names}
+    methods = {n for n in names if isinstance(inspect.getattr_static(kind, n, None), types.FunctionType)} if kind else set()
+    methods = {name for name in methods if not is_of_known_library(getattr(kind, name))}
+    return Code(functions=[function], attributes=names - methods, methods=methods)
+
 
 class Reader:
     """Reads the code of functions. A call of a core is a part of the caller's key, but the core's own code is not.
 
-    A reader keeps the syntax trees of files for one call of `patch`, in which files do not change. Readers may share `files`.
+    A reader keeps the syntax trees of files for one call of `patch`, in which files do not change.
     """
 
-    def __init__(self, is_core: Callable[[Any], bool], files: dict[str, _File] | None = None) -> None:
+    def __init__(self, is_core: Callable[[Any], bool]) -> None:
         self._is_core = is_core
-        self.files: dict[str, _File] = {} if files is None else files
+        self._files: dict[str, _File] = {}
 
     def read(self, original: Any) -> Code:
         """Return the code of a function, of a module class's forward, or of an autograd function's forward and backward."""
@@ -86,72 +146,177 @@ class Reader:
         elif not isinstance(inspect.getattr_static(original, "forward", None), (types.FunctionType, staticmethod)):
             raise NoKey("its forward is not a function")
         elif issubclass(original, torch.autograd.Function):
-            methods = [inspect.getattr_static(original, name) for name in ("forward", "backward")]
-            parts = [self._read_function(method, None, code, decorated=True) for method in methods]
+            # Our methods take the place of wrapped methods, so the wrappers count.
+            parts = []
+            for method in (inspect.getattr_static(original, name) for name in ("forward", "backward")):
+                part = self._read_function(method, None, code, decorated=True)
+                wrappers = self._read_wrappers(method, self._find(find_source(method)), code)
+                parts.append([part, wrappers] if wrappers else part)
         else:
             parts = [self._read_function(vars(original)["forward"], original, code)]
         code.key = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
         return code
 
-    def name_module(self, function: Any, name: str) -> str:
-        """Return the name of the module that a global name stands for. If its import failed, return the import as text."""
-        source = find_source(function)
-        module = source.__globals__.get(name)
-        return module.__name__ if isinstance(module, types.ModuleType) else str(self._open(source.__code__).find_binding(name))
+    def _find(self, function: Any) -> ast.FunctionDef:
+        name = function.__code__.co_filename
+        if name not in self._files:
+            self._files[name] = _File(name)
+        return self._files[name].find(function.__code__)
 
-    def _open(self, code: types.CodeType) -> _File:
-        if code.co_filename not in self.files:
-            self.files[code.co_filename] = _File(code.co_filename)
-        return self.files[code.co_filename]
-
-    def _read_function(self, function: Any, kind: type | None, code: Code, path: str = "", decorated: bool = False) -> Any:
-        source, is_static = find_source(function), isinstance(function, staticmethod)
+    def _read_function(self, function: Any, kind: type | None, code: Code, wraps: Any = None, decorated: bool = False) -> Any:
+        """Read a function below its wrappers. `wraps`: the function that this function, a wrapper, holds in its closure."""
+        source, is_static = find_source(function) if wraps is None else function, isinstance(function, staticmethod)
         if source in code.functions:
             return "again"
-        if set(source.__code__.co_freevars) - {"__class__"}:
-            raise NoKey(f"{source.__qualname__} has a closure")
-        tree = self._open(source.__code__).find(source.__code__)
-        code.functions[source] = path, tree
+        tree = self._find(source)
+        code.functions.append(source)
         own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
         text = _Text(own)
         parts = [text.dump_function(tree), [_Text("").dump(d) for d in tree.decorator_list] if decorated else []]
         if "super" in text.names:
             raise NoKey(f"{source.__qualname__} calls super()")
-        if any(not isinstance(default, ast.Constant) for default in (*tree.args.defaults, *tree.args.kw_defaults) if default):
+        parts += self._read_closure(source, wraps, code)
+        defaults = [d for d in (*tree.args.defaults, *tree.args.kw_defaults) if d]
+        if any(not isinstance(default, ast.Constant) for default in defaults):
             parts.append(repr((source.__defaults__, source.__kwdefaults__)))
+        elif [d.value for d in defaults] != [*(source.__defaults__ or ()), *(source.__kwdefaults__ or {}).values()]:  # type: ignore[attr-defined]
+            raise NoKey(f"the defaults of {source.__qualname__} are not those of its file")
         code.passes_self |= text.passes_self
         code.writes |= text.writes
-        names = set(list_globals(source))
-        code.builtins |= {name: path for name in sorted(names) if name not in source.__globals__}
-        for name in sorted(names & text.names):
-            parts.append([name, self._describe_global(source, name, code, path)])
+        names = set(list_globals(source)) & text.names
+        self._note(code, source.__globals__, names)
+        for name in sorted(names):
+            parts.append([name, self._describe_global(source, name, code)])
+        parts += self._read_members(source, text, code)
         for name in sorted(text.attributes):
             method = inspect.getattr_static(kind, name, None)
             method = method.fget if isinstance(method, property) else method
             below = unwrap(getattr(method, "__func__", method))
             if isinstance(method, staticmethod) and self._is_core(below):
-                code.cores.append(below)
-                parts.append([name, "core"])
+                parts.append([name, self._note_core(method.__func__, code)])
             elif isinstance(below, types.FunctionType) and not is_of_known_library(below):
                 code.methods.add(name)
-                parts.append([name, self._read_function(method, kind, code, f"{path}calls {name}, which ")])
+                parts.append([name, self._read_wrapped(method, kind, code)])
+            elif callable(method) and not isinstance(method, type) and not is_of_known_library(method):
+                raise NoKey(f"{name} is a {type(method).__name__}, not a function")
             else:
                 code.attributes.add(name)
         return parts
 
-    def _describe_global(self, function: Any, name: str, code: Code, path: str) -> Any:
+    def _note(self, code: Code, space: Mapping[str, Any], names: set[str]) -> None:
+        code.names.setdefault(id(space), (space, set()))[1].update(names & space.keys())
+
+    def _read_wrapped(self, function: Any, kind: type | None, code: Code) -> Any:
+        """Read a function, and the wrappers around it."""
+        part = self._read_function(function, kind, code)
+        tree = self._find(find_source(function))
+        decorators = [_Text("").dump(d) for d in tree.decorator_list if getattr(d, "id", "") not in _KINDS]
+        wrappers = self._read_wrappers(function, tree, code)
+        return [part, decorators, wrappers] if decorators or wrappers else part
+
+    def _read_wrappers(self, function: Any, tree: ast.FunctionDef, code: Code) -> list[Any]:
+        """Return the code of the wrappers around a function. A wrapper of torch, such as no_grad's, must be in the source."""
+        parts, wrapper, source, of_torch = [], getattr(function, "__func__", function), find_source(function), 0
+        while wrapper is not source and hasattr(wrapper, "__wrapped__") and unwrap(wrapper) is not wrapper:
+            if not isinstance(wrapper, types.FunctionType):
+                raise NoKey(f"{source.__qualname__} is wrapped by a {type(wrapper).__name__}")
+            if str(wrapper.__globals__.get("__name__")).partition(".")[0] in _KNOWN_PACKAGES:
+                of_torch += 1
+                if of_torch > sum(getattr(d, "id", "") not in _KINDS for d in tree.decorator_list):
+                    raise NoKey(f"{source.__qualname__} is wrapped by {wrapper.__code__.co_name}")
+            else:
+                parts.append(self._read_function(wrapper, None, code, wraps=wrapper.__wrapped__))
+            wrapper = getattr(wrapper.__wrapped__, "__func__", wrapper.__wrapped__)
+        return parts
+
+    def _read_closure(self, function: types.FunctionType, wraps: Any, code: Code) -> list[Any]:
+        """Return the contents of a wrapper's closure. A function with a closure that is no wrapper has no key."""
+        parts = []
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name == "__class__":
+                continue
+            content = cell.cell_contents
+            if wraps is None:
+                raise NoKey(f"{function.__qualname__} has a closure")
+            if content is wraps:
+                parts.append([name, "wrapped"])
+            elif isinstance(content, types.FunctionType):
+                parts.append([name, self._read_wrapped(content, None, code)])
+            elif isinstance(content, _CONSTANTS):
+                parts.append([name, repr(content)])
+            elif isinstance(content, type):
+                parts.append([name, f"{content.__module__}.{content.__qualname__}"])
+            else:
+                raise NoKey(f"the wrapper {function.__code__.co_name} holds a {type(content).__name__}")
+        return parts
+
+    def _note_core(self, core: Any, code: Code) -> str:
+        """Note a core. `patch` replaces a core below its wrapper, so code that calls the wrapper is not known."""
+        below = unwrap(core)
+        if wrapper := find_wrapper(core):
+            raise NoKey(f"its core {below.__qualname__} is wrapped by {wrapper}")
+        code.cores.append(below)
+        return "core"
+
+    def _describe_global(self, function: Any, name: str, code: Code) -> Any:
         value = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
         if self._is_core(value):
-            code.cores.append(value)
-            return "core"
+            return self._note_core(value, code)
         if is_of_known_library(value):
             return getattr(value, "__qualname__", None) or value.__name__
-        if isinstance(below := unwrap(value) if callable(value) else value, types.FunctionType):
-            return self._read_function(below, None, code, f"{path}calls {name}, which ")
-        code.values[name] = path
-        if isinstance(value, type):
-            return value.__qualname__
-        return self._open(function.__code__).find_binding(name)
+        if isinstance(unwrap(value) if callable(value) else value, types.FunctionType):
+            return self._read_wrapped(value, None, code)
+        if callable(value):
+            kind = "class" if isinstance(value, type) else type(value).__name__
+            raise NoKey(f"{name} is a {kind}, not a function")
+        file = self._files[function.__code__.co_filename]
+        bindings = file.find_bindings(name)
+        if value is not _ABSENT and isinstance(value, _CONSTANTS):
+            literals = [_evaluate(b.value) if isinstance(b, ast.Assign) else _ABSENT for b in bindings]
+            if bindings and _ABSENT not in literals and value not in literals:
+                raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
+            if not bindings:
+                return repr(value)
+        return [_Text("").dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
+
+    def _read_members(self, function: Any, text: _Text, code: Code) -> list[Any]:
+        """Read the functions that code reaches through a module, as `utils.helper`. Check those of torch and of tensors."""
+        parts = []
+        for root, *names in sorted(text.chains):
+            space, value, path = function.__globals__, function.__globals__.get(root), root
+            for name in names:
+                if not isinstance(value, types.ModuleType):
+                    break
+                space, path = value, f"{path}.{name}"
+                value = vars(value).get(name, _ABSENT)
+            if isinstance(value, types.ModuleType) or not isinstance(space, types.ModuleType) or value is _ABSENT:
+                continue
+            originals = _torch_private.ORIGINALS.get(space, {})
+            self._note(code, vars(space), {path.rpartition(".")[2]})
+            if originals.get(path.rpartition(".")[2], value) is not value:
+                raise NoKey(f"{path} is replaced")
+            if self._is_core(value):
+                parts.append([path, self._note_core(value, code)])
+            elif str(getattr(value, "__module__", "")).startswith("mx_driving") or (
+                is_of_known_library(space) and (is_of_known_library(value) or not isinstance(value, types.FunctionType))
+            ):
+                continue  # compat's functions stand for those of a compiled module
+            elif isinstance(value, types.FunctionType):
+                parts.append([path, self._read_wrapped(value, None, code)])
+            elif callable(value) and not isinstance(value, (type, types.BuiltinFunctionType)):
+                raise NoKey(f"{path} is a {type(value).__name__}, not a function")
+        originals = _torch_private.ORIGINALS[torch.Tensor]
+        for name in sorted(text.members):
+            if vars(torch.Tensor).get(name, _ABSENT) is not originals.get(name, _ABSENT):
+                raise NoKey(f"torch.Tensor.{name} is replaced")
+        return parts
+
+
+def _evaluate(node: ast.AST) -> Any:
+    try:
+        return ast.literal_eval(node)  # type: ignore[arg-type]
+    except ValueError:
+        return _ABSENT
 
 
 class _File:
@@ -168,7 +333,9 @@ class _File:
         """Return the definition that compiles to `code`. Compile to check it: the file may have changed since its import."""
         tree, compiled = self._parse(code.co_firstlineno - 1)
         for node in ast.walk(tree) if code in compiled else ():
-            if isinstance(node, ast.FunctionDef) and (node.name, _get_first_line(node)) == (code.co_name, code.co_firstlineno):
+            if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+                continue
+            if min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) == code.co_firstlineno:
                 return node
         raise NoKey(f"the source of {code.co_name} is not at hand")
 
@@ -187,14 +354,16 @@ class _File:
             self._parsed[start] = tree, list(_list_nested(compile(tree, self._name, "exec", dont_inherit=True)))
         return self._parsed[start]
 
-    def find_binding(self, name: str) -> Any:
-        """Return the assignments and imports of a global name in the file, also imports that failed."""
-        return [
-            _Text("").dump(statement) if isinstance(statement, ast.Assign) else [getattr(statement, "module", ""), alias.name]
-            for statement in _list_statements(self._parse(0)[0])
-            for alias in _list_bound(statement)
-            if (alias.asname or alias.name) == name
-        ]
+    def find_bindings(self, name: str) -> list[Any]:
+        """Return the assignments of a global name in the file, and (module, alias) of its imports, also if they failed."""
+        bindings: list[Any] = []
+        for statement in _list_statements(self._parse(0)[0]):
+            if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                aliases = [alias for alias in statement.names if (alias.asname or alias.name) == name]
+                bindings += [(getattr(statement, "module", ""), alias) for alias in aliases]
+            elif isinstance(statement, ast.Assign):
+                bindings += [statement for target in statement.targets if isinstance(target, ast.Name) and target.id == name]
+        return bindings
 
 
 def _parse(text: str) -> ast.Module | None:
@@ -210,18 +379,6 @@ def _list_statements(tree: ast.AST) -> Iterator[ast.AST]:
         if isinstance(child, (ast.stmt, ast.excepthandler)) and not isinstance(child, _DEFINITIONS):
             yield child
             yield from _list_statements(child)
-
-
-def _list_bound(statement: ast.AST) -> list[ast.alias]:
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return statement.names
-    if isinstance(statement, ast.Assign):
-        return [ast.alias(target.id) for target in statement.targets if isinstance(target, ast.Name)]
-    return []
-
-
-def _get_first_line(definition: ast.FunctionDef) -> int:
-    return min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)])
 
 
 def _list_nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -240,10 +397,17 @@ def list_globals(function: Any) -> Iterator[str]:
 
 
 def is_of_known_library(value: Any) -> bool:
-    """Return whether a module, class or function is of Python or of `_KNOWN_PACKAGES`. Its name then stands for its code."""
-    module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    is_named = isinstance(value, types.ModuleType) or callable(value)
-    return is_named and str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"} and hasattr(value, "__name__")
+    """Return whether a module, class or function is of Python or of `_KNOWN_PACKAGES`. Its name then stands for its code.
+
+    functools.wraps copies `__module__`, so a function is of the module that it runs in.
+    """
+    if isinstance(value, types.ModuleType):
+        module = value.__name__
+    elif isinstance(value, types.FunctionType):
+        module = value.__globals__.get("__name__")
+    else:
+        module = value.__module__ if callable(value) and hasattr(value, "__name__") else ""
+    return str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"}
 
 
 class _Text:
@@ -254,6 +418,8 @@ class _Text:
 
     Attributes:
         names: the names that are loaded.
+        chains: a name, and the attributes that are read from it one after the other: ("torch", "nn", "functional", "softmax").
+        members: the names of all attributes.
         attributes, writes: the names of a layer's attributes that are loaded and set.
         passes_self: whether the layer itself is loaded.
     """
@@ -261,6 +427,8 @@ class _Text:
     def __init__(self, own: str) -> None:
         self._own = own
         self.names: set[str] = set()
+        self.chains: set[tuple[str, ...]] = set()
+        self.members: set[str] = set()
         self.attributes: set[str] = set()
         self.writes: set[str] = set()
         self.passes_self = False
@@ -274,9 +442,16 @@ class _Text:
         if isinstance(node, ast.Name):
             self.names.add(node.id)
             self.passes_self |= node.id == self._own
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._own != "":
-            (self.attributes if isinstance(node.ctx, ast.Load) else self.writes).add(node.attr)
-            return ["Attribute", self._own, node.attr, isinstance(node.ctx, ast.Load)]
+        if isinstance(node, ast.Attribute):
+            self.members.add(node.attr)
+            if isinstance(node.value, ast.Name) and node.value.id == self._own != "":
+                (self.attributes if isinstance(node.ctx, ast.Load) else self.writes).add(node.attr)
+                return ["Attribute", self._own, node.attr, isinstance(node.ctx, ast.Load)]
+            names, base = [node.attr], node.value
+            while isinstance(base, ast.Attribute):
+                names, base = [base.attr, *names], base.value
+            if isinstance(base, ast.Name):
+                self.chains.add((base.id, *names))
         return [type(node).__name__, *self._dump_fields(node)]
 
     def _dump_fields(self, node: ast.AST) -> Iterator[Any]:

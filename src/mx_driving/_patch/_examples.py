@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._operator.geometry import starts_of
 from ._attention import LEVELS, Attention, get_heads, get_levels
-from ._forms import CORES, FUNCTION, ROWS, SPLIT, Arguments, Core, find_role, make_tables
+from ._forms import CORES, FUNCTION, ROWS, SPLIT, Arguments, Core, find_role, make_shapes
 from ._parameters import Parameters
 
 _LISTED = {"value_spatial_shapes", "value_shapes"}  # parameters of modules that take the shapes as a list
@@ -97,7 +98,8 @@ def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Ex
 
 
 def _make_core_calls(form: Core, sizes: Sizes) -> Iterator[Example]:
-    shapes, starts = make_tables(sizes.maps, _CPU)
+    shapes = make_shapes(sizes.maps, _CPU)
+    starts = starts_of(shapes)
     common = {"sizes": list(sizes.maps), "starts": starts, "counts": list(sizes.counts), "step": 64, "value_shape": "default"}
     split = (sizes.levels, sizes.points)
     for axes, method in itertools.product(form.axes, form.methods):
@@ -174,6 +176,7 @@ def _get_width(form: Attention, module: Any) -> int:
 
 
 def _make_tables(parameters: Parameters, maps: Sequence[Any]) -> dict[str, Any]:
-    shapes, starts = make_tables(maps, _CPU)
+    shapes = make_shapes(maps, _CPU)
+    starts = starts_of(shapes)
     table = maps if set(parameters.all) & _LISTED else shapes
     return {"shapes": table, "sizes": maps, "starts": starts, "keys": [h * w for h, w in maps]}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch_private
 from .._operator import geometry
 from .._operator.checks import is_readable
 from .._operator.rules import INDEX
@@ -109,27 +110,46 @@ def is_table(t: Any) -> bool:
     return isinstance(t, Tensor) and t.dtype in INDEX
 
 
+def do_tables_agree(arguments: Arguments) -> bool:
+    """Return whether the list and the table of shapes have the same numbers, as far as the numbers can be read.
+
+    Libraries pass both. If they differ, the original code reads one of them here, and the other one there.
+    """
+    shapes, sizes = arguments.get("shapes"), arguments.get("sizes")
+    if sizes is None or type(shapes) is not Tensor or not shapes.is_cpu or torch.compiler.is_compiling():
+        return True
+    if _torch_private.is_tracing() or _torch_private.count_dispatch_modes() or _torch_private.are_transforms_active():
+        return True
+    return [*map(tuple, shapes.tolist())] == [*map(tuple, sizes)]
+
+
 def read_tables(arguments: Arguments, device: torch.device, prefer_list: bool = False) -> tuple[Tensor, Tensor]:
     """Return spatial_shapes and level_start_index. Libraries give the shapes as a list, as a tensor, or as both."""
-    shapes, sizes, starts = (arguments.get(role) for role in ("shapes", "sizes", "starts"))
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # The operator saves its tables, and autograd cannot save inference tensors.
-        tables = [t.clone() if isinstance(t, Tensor) and t.is_inference() else t for t in (shapes, starts)]
-        shapes, starts = tables
-    if is_table(shapes) and not (prefer_list and sizes is not None):
-        return shapes, starts if is_table(starts) else geometry.starts_of(shapes)  # pyright: ignore
-    shapes, dense = make_tables(shapes if sizes is None else sizes, device)  # pyright: ignore[reportArgumentType]
-    return shapes, starts if is_table(starts) else dense  # pyright: ignore[reportReturnType]
-
-
-def make_tables(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return spatial_shapes and level_start_index of levels that lie one after the other.
-
-    Some libraries pass sizes as floats. Truncate them, as these libraries do.
-    """
-    shapes = sizes if isinstance(sizes, Tensor) else torch.tensor([list(s) for s in sizes], device=device)
-    shapes = shapes if shapes.dtype in INDEX else shapes.long()
+    shapes: Any = arguments.get("shapes")
+    sizes, starts = arguments.get("sizes"), arguments.get("starts")
+    is_table = isinstance(shapes, Tensor) and shapes.dtype in INDEX and not (prefer_list and sizes is not None)
+    is_eager = not (torch.compiler.is_compiling() or _torch_private.is_tracing())
+    if not is_table:
+        shapes = make_shapes(shapes if sizes is None else sizes, device)
+    elif is_eager and torch.is_grad_enabled():
+        # The operator saves its tables for the backward. A caller may write to a table until then, and autograd cannot save an
+        # inference tensor.
+        shapes = shapes.clone()
+    if isinstance(starts, Tensor) and starts.dtype in INDEX:
+        return shapes, starts.clone() if is_eager and torch.is_grad_enabled() else starts
+    if is_eager and type(sizes) is list and device.type == "cpu":  # a fifth of the time of starts_of
+        starts, total = [], 0
+        for height, width in sizes:
+            starts.append(total)
+            total += height * width
+        return shapes, torch.tensor(starts)
     return shapes, geometry.starts_of(shapes)
+
+
+def make_shapes(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return the table of the shapes of levels. Some libraries pass sizes as floats. Truncate them, as these libraries do."""
+    shapes = sizes if isinstance(sizes, Tensor) else torch.tensor([list(s) for s in sizes], device=device)
+    return shapes if shapes.dtype in INDEX else shapes.long()
 
 
 def repeat_levels(counts: Sequence[int]) -> list[int]:
@@ -139,7 +159,8 @@ def repeat_levels(counts: Sequence[int]) -> list[int]:
 
 def put_keys_last(value: Tensor) -> Tensor:
     """Return value [bs, num_keys, num_heads, channels]. For a batch of one on a CPU, its gradient gets `_KeysLast`'s layout."""
-    return _KeysLast.apply(value) if value.shape[0] == 1 and value.requires_grad and value.device.type == "cpu" else value
+    needs_layout = value.shape[0] == 1 and value.requires_grad and value.device.type == "cpu"
+    return _KeysLast.apply(value) if needs_layout and not _torch_private.is_forward_mode_active() else value
 
 
 class _KeysLast(torch.autograd.Function):
@@ -149,9 +170,15 @@ class _KeysLast(torch.autograd.Function):
     [1, c, H, W] gradient with strides (c, 1, W * c, c).
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, value):
+    def forward(value):
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, grad):
@@ -252,16 +279,10 @@ class Core(Form):
         known = known and (starts is None or is_table(starts))
         # Refuse fractions of pixels: MapTR's code in plain torch rounds them, but its compiled kernel truncates them.
         whole = not self.pixels or not locations.is_floating_point()
-        return (
-            known
-            and whole
-            and locations.dim() in self.axes
-            and self._agree(arguments["value"], locations, arguments["weights"])
-        )
-
-    def _agree(self, value: Any, locations: Tensor, weights: Tensor) -> bool:
-        """Return whether the arguments agree in batch and heads. A core in plain torch may broadcast; the operator does not."""
-        sides = locations.shape[0], locations.shape[2]
+        if not (known and whole and locations.dim() in self.axes and do_tables_agree(arguments)):
+            return False
+        # A core in plain torch may broadcast batches and heads; the operator does not.
+        value, weights, sides = arguments["value"], arguments["weights"], (locations.shape[0], locations.shape[2])
         if isinstance(value, Tensor) and (value.dim() != 4 or (value.shape[0], value.shape[self.layout.heads]) != sides):
             return False
         return weights.shape[:3] == locations.shape[:3] and 2 * weights.numel() == locations.numel()
@@ -278,16 +299,12 @@ class Core(Form):
         weights = arguments["weights"].reshape(locations.shape[:-1])
         discrete = arguments.get("method") == "discrete"
         if not (discrete or self.pixels):
-            return promote(multi_scale_deformable_attn(value, shapes, starts, locations, weights), weights)
+            out = multi_scale_deformable_attn(value, shapes, starts, locations, weights)
+            return out.to(torch.promote_types(out.dtype, weights.dtype))  # Plain torch multiplies the two.
         pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5 if discrete else locations
         out = geometric_kernel_attention(value, shapes, starts, pixels, weights)
         # The original gathers rows and multiplies them by weights. Autocast converts neither, so the dtype is the promoted one.
         return out.to(torch.promote_types(value.dtype, weights.dtype))
-
-
-def promote(out: Tensor, weights: Tensor) -> Tensor:
-    """Return the output in the promoted dtype of output and weights, as in plain torch, which multiplies the two."""
-    return out.to(torch.promote_types(out.dtype, weights.dtype))
 
 
 _AXES = {"": (SPLIT, _MERGED), "_split": (SPLIT,), "_merged": (_MERGED,)}

@@ -1,7 +1,8 @@
-"""Find the layers of a model that call an operator, and the cores that the code of a layer names."""
+"""Find the layers of a model that sample, and the cores that the code of a layer names."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -19,65 +20,102 @@ _FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 _DEPTH = 4
 
 
-def find_layers(model: torch.nn.Module, is_replaced: Callable[[Any], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the layers that call an operator, and of the attention modules that do not.
+def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the layers that call an operator now, and of those that sample by their own code.
 
-    A layer calls an operator if its class or all of its cores are replaced. Layers inside such a layer are not counted.
+    Args:
+        is_served: takes a function or class, and a layer or None. Says whether the function is replaced, and answers the
+            layer's call by an operator.
+
+    A layer calls an operator if its forward is replaced and serves the layer, or if all cores that it calls are replaced.
+    Layers inside a layer that samples are not counted.
     """
-    calling: list[str] = []
+    served: list[str] = []
     others: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(f"{layer}.") for layer in (*calling, *others)):
+        if any(name.startswith(f"{layer}." if layer else "") for layer in (*served, *others)):
             continue
-        cores = _select_called(list_cores(type(module), {**vars(module), **dict(module.named_children())}), module)
-        if any(is_replaced(kind) for kind in type(module).__mro__) or (cores and all(map(is_replaced, cores))):
-            calling.append(name)
-        elif cores or all(hasattr(module, layer) for layer in LINEAR_LAYERS):
+        forward = module.__dict__.get("forward", type(module).forward)
+        attributes = {**vars(module), **dict(module.named_children())}
+        cores, functions = _search(list(_list_callables(forward)), type(module), attributes)
+        # On a CPU a layer calls the cores in plain torch, if it has any.
+        plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
+        cores = cores if not plain or any(p.is_cuda for p in module.parameters()) else plain
+        if any(is_served(f, module) for f in functions) or (cores and all(_is_core_served(c, is_served) for c in cores)):
+            served.append(name)
+        elif cores or is_core(type(module)) or all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             others.append(name)
-    return tuple(calling), tuple(others)
+    return tuple(served), tuple(others)
 
 
-def _select_called(cores: list[Any], module: torch.nn.Module) -> list[Any]:
-    """Return the cores that a layer calls on its device. On a CPU it calls those in plain torch, if it has any."""
-    plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
-    on_gpu = any(p.is_cuda for p in module.parameters())
-    return cores if on_gpu or not plain else plain
+def _is_core_served(core: Any, is_served: Callable[[Any, Any], bool]) -> bool:
+    """Return whether a core is replaced. A core that is a layer may have a forward of its own, such as a wrapper."""
+    if not isinstance(core, torch.nn.Module):
+        return is_served(core, None)
+    forward = core.__dict__.get("forward", type(core).forward)
+    return any(is_served(function, core) for function in _search(list(_list_callables(forward)), type(core), {})[1])
 
 
-def list_cores(kind: type, attributes: Mapping[str, Any] | None = None) -> list[Any]:
+def _list_callables(function: Any) -> Iterator[Any]:
+    """Return a function, and the functions that it holds: below decorators, in partial objects, defaults and closures."""
+    waiting, seen = [function], set()
+    while waiting:
+        member = waiting.pop()
+        if id(member) in seen or not callable(member):
+            continue
+        seen.add(id(member))
+        if isinstance(member, functools.partial):
+            waiting += [member.func, *member.args, *member.keywords.values()]
+        elif isinstance(member, types.MethodType):
+            waiting.append(member.__func__)
+        elif isinstance(member, types.FunctionType):
+            yield member
+            waiting += [*(member.__defaults__ or ()), *(member.__kwdefaults__ or {}).values()]
+            for cell in member.__closure__ or ():
+                with contextlib.suppress(ValueError):  # The cell is empty.
+                    waiting.append(cell.cell_contents)
+        waiting.append(getattr(member, "__wrapped__", None))
+
+
+def list_cores(kind: type) -> list[Any]:
     """Return the cores whose names are in the code of a class's forward and constructor. Skip the code of inner layers.
 
-    The search reads bytecode, so it also works for classes whose code has no key. `attributes`: the attributes of an instance.
+    The search reads bytecode, so it also works for classes whose code has no key.
     """
-    cores: list[Any] = []
-    seen: set[int] = set()
     members = [inspect.getattr_static(kind, name, None) for name in ("forward", "__init__")]
+    return [type(core) if isinstance(core, torch.nn.Module) else core for core in _search(members, kind, {})[0]]
+
+
+def _search(members: list[Any], kind: type, attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the cores that functions name, and the functions that were read. `attributes`: the attributes of an instance."""
+    cores: list[Any] = []
+    read: dict[int, Any] = {}
     for _ in range(_DEPTH):
         functions = [unwrap(member) for member in members if isinstance(member, _FUNCTIONS)]
-        functions = [f for f in functions if id(f) not in seen and str(f.__module__).partition(".")[0] != "torch"]
-        seen |= set(map(id, functions))
-        named = [member for function in functions for member in _list_named(function, kind, attributes or {})]
-        cores += [member for member in named if is_core(member)]
-        members = [member for member in named if not is_core(member)]
-    return cores
+        functions = [f for f in functions if id(f) not in read and str(f.__module__).partition(".")[0] != "torch"]
+        read |= {id(f): f for f in functions}
+        named = [member for function in functions for member in _list_named(function, kind, attributes)]
+        cores += [member for member in named if is_core(type(member) if isinstance(member, torch.nn.Module) else member)]
+        members = [member for member in named if not isinstance(member, torch.nn.Module) and not is_core(member)]
+    return cores, list(read.values())
 
 
 def _list_named(function: Any, kind: type, attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """Return the functions and classes that a function's code names: globals, members of the Python modules among its globals,
-    and attributes of the layer."""
+    """Return the objects that a function's code names: globals, members of the Python modules among its globals, and attributes
+    of the layer. The name `forward` alone, without super() or a class, is the forward of another layer."""
     names, own = collect_words(function), getattr(find_source(function), "__globals__", {})
     spaces = [own, attributes, *(vars(own[name]) for name in names if isinstance(own.get(name), types.ModuleType))]
+    calls_base = "super" in names or any(base.__name__ in names for base in kind.__mro__)
     for name in names:
         members = [space[name] for space in spaces if name in space]
-        yield from map(_resolve, [*members, *list_attributes(kind, name)])
+        members += list_attributes(kind, name) if name != "forward" or calls_base else []
+        yield from map(_resolve, members)
 
 
 def _resolve(member: Any) -> Any:
-    """Return the function of a functools.partial, the class of a layer, or the class of an autograd function's `apply`."""
+    """Return the function of a functools.partial, or the class of an autograd function's `apply`."""
     while isinstance(member, functools.partial):
         member = member.func
-    if isinstance(member, torch.nn.Module):
-        return type(member)
     if isinstance(member, (types.MethodType, types.BuiltinMethodType)) and isinstance(member.__self__, type):
         return member.__self__
     return unwrap(member) if isinstance(member, _FUNCTIONS) else member

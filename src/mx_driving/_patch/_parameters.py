@@ -10,19 +10,31 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 STAND_IN = "mx_driving.patch"  # co_filename of the code that `patch` puts into a function
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that read arguments whose names are not in the bytecode
-Binder = Callable[[tuple[Any, ...], Mapping[str, Any]], "dict[str, Any] | None"]
 
 
 def unwrap(function: Any) -> Any:
     """Return the function below its decorators."""
     function = function.__func__ if isinstance(function, staticmethod) else function
     return inspect.unwrap(function, stop=lambda f: getattr(getattr(f, "__code__", None), "co_filename", "") == STAND_IN)
+
+
+def find_wrapper(core: Any) -> str:
+    """Return the name of the wrapper around a core, or nothing. The wrappers of an autograd function are in its key."""
+    if isinstance(core, type) and issubclass(core, torch.autograd.Function):
+        return ""
+    outer = vars(core).get("forward") if isinstance(core, type) else core
+    outer = outer.__func__ if isinstance(outer, staticmethod) else outer
+    if outer is None or unwrap(outer) is outer:
+        return ""
+    return outer.__code__.co_name if isinstance(outer, types.FunctionType) else type(outer).__name__
 
 
 def find_source(function: Any) -> Any:
@@ -57,13 +69,14 @@ class Parameters:
         self.defaults = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | (own.__kwdefaults__ or {})
 
     @functools.cached_property
-    def _names_read(self) -> frozenset[str]:
+    def names_read(self) -> frozenset[str]:
+        """The local names that the code reads."""
         return _names_read(self._function.__code__)
 
     @property
     def read(self) -> tuple[str, ...]:
         """The parameters that the code reads."""
-        return tuple(name for name in self.all if name in self._names_read)
+        return tuple(name for name in self.all if name in self.names_read)
 
     def has_option(self, name: str) -> bool:
         """Return whether a parameter has a plain default: a bool, a number, a string or None."""
@@ -73,22 +86,6 @@ class Parameters:
         more, words = ([v for v in self.variadic if (v[:2] == "**") == double] for double in (False, True))
         more = more or (["*"] if self.keyword_only else [])
         return f"({', '.join([*self.names, *more, *self.keyword_only, *words])})"
-
-    def binder(self, roles: Mapping[str, str]) -> Binder:
-        """Return a function that takes the arguments of a call, and returns role -> argument for the names in `roles`.
-
-        It returns None if the call has arguments in *args, or in **kwargs that the code reads.
-        """
-        named_roles, by_place, by_name = list(roles.items()), self.names, self.keyword_only
-        ignores_more = any(v[:2] == "**" and v[2:] not in self._names_read for v in self.variadic)
-
-        def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-            if len(args) > len(by_place) or (len(kwargs) > len(by_name) and not ignores_more):
-                return None
-            arguments = {**dict(zip(by_place, args, strict=True)), **kwargs}
-            return {role: arguments[name] for name, role in named_roles}
-
-        return bind
 
 
 @functools.lru_cache(1000)

@@ -19,30 +19,41 @@ import torch
 
 from .._operator import rules
 from ._attention import Attention, find_passed_limits
-from ._code import Reader
-from ._fit import Fit, reads_starts
+from ._code import Code, Reader
+from ._compare import compare_runs
 from ._forms import MODULE
 from ._layers import find_layers, list_cores
-from ._parameters import unwrap
-from ._recognize import FORMS, GROUPS, find_nearest, recognize
-from ._replace import add_fit, find_holder, replace
+from ._parameters import find_wrapper, unwrap
+from ._replace import Fit, add_fit, find_holder, is_ours, reads_starts, replace
 from ._search import Candidate, find, find_elsewhere, find_network, is_core
+from ._trial import FORMS, GROUPS, find_nearest, recognize
+from ._workers import patch_in_workers
 
 
 @dataclass
 class _Change:
-    """A function or class that was changed in place, and the function that changes it back.
+    """A function or class that was changed in place, and the functions that change it back and again.
 
     `originals` has an entry for each patch that holds the change: the function or class that the patch replaced. Several module
-    classes may share one forward. The change keeps the holder alive, so that no other object gets its id.
+    classes may share one forward, so there is a function of `serving` for each: it says whether a layer's call is served. The
+    change keeps the holder alive, so that no other object gets its id. `code` is what the original reaches.
     """
 
     holder: Any
+    code: Code
     undo: Callable[[], None]
+    redo: Callable[[], None]
+    serving: list[Callable[[Any], bool]]
     originals: list[Any] = field(default_factory=list)
 
     def serves(self, original: Any) -> bool:
         return any(original is other for other in self.originals)
+
+    def release(self, original: Any) -> None:
+        self.originals.remove(original)
+        if not self.originals and _changes.get(id(self.holder)) is self:
+            del _changes[id(self.holder)]
+            self.undo()
 
 
 _lock = threading.RLock()
@@ -56,39 +67,44 @@ class Patch:
         replaced: names of the cores and attention modules that now call the operators.
         skipped: names of candidates (cores and attention modules) that keep their own code -> the reason.
         limits: names of a model's attention modules that the vendor's Atlas A2 would refuse -> the limit.
-        layers: names of a model's layers that call the operators from now on, in the model's order.
+        layers: names of a model's layers that are replaced, in the model's order; after a check, those that called an operator.
+        checked: what a check found, in a sentence; nothing without a check.
     """
 
     def __init__(self, originals: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
-        self._holders = list(map(find_holder, originals.values()))
+        self._held = [(_changes[id(find_holder(original))], original) for original in originals.values()]
         self._model = type(model).__name__
         self.replaced = tuple(originals)
         self.skipped = dict(skipped)
         self.limits = find_passed_limits(model) if model is not None else {}
         self.layers: tuple[str, ...] = ()
+        self.checked = ""
         self._others: tuple[str, ...] = ()
         if model is not None:
-            self.layers, self._others = find_layers(model, _is_replaced)
+            self.layers, self._others = find_layers(model, _is_served)
 
     def restore(self) -> None:
         """Give the originals back. A second call does nothing.
 
         An original that another patch holds stays replaced. A wrapper that other code has put over a replaced forward stays,
-        and calls the original from now on.
+        and calls the original from now on. Code that an editor's reload has put into a replaced function stays, too.
         """
         with _lock:
-            while self._holders:
-                _release(self._holders.pop())
+            while self._held:
+                change, original = self._held.pop()
+                change.release(original)
 
     def __repr__(self) -> str:
+        said, other = ("called an operator", "did not") if self.checked else ("replaced", "keeps its own code")
         lines = [f"replaced {name}" for name in self.replaced]
         lines += [f"left alone {name}: {reason}" for name, reason in self.skipped.items()]
         lines += [f"the vendor's device would refuse {name}: {limit}" for name, limit in self.limits.items()]
         if total := len(self.layers) + len(self._others):
-            lines.append(f"{len(self.layers)} of {total} layers of {self._model} that sample call an operator")
-        lines += [f"{name or self._model} calls an operator" for name in self.layers]
-        lines += [f"{name or self._model} keeps its own code" for name in self._others]
-        return "\n".join(lines)
+            verb = said if self.checked else f"are {said}"
+            lines.append(f"{len(self.layers)} of {total} layers of {self._model} that sample {verb}")
+        lines += [f"{name or self._model} {said if self.checked else f'is {said}'}" for name in self.layers]
+        lines += [f"{name or self._model} {other}" for name in self._others]
+        return "\n".join([*lines, self.checked] if self.checked else lines)
 
 
 def patch(
@@ -96,15 +112,16 @@ def patch(
     *,
     modules: bool = True,
     forms: Mapping[Any, str] | None = None,
+    check: Any = None,
 ) -> Patch:
     """Make a library, a module or a model sample by the operators, without a change of its source.
 
     `patch` replaces each core (the function or class that samples) by an operator, and the attention module around it by its
-    linear layers and an operator with logits. It recognizes the code of popular projects by its syntax tree, and replaces known
-    code at once. It replaces an unknown core that is a pure function in plain torch and gives our outputs and gradients on
-    small random examples. All other code stays: `skipped` has the reasons, and says how to name a form. An unknown attention
-    module keeps its own code, which calls the replaced core. Parameters and linear layers stay. Results have the dtypes of the
-    original code. If a form does not serve a call, the original code runs.
+    linear layers and an operator with logits. It replaces code that it knows, or that `forms` names. It knows the code of
+    popular projects by its syntax tree and by all objects that the code reaches. All other code stays: `skipped` has the
+    reasons, and the line that names a form. An unknown attention module keeps its own code, which calls the replaced core.
+    Parameters and linear layers stay. Results have the dtypes of the original code. If a form does not serve a call, or what
+    the code reaches has changed since, the original code runs.
 
     All models of a file share its cores and module classes, so the change applies to all of them, also to models built later.
 
@@ -113,14 +130,21 @@ def patch(
             model, whose classes' files are searched. If the target keeps its model in `.model`, that model is searched.
         modules: whether attention modules are replaced, too, or cores alone. A replaced module that returns its weights
             computes them separately, so the output has no gradient for these weights. With False the gradient exists.
-        forms: classes and functions of unknown code -> the name of their form: `{MyAttention: "deformable_detr"}`. The form is
-            tried in training and evaluation, and refused if its results differ.
+        forms: classes and functions of unknown code -> the name of their form: `{MyAttention: "deformable_detr"}`, or
+            `{my_core: "core"}`. The form is tried on small examples, outputs and gradients, in training and evaluation, and
+            refused if its results differ.
+        check: inputs of the model: a tuple of arguments, a dict of keyword arguments, or (arguments, keyword arguments). The
+            model runs once with its own code and once patched, in evaluation mode, without gradients, with the same random
+            state. Its buffers and torch's random state are as before afterwards. `checked` says how far the outputs agree, and
+            `layers` which layers called an operator.
 
     Returns:
-        A `Patch`: `replaced`, `skipped`, `limits`, `layers`, `restore()`.
+        A `Patch`: `replaced`, `skipped`, `limits`, `layers`, `checked`, `restore()`.
 
     Raises:
-        ValueError: nothing was replaced, or `forms` names an unknown form, or code in `forms` does not have its form.
+        ValueError: nothing was replaced, or `forms` names an unknown form, or code in `forms` does not have its form, or the
+            outputs of the check differ by more than rounding. Nothing is replaced then.
+        TypeError: `check` is given, and the target is not a model.
         ModuleNotFoundError: there is no such library.
 
     >>> import torch, mx_driving
@@ -133,22 +157,39 @@ def patch(
     for original, form in named.items():
         rules.name_of_a_form(getattr(original, "__qualname__", original), form, [*FORMS, *GROUPS])
     target = find_network(target)
-    candidates = find(target, modules)
-    for original, form in named.items():
-        if not candidates.consider(original):
-            rules.not_of_its_form(original.__qualname__, form, "it looks like no core and no attention module")
-    replacements = Replacements(named, dict(candidates.unknown))
+    model = target if isinstance(target, torch.nn.Module) else None
+    if check is not None and model is None:
+        rules.fail(TypeError, "target", "be a model if check is given", _get_name(target))
     with _lock:
+        for change in list(_changes.values()):  # A reload has put new code into a function: our change is over.
+            if not is_ours(change.holder):
+                change.undo()
+                del _changes[id(change.holder)]
+        candidates = find(target, modules)
+        for original, form in named.items():
+            if not candidates.consider(original):
+                rules.not_of_its_form(original.__qualname__, form, "it looks like no core and no attention module")
+        replacements = Replacements(named, dict(candidates.unknown))
         try:
             # Modules come last: in their trial they call the replaced cores, which need no compiled extension.
-            for group in (candidates.cores, candidates.pools, candidates.modules):
+            for group in ({**candidates.cores, **candidates.pools}, candidates.modules):
                 replacements.add(group)
             if not replacements.originals:
                 rules.nothing_to_patch(_get_name(target), replacements.skipped, find_elsewhere(candidates))
-            model = target if isinstance(target, torch.nn.Module) else None
             done = Patch(replacements.originals, replacements.skipped, model)
+            kinds = [o for o in replacements.originals.values() if isinstance(o, type) and issubclass(o, torch.nn.Module)]
+            layers = [model.get_submodule(name) for name in done.layers] if model is not None else []
+            patch_in_workers({*kinds, *map(type, layers)}, modules, named)
+            if check is not None:
+                names = (*done.layers, *done._others)
+                with _own_code() as use_own_code:
+                    agreement, called, ran = compare_runs(model, check, names, use_own_code)
+                done.layers = tuple(name for name in names if name in called)
+                done._others = tuple(name for name in names if name not in called)
+                total, own = len(names), len(ran - called)
+                done.checked = f"{agreement}; {len(called)} of {total} layers called an operator, {own} ran their own code"
         except BaseException:
-            replacements.undo()
+            Patch(replacements.originals, {}).restore()
             raise
     for name, reason in replacements.skipped.items():
         if name not in replacements.over_a_core:
@@ -158,14 +199,32 @@ def patch(
 
 @contextlib.contextmanager
 def patched(
-    target: str | types.ModuleType | torch.nn.Module, *, modules: bool = True, forms: Mapping[Any, str] | None = None
+    target: str | types.ModuleType | torch.nn.Module,
+    *,
+    modules: bool = True,
+    forms: Mapping[Any, str] | None = None,
+    check: Any = None,
 ) -> Iterator[Patch]:
     """`patch` for the length of a `with` block; the originals are back after it, even after an exception."""
-    done = patch(target, modules=modules, forms=forms)
+    done = patch(target, modules=modules, forms=forms, check=check)
     try:
         yield done
     finally:
         done.restore()
+
+
+@contextlib.contextmanager
+def _own_code() -> Iterator[Callable[[bool], None]]:
+    """Yield a function that switches all changes off or on. They are on afterwards."""
+
+    def use_own_code(own: bool) -> None:
+        for change in _changes.values():
+            (change.undo if own else change.redo)()
+
+    try:
+        yield use_own_code
+    finally:
+        use_own_code(False)
 
 
 class Replacements:
@@ -187,55 +246,91 @@ class Replacements:
         """Recognize all candidates of a group that are not replaced already, then replace them."""
         fits: dict[str, Fit | None] = {}
         for name, candidate in group.items():
-            change = _changes.get(id(find_holder(candidate.original)))
-            if change and change.serves(candidate.original):
+            original, named = candidate.original, self._named.get(candidate.original, "")
+            change = _changes.get(id(find_holder(original)))
+            if change and change.serves(original):
                 fits[name] = None
+                continue
+            finding = recognize(candidate, self._reader, named)
+            if finding.fit is None and named:
+                rules.not_of_its_form(original.__qualname__, named, finding.reason)
+            if finding.fit is None:
+                self._skip(name, candidate, finding.reason)
             else:
-                fit, reason = self._recognize(candidate)
-                if fit is None:
-                    self._skip(name, candidate, reason)
-                else:
-                    fits[name] = fit
+                fits[name] = finding.fit
+        for name in [name for name, fit in fits.items() if fit is not None and isinstance(fit.form, Attention)]:
+            for core in list_cores(group[name].original):
+                if wrapper := find_wrapper(core):
+                    self._skip(name, group[name], f"its core {core.__qualname__} is wrapped by {wrapper}")
+                    del fits[name]
+                    break
+        # Known code that calls a core which is not replaced keeps its own code, and so does the code that calls this code.
+        while left := [(name, core) for name, fit in fits.items() if (core := self._find_own_core(name, fit, group, fits))]:
+            for name, core in left:
+                del fits[name]
+                self._skip(name, group[name], f"it calls {core.__qualname__}, which is not replaced")
         for name, fit in fits.items():
-            self.originals[name] = group[name].original
-            _hold(fit, group[name].original)
+            self.originals[name] = original = group[name].original
+            holder = find_holder(original)
+            change = _changes.get(id(holder))
+            if fit is not None and isinstance(fit.form, Attention):
+                fit = _put_over_cores(fit, original in self._named)
+            if change is None:
+                assert fit is not None
+                _changes[id(holder)] = change = _Change(holder, fit.code, *replace(fit, holder))
+            elif fit is not None:
+                change.serving.append(add_fit(fit, holder))
+            change.originals.append(original)
 
-    def undo(self) -> None:
-        Patch(self.originals, {}).restore()
-
-    def _recognize(self, candidate: Candidate) -> tuple[Fit | None, str]:
-        """Return the fit of a candidate, or the reason why it has none."""
-        named = self._named.get(candidate.original, "")
-        finding = recognize(candidate, self._reader, _is_replaced, named)
-        if finding.fit is None and named:
-            rules.not_of_its_form(candidate.original.__qualname__, named, finding.reason)
-        if finding.fit is None or not isinstance(finding.fit.form, Attention):
-            return finding.fit, finding.reason
-        return _put_over_cores(finding.fit, named)
+    def _find_own_core(self, name: str, fit: Fit | None, group: Mapping[str, Candidate], fits: Mapping[str, Any]) -> Any:
+        """Return a core that the code calls and that is not replaced, or None. A trial has tried named code with its cores."""
+        if fit is None or group[name].original in self._named:
+            return None
+        others = [group[other].original for other in fits]
+        return next((c for c in fit.code.cores if not _is_replaced(c) and not any(c is other for other in others)), None)
 
     def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
         original = candidate.original
+        names = {original.__name__: find_nearest(candidate)}
         if candidate.kind == MODULE and not is_core(original):
-            if any(map(_is_replaced, list_cores(original))):
+            cores = list_cores(original)
+            if any(map(_is_replaced, cores)):
                 self.over_a_core.add(name)
                 reason += "; its core is replaced"
-            if nearest := find_nearest(candidate):
-                reason += f'. To replace it, try: mx_driving.patch(..., forms={{{original.__name__}: "{nearest}"}})'
+        if all(names.values()):
+            words = ", ".join(f'{word}: "{form}"' for word, form in names.items())
+            reason += f". To replace it, try: mx_driving.patch(..., forms={{{words}}})"
         self.skipped[name] = reason
 
 
-def _put_over_cores(fit: Fit, named: str) -> tuple[Fit | None, str]:
-    """Return the fit of an attention module with the replaced cores that the module may call.
+def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
+    """Return the fit of an attention module with the cores that the module may call: those that are replaced, or, if a user
+    names the module's form, all cores, because the trial called them.
 
-    Return None and a reason if the module calls a core that is not replaced.
+    A module ignores level_start_index if its core does. On a CPU a module calls its core in plain torch, if it has one.
     """
     assert fit.owner is not None
-    left = [core.__qualname__ for core in fit.cores if not _is_replaced(core)]
-    if left and not named:
-        return None, f"it calls {left[0]}, which is not replaced"
     cores = [*fit.cores, *list_cores(fit.owner)]
-    replaced = tuple(filter(_is_replaced, cores))
-    return dataclasses.replace(fit, cores=replaced, starts=fit.starts and any(map(reads_starts, replaced or cores))), ""
+    replaced = tuple(core for core in dict.fromkeys(cores) if is_named or _is_replaced(core))
+    plain = [core for core in replaced if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
+    code = fit.code
+    for core in filter(_is_replaced, replaced):
+        code = code.join(_changes[id(find_holder(core))].code)
+    starts = fit.starts and any(map(reads_starts, replaced or cores))
+    starts_on_cpu = starts and any(map(reads_starts, plain or replaced or cores))
+    return dataclasses.replace(fit, code=code, cores=replaced, starts=starts, starts_on_cpu=starts_on_cpu)
+
+
+def _is_served(member: Any, layer: Any) -> bool:
+    """Return whether a function or class is replaced, and answers the call of a layer by an operator."""
+    member = unwrap(member) if isinstance(member, types.FunctionType) else member
+    change = _changes.get(id(member))
+    return change is not None and is_ours(change.holder) and any(serves(layer) for serves in change.serving)
+
+
+def is_layer_replaced(layer: Any) -> bool:
+    """Return whether a layer's forward, or a core that its class names, is replaced."""
+    return any(map(_is_replaced, [*type(layer).__mro__[:-1], *list_cores(type(layer))]))
 
 
 def _is_replaced(member: Any) -> bool:
@@ -250,23 +345,3 @@ def _get_name(target: Any) -> str:
     if isinstance(target, str):
         return target
     return target.__name__ if isinstance(target, types.ModuleType) else type(target).__name__
-
-
-def _hold(fit: Fit | None, original: Any) -> None:
-    """Replace an original. If fit is None, the original is already replaced: count one more patch that holds it."""
-    holder = find_holder(original)
-    change = _changes.get(id(holder))
-    if change is None:
-        assert fit is not None
-        _changes[id(holder)] = change = _Change(holder, replace(fit, holder))
-    elif fit is not None:
-        add_fit(fit, holder)
-    change.originals.append(original)
-
-
-def _release(holder: Any) -> None:
-    change = _changes[id(holder)]
-    change.originals.pop()
-    if not change.originals:
-        del _changes[id(holder)]
-        change.undo()

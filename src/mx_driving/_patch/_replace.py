@@ -1,4 +1,4 @@
-"""Replace the code of a function, or the methods of an autograd function, in place.
+"""Which calls of a function or class a form answers (`Fit`), and the replacement of the code in place.
 
 A function and the forward of a module get another `__code__`, below their decorators. So all references to the function call
 the new code, and decorators still wrap it. An autograd function gets an `apply` that calls the operator. It also gets a forward
@@ -10,19 +10,23 @@ from __future__ import annotations
 import functools
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _dispatch
+from .. import _dispatch, _torch_private
 from .._operator.description import POOL, SamplingInputs
 from ..ops._other_shapes import sampling_inputs
 from ..ops._stand_ins import differentiable
-from ._fit import Fit, make_stand_in
-from ._forms import AUTOGRAD
+from ._attention import READ, Attention
+from ._code import Code
+from ._forms import AUTOGRAD, FUNCTION, MODULE, Form, find_role
 from ._parameters import STAND_IN, Parameters, unwrap
+from ._search import Candidate, describe
+from .known import Values
 
 # `_get_key` of a function -> its stand-in. Entries stay when a patch ends, because another thread may be about to call them.
 SERVED: dict[str, Callable[..., Any]] = {}
@@ -44,6 +48,138 @@ def make({{free}}):
 """
 
 
+@dataclass(frozen=True)
+class Fit:
+    """A form for a function or class, and the conditions on the calls that it serves.
+
+    Attributes:
+        code: what the code reaches. A call is served as long as this does not change.
+        owner: the class of the layer. Subclasses with the same methods are served, too.
+        flags: attributes of the layer that its code reads, except sizes and linear layers -> the values that the form serves.
+        options: parameters without a role -> the values that the form serves.
+        holders: attributes of the layer that hold its core.
+        cores: the functions and classes that these attributes may hold, and those that the code calls.
+        widths: last sides of the reference points that the form serves.
+        masked: whether the form serves a mask.
+        starts: whether the code reads level_start_index. A core in plain torch takes the levels one after the other.
+        starts_on_cpu: the same on a CPU, where some modules call a core in plain torch, and an autograd function on GPUs.
+    """
+
+    form: Form
+    code: Code = field(default_factory=Code)
+    owner: type | None = None
+    flags: Values = field(default_factory=dict)
+    options: Values = field(default_factory=dict)
+    holders: tuple[str, ...] = ()
+    cores: tuple[Any, ...] = ()
+    widths: tuple[int, ...] = (2, 4)
+    masked: bool = True
+    starts: bool = True
+    starts_on_cpu: bool = True
+
+    def knows(self, layer: Any) -> bool:
+        """Return whether an instance has the class, flags and cores that the form serves, and no method of its own."""
+        if self.form.kind != MODULE:
+            return True
+        if not isinstance(layer, self.owner):  # type: ignore[arg-type]
+            return False
+        for name in self.code.methods:
+            if name in layer.__dict__:
+                return False
+        for name, values in self.flags.items():
+            if not _has_value(getattr(layer, name, None), values):
+                return False
+        for name in self.holders:
+            core = getattr(layer, name)
+            if isinstance(core, functools.partial):
+                if core.func not in self.cores or core.args or core.keywords not in ({}, {"method": "default"}):
+                    return False
+            elif core in self.cores:
+                continue
+            elif type(core) not in self.cores or "forward" in core.__dict__ or _torch_private.has_hooks(core):
+                return False
+        return True
+
+
+def _has_value(value: Any, values: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None))) and value in values
+
+
+def make_fit(form: Any, candidate: Candidate, code: Code, flags: Values, cores: tuple[Any, ...] = ()) -> Fit:
+    """Return the fit of a form for a candidate. It serves layers with these flags, and calls with default options."""
+    parameters, is_attention = candidate.parameters, isinstance(form, Attention)
+    names = [name for name in parameters.read if not form.reads_all and find_role(name) not in form.roles]
+    holders = code.attributes - READ - form.reads - set(flags) if is_attention else ()
+    return Fit(
+        form,
+        code,
+        candidate.original if form.kind == MODULE else None,
+        flags,
+        {name: (parameters.defaults[name],) for name in names},
+        tuple(sorted(holders)),
+        (*code.cores, *cores),
+        starts=is_attention or reads_starts(candidate.original),
+    )
+
+
+def reads_starts(core: Any) -> bool:
+    """Return whether a core reads level_start_index. Cores in plain torch often assume that levels lie one after the other."""
+    candidate = describe(core)
+    if candidate is None or candidate.kind == AUTOGRAD:
+        return True
+    return any(find_role(name) == "starts" for name in candidate.parameters.read)
+
+
+def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the original's parameters that calls the operator.
+
+    The fallback answers a call that the form does not serve. It is the original, or the stand-in of another class.
+    """
+    form, bound = fit.form, int(fit.form.kind != FUNCTION)
+    parameters = Parameters(original, bound)
+    # The form gets the arguments that the code reads, and the table of shapes even if the code reads only a list of shapes: to
+    # make the table from the list would take time. All other arguments are kept under a name that no form knows.
+    names = set(parameters.all if form.reads_all else parameters.read)
+    names |= {name for name in parameters.all if find_role(name) == "shapes" and form.kind != FUNCTION}
+    names -= {name for name in names if find_role(name) == "starts" and not fit.starts}
+    keys = {n: (n if n in fit.options else find_role(n)) if n in names else f"unread {n}" for n in parameters.all}
+    places = [*(["self"] if bound else []), *(keys[name] for name in parameters.names)]
+    ignores_more = any(v[:2] == "**" and v[2:] not in parameters.names_read for v in parameters.variadic)
+    options, widths, masked, is_module = fit.options, fit.widths, fit.masked, form.kind == MODULE
+    drops_starts = fit.starts and not fit.starts_on_cpu
+    is_unchanged = fit.code.watch(fit.owner, fit.cores)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(places):  # *args has arguments.
+            return fallback(*args, **kwargs)
+        arguments = dict(zip(places, args, strict=True))
+        for name in kwargs:
+            if name in keys:
+                arguments[keys[name]] = kwargs[name]
+            elif not ignores_more:
+                return fallback(*args, **kwargs)
+        layer = arguments.pop("self", None)
+        # torch.onnx's older exporter, by tracing, does not know our operators.
+        served = not (_torch_private.is_tracing() and torch.onnx.is_in_onnx_export())
+        served = served and (not is_module or fit.knows(layer)) and is_unchanged(type(layer))
+        for name, values in options.items():
+            served = served and _has_value(arguments[name], values)
+        if not masked and arguments.get("mask") is not None:
+            served = False
+        reference = arguments.get("reference")
+        if reference is not None and reference.shape[-1] not in widths:
+            served = False
+        if drops_starts and arguments["query"].is_cpu:
+            arguments["starts"] = None
+        if served and form.serves(layer, arguments):
+            return form.answer(layer, arguments)
+        return fallback(*args, **kwargs)
+
+    call.serves = lambda layer: fit.knows(layer) and is_unchanged(type(layer))  # type: ignore[attr-defined]
+    return call
+
+
 def find_holder(original: Any) -> Any:
     """Return the object to change: the class of an autograd function, or the function below the decorators."""
     if isinstance(original, type) and not issubclass(original, torch.autograd.Function):
@@ -51,41 +187,47 @@ def find_holder(original: Any) -> Any:
     return original
 
 
-def replace(fit: Fit, holder: Any) -> Callable[[], None]:
-    """Change an object in place. Return a function that changes it back."""
+def is_ours(holder: Any) -> bool:
+    """Return whether a replaced object still has our code. An editor's reload puts new code into a function."""
+    return not isinstance(holder, types.FunctionType) or holder.__code__.co_filename == STAND_IN
+
+
+def replace(fit: Fit, holder: Any) -> tuple[Callable[[], None], Callable[[], None], list[Callable[[Any], bool]]]:
+    """Change an object in place. Return functions that change it back and again, and the function that tells whether a layer's
+    call is served."""
     if fit.form.kind == AUTOGRAD:
-        originals, replacements = dict(vars(holder)), _make_methods(fit.form, holder)
+        originals, replacements = dict(vars(holder)), _make_methods(fit, holder)
+        is_unchanged = fit.code.watch(None)
+        serves = lambda layer: is_unchanged(None)  # noqa: E731
     else:
-        original = _copy_function(holder)
-        SERVED[_get_key(holder)] = make_stand_in(original, fit, original)
+        original = types.FunctionType(
+            holder.__code__, holder.__globals__, holder.__name__, holder.__defaults__, holder.__closure__
+        )
+        original.__kwdefaults__ = holder.__kwdefaults__
+        SERVED[_get_key(holder)] = stand_in = make_stand_in(original, fit, original)
+        serves = stand_in.serves  # type: ignore[attr-defined]
         originals = {"__code__": holder.__code__}
         replacements = {"__code__": _make_code(holder), "__wrapped__": original}  # find_source reads __wrapped__.
-    for name, value in replacements.items():
-        setattr(holder, name, value)
-    return functools.partial(_give_back, holder, originals, replacements)
+
+    def put(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        for name in replacements:
+            present = getattr(holder, name) if name == "__code__" else vars(holder).get(name)
+            if present is not old.get(name):  # An edit, or a wrapper that other code has put over a method, stays.
+                continue
+            if name in new:
+                setattr(holder, name, new[name])
+            else:
+                delattr(holder, name)
+
+    put(originals, replacements)
+    return functools.partial(put, replacements, originals), functools.partial(put, originals, replacements), [serves]
 
 
-def add_fit(fit: Fit, function: types.FunctionType) -> None:
-    """Let a replaced forward also serve another class that shares it."""
+def add_fit(fit: Fit, function: types.FunctionType) -> Callable[[Any], bool]:
+    """Let a replaced forward also serve another class that shares it. Return the function that tells which layers it serves."""
     stand_in: Any = SERVED[_get_key(function)]
-    SERVED[_get_key(function)] = make_stand_in(stand_in.__wrapped__, fit, stand_in)
-
-
-def _give_back(holder: Any, originals: dict[str, Any], replacements: dict[str, Any]) -> None:
-    for name, value in replacements.items():
-        if vars(holder).get(name, value) is not value:  # A wrapper that other code has put over a method stays.
-            continue
-        if name in originals:
-            setattr(holder, name, originals[name])
-        else:
-            delattr(holder, name)
-
-
-def _copy_function(function: types.FunctionType) -> types.FunctionType:
-    own = function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    original = types.FunctionType(function.__code__, *own)
-    original.__kwdefaults__ = function.__kwdefaults__
-    return original
+    SERVED[_get_key(function)] = new = make_stand_in(stand_in.__wrapped__, fit, stand_in)
+    return new.serves  # type: ignore[attr-defined]
 
 
 def _make_code(function: types.FunctionType) -> types.CodeType:
@@ -137,11 +279,27 @@ def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
     return casts
 
 
-def _make_methods(form: Any, kind: Any) -> dict[str, staticmethod]:
-    """Return the new methods of an autograd function."""
-    apply, forward, backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
-    wrapped = functools.wraps(kind.forward)(forward), functools.wraps(kind.backward)(backward)
-    return {name: staticmethod(m) for name, m in zip(("apply", "forward", "backward"), (apply, *wrapped), strict=True)}
+def _make_methods(fit: Fit, kind: Any) -> dict[str, Any]:
+    """Return the new methods of an autograd function. A subclass keeps its own, and so does a function whose globals change."""
+    form: Any = fit.form
+    is_unchanged, own_forward, own_backward = fit.code.watch(None), kind.forward, kind.backward
+    run, answer_forward, answer_backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
+
+    def apply(cls: Any, *args: Any) -> Any:
+        if cls is not kind or not is_unchanged(None):
+            return super(kind, cls).apply(*args)
+        return run(*args)
+
+    @functools.wraps(own_forward)
+    def forward(ctx: Any, *args: Any) -> Any:
+        ctx.runs_operator = is_unchanged(None)
+        return answer_forward(ctx, *args) if ctx.runs_operator else own_forward(ctx, *args)
+
+    @functools.wraps(own_backward)
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return answer_backward(ctx, *grad_outputs) if ctx.runs_operator else own_backward(ctx, *grad_outputs)
+
+    return {"apply": classmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}
 
 
 def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
@@ -176,9 +334,6 @@ def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
     """Return the methods for a pool, which takes several operations. Backward runs them again and differentiates them."""
     run = differentiable(form.foreign)
 
-    def apply(*args: Any) -> Tensor:
-        return run(*args)
-
     def forward(ctx: Any, *args: Any) -> Tensor:
         ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
@@ -196,4 +351,4 @@ def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
             gradients = iter(torch.autograd.grad(outputs[0], leaves, grad_outputs[0]))  # A second output has no gradient.
         return tuple(next(gradients) if needed else None for needed in needs_grad)
 
-    return apply, forward, backward
+    return run, forward, backward

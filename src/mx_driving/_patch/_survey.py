@@ -5,55 +5,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import math
 import pathlib
 import sys
 from typing import Any
 
 from ._code import Reader
-from ._patch import Replacements
-from ._recognize import recognize
+from ._patch import Patch, Replacements
 from ._search import Candidate, Candidates, find, find_marked, is_core
-from ._trial import Finding
-from .known import Known, format_entry
+from ._trial import Finding, recognize
 
 
-def survey(target: Any) -> list[Finding]:
-    """Return the forms of all candidates of a package, a module or a folder. Unknown cores and attention modules are tried."""
+def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
+    """Return the forms of all candidates of a package, a module or a folder, and the modules that cannot be searched -> reason.
+
+    Unknown cores and attention modules are tried.
+    """
     candidates = _find_in_folder(pathlib.Path(target)) if pathlib.Path(str(target)).is_dir() else find(target, True)
     replacements, reader = Replacements({}, {}), Reader(is_core)
 
     def examine(group: dict[str, Candidate]) -> list[Finding]:
-        return [recognize(candidate, reader, lambda member: False, tries_all=True) for candidate in group.values()]
+        return [recognize(candidate, reader, tries_all=True) for candidate in group.values()]
 
     findings = examine(candidates.cores) + examine(candidates.pools)
     try:
         replacements.add(candidates.cores)  # In a trial, modules call replaced cores, which need no compiled extension.
         replacements.add(candidates.pools)
-        return findings + examine(candidates.modules)
+        return findings + examine(candidates.modules), candidates.unknown
     finally:
-        replacements.undo()
-
-
-def make_entry(finding: Finding, seen: str) -> str:
-    """Return the line of known.jsonl for code that has a form. `seen` is the project and its version."""
-    fit = finding.fit
-    assert fit is not None
-    place = f"{seen} {finding.name.rpartition('.')[2]}".strip()
-    casts = getattr(fit.form, "casts", "")
-    difference = 0.0 if math.isnan(finding.difference) else float(f"{finding.difference:.0e}")
-    entry = Known(finding.form, place, difference, dict(fit.flags), dict(fit.options), fit.widths, fit.masked, casts)
-    return format_entry(finding.key, entry)
+        Patch(replacements.originals, {}).restore()
 
 
 def _find_in_folder(folder: pathlib.Path) -> Candidates:
     """Import the files of a folder that mention a core or an attention module, and search them."""
     candidates = Candidates(True)
     sys.path.insert(0, str(folder.resolve()))
+    arguments = sys.argv
     for module_name in find_marked([folder], "**/*.py", ""):
+        sys.argv = [module_name]  # A file may parse the command's arguments.
         try:
-            candidates.search(importlib.import_module(module_name))
-        except Exception as error:  # The import of an unknown file may raise anything.
+            with contextlib.redirect_stdout(sys.stderr):  # What imported code prints is no result.
+                candidates.search(importlib.import_module(module_name))
+        except (Exception, SystemExit) as error:  # The import of an unknown file may raise anything.
             candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
+        finally:
+            sys.argv = arguments
     return candidates

@@ -1,33 +1,44 @@
-"""Try a form on unknown code: its outputs and gradients on small examples must be those of the original, in float64.
+"""Try a form on code that a user names: its outputs and gradients on small examples must be those of the original, in float64.
 
-An unknown core is tried if it is pure (_pure.py). A module or a function whose form a user names is tried if it can be built.
-The same trial admits the entries of known.jsonl.
+Known code is not tried. The same trial admits the entries of known.jsonl. In a trial compat's functions stand for those of a
+compiled extension, so an autograd function can be tried on every machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._foreign_functions import FUNCTIONS
 from .._torch_private import tree_flatten
-from ._attention import READ, Attention
-from ._code import Code
-from ._examples import SMALL, Example, make_examples, make_random
-from ._fit import Fit, make_fit, make_stand_in
-from ._forms import AUTOGRAD, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
+from ..ops._stand_ins import stand_in
+from ._attention import ATTENTION_FORMS, READ, Attention
+from ._code import Code, NoKey, Reader, read_bytecode
+from ._examples import SMALL, make_examples, make_random
+from ._extensions import EXTENSIONS, OverExtension
+from ._forms import AUTOGRAD, CORES, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
 from ._layers import list_cores
-from ._pools import Pool
+from ._parameters import collect_words, find_source, list_code
+from ._pools import POOLS, looks_like_a_pool
+from ._replace import Fit, make_fit, make_stand_in
 from ._search import Candidate
+from .known import Known, read_table
 
+# In patch(forms=...) a user writes the name of a form, a key of FORMS, or of a group of forms that are tried in turn, a key of
+# GROUPS.
+FORMS: Mapping[str, Form] = {**ATTENTION_FORMS, **CORES, **EXTENSIONS, **POOLS}
+GROUPS: Mapping[str, Mapping[str, Form]] = {"core": {**CORES, **EXTENSIONS}, "pool": {**POOLS, **EXTENSIONS}}
 CLOSE = 1e-10  # A smaller difference of the results counts as agreement.
 _SINGLE = 1e-4  # the limit in place of CLOSE for a core that computes in float32, whatever the dtypes of its inputs
 _Run = Callable[[Arguments], Any]  # runs a function on arguments by role, with value in our layout
@@ -40,7 +51,7 @@ class Refused(Exception):
 
 
 class Differs(Refused):
-    """The results of the form have another shape or dtype, or the layer has a state that the form does not know."""
+    """The results of the form have another shape, dtype or container, or the layer has a state that the form does not know."""
 
     rank = 0
 
@@ -68,7 +79,7 @@ class Finding:
     Attributes:
         name: the name of the function or class, with its Python module.
         key: the key of its code, or nothing.
-        state: "known", "by name", "tried" or "unknown".
+        state: "known", "tried" or "unknown".
         form: the name of the form, or of the nearest one.
         difference: the largest difference of the results, in float64; inf if they cannot be compared, nan without a trial.
         reason: why no form serves it.
@@ -88,18 +99,78 @@ class Finding:
         return f"{self.state:8}{self.name}: {self.form or 'no form'}{difference}{': ' if self.reason else ''}{self.reason}"
 
 
+def recognize(candidate: Candidate, reader: Reader, named: str = "", tries_all: bool = False) -> Finding:
+    """Return which form a candidate has: the table has its key, or a user names its form, which is tried.
+
+    Args:
+        named: the form, or the group of forms, that a user names. It is tried, even if the code is known.
+        tries_all: whether to try all forms on unknown code.
+    """
+    reason = "its code is not known"
+    try:
+        code = reader.read(candidate.original)
+    except NoKey as error:
+        reason += f", because {error}"
+        code = read_bytecode(candidate.function, candidate.original if candidate.kind == MODULE else None)
+    entry = read_table().get(code.key)
+    if entry and not named:
+        form: Any = FORMS[entry.form]
+        form = dataclasses.replace(form, casts=entry.casts) if entry.casts else form
+        fit = make_fit(form, candidate, code, entry.flags)
+        options = {**fit.options, **entry.options}
+        fit = dataclasses.replace(fit, options=options, widths=tuple(entry.widths), masked=entry.masked)
+        return Finding(candidate.name, code.key, "known", entry.form, entry.difference, fit=fit)
+    if not named and not (tries_all and code.key):
+        return Finding(candidate.name, code.key, reason=reason)
+    forms = GROUPS.get(named) or ({named: FORMS[named]} if named else FORMS)
+    forms = {name: form for name, form in forms.items() if _may_have(candidate, form)}
+    if not forms:
+        return Finding(candidate.name, code.key, reason=f"no known form has the parameters {candidate.parameters}")
+    return try_forms(forms, candidate, code)
+
+
+def _may_have(candidate: Candidate, form: Form) -> bool:
+    return form.fits(candidate.original.__qualname__, candidate.kind, candidate.parameters)
+
+
+def find_nearest(candidate: Candidate) -> str:
+    """Return the name of the form, or of the group of forms, to try first on a candidate, or nothing."""
+    if candidate.kind != MODULE or not set(candidate.function.__code__.co_names) & READ:
+        group = "pool" if looks_like_a_pool(candidate.original.__qualname__) else "core"
+        return group if any(_may_have(candidate, form) for form in GROUPS[group].values()) else ""
+    words = {*collect_words(candidate.function), *candidate.parameters.all}
+    names = [name for name, form in ATTENTION_FORMS.items() if _may_have(candidate, form)]
+    marked = [name for name in names if (mark := ATTENTION_FORMS[name].mark) and mark in words]
+    return next(iter([*marked[-1:], *(name for name in names if not ATTENTION_FORMS[name].mark)]), "")
+
+
+def make_entry(finding: Finding, seen: str) -> tuple[str, Known]:
+    """Return the key and the entry of known.jsonl for code that has a form. `seen` is the project and its version."""
+    fit = finding.fit
+    assert fit is not None
+    place = f"{seen} {finding.name.rpartition('.')[2]}".strip()
+    casts = getattr(fit.form, "casts", "")
+    difference = 0.0 if math.isnan(finding.difference) else float(f"{finding.difference:.0e}")
+    return finding.key, Known(
+        finding.form, place, difference, dict(fit.flags), dict(fit.options), fit.widths, fit.masked, casts
+    )
+
+
 def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Finding:
     """Return the first form whose results agree with the original's. If no form agrees, return the most telling refusal."""
     refusals: dict[str, Refused] = {}
-    with _isolate():
+    with _isolate(), _replace_extensions(candidate, code):
         for name, form in forms.items():
-            try:
-                fit, difference = _try_form(form, candidate, code)
-                return Finding(candidate.name, code.key, "tried", name, difference, fit=fit)
-            except Refused as error:
-                refusals[name] = error
-            except Exception as error:  # A form may raise anything on unknown code.
-                refusals[name] = Refused(f"no known form fits it: {type(error).__name__}: {error}")
+            casts = ("", "value", "float32") if isinstance(form, OverExtension) else (None,)
+            for cast in casts:
+                try:
+                    tried: Any = form if cast is None else dataclasses.replace(form, casts=cast)  # type: ignore[type-var]
+                    fit, difference = _try_form(tried, candidate, code)
+                    return Finding(candidate.name, code.key, "tried", name, difference, fit=fit)
+                except Refused as error:
+                    refusals.setdefault(name, error)
+                except Exception as error:  # A form may raise anything on unknown code.
+                    refusals.setdefault(name, Refused(f"no known form fits it: {type(error).__name__}: {error}"))
     name = min(refusals, key=lambda name: (not refusals[name].args[0], refusals[name].rank, refusals[name].difference))
     reason = refusals[name].args[0] or "it does not run on a small example"
     return Finding(candidate.name, code.key, form=name, difference=refusals[name].difference, reason=reason)
@@ -126,13 +197,64 @@ def _isolate() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+@contextlib.contextmanager
+def _replace_extensions(candidate: Candidate, code: Code) -> Iterator[None]:
+    """Let compat's functions take the place of the compiled functions that the code and its autograd functions call.
+
+    A compiled function for CUDA may end the process if it gets memory of a CPU.
+    """
+    members = [candidate.original, *code.cores]
+    kinds = [m for m in members if isinstance(m, type) and issubclass(m, torch.autograd.Function)]
+    functions = [find_source(vars(kind)[name]) for kind in kinds for name in ("forward", "backward") if name in vars(kind)]
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    for function in [*functions, *(m for m in members if isinstance(m, types.FunctionType))]:
+        space = find_source(function).__globals__
+        for own in list_code(function):
+            root = ""
+            for step in dis.get_instructions(own):
+                name = step.argval if isinstance(step.argval, str) else ""
+                entries = {len(f.names): stand_in(f) for f in FUNCTIONS if f.name == name and f.module != "mx_driving"}
+                target = root or (name if step.opname == "LOAD_GLOBAL" else "")
+                if entries and target and not any(target == other for _, other, _ in undo if other != root):
+                    undo.append((space, target, space.get(target, undo)))
+                    substitute = functools.partial(_call_stand_in, entries)
+                    if root:
+                        holder = types.SimpleNamespace(**vars(space[root]) if hasattr(space.get(root), "__dict__") else {})
+                        setattr(holder, name, substitute)
+                        substitute = holder  # type: ignore[assignment]
+                    space[target] = substitute
+                root = name if step.opname == "LOAD_GLOBAL" else ""
+    try:
+        yield
+    finally:
+        for space, name, value in reversed(undo):
+            if value is undo:
+                space.pop(name, None)
+            else:
+                space[name] = value
+
+
+def _call_stand_in(entries: Mapping[int, Callable[..., Any]], *args: Any, **named: Any) -> Any:
+    """Call the function that has as many parameters. Two extensions may have functions of one name."""
+    count = len(args) + len(named)
+    return entries[min(entries, key=lambda number: abs(number - count))](*args, **named)
+
+
 def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
     """Return the fit of the form, and the largest difference of results. Try modules in training and in evaluation."""
-    _check_state(form, code)
+    if form.kind == MODULE and not isinstance(form, Attention) and code.key and (code.attributes or code.writes):
+        raise Differs(f"its code uses its attributes {', '.join(sorted(code.attributes | code.writes))}")
+    if form.kind == MODULE and code.writes:
+        raise Differs(f"its code sets its attributes {', '.join(sorted(code.writes))}")
+    if form.kind == MODULE and code.passes_self:
+        raise Differs("its code hands itself to other code")
     module, flags, cores = None, {}, []
     if isinstance(form, Attention):
         cores = list_cores(candidate.original)
         module = _build(candidate.original, form)
+        if not code.key:  # Byte code does not tell a layer's attributes from those of tensors.
+            held = {*vars(module), *module._modules, *module._parameters, *module._buffers}
+            code = dataclasses.replace(code, attributes=code.attributes & held)
         flags = _find_flags(module, code.attributes - READ - form.reads, [*code.cores, *cores])
     elif form.kind == MODULE:
         module = candidate.original()
@@ -144,18 +266,8 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
     if module is not None:
         difference = max(difference, _try_examples(fit, candidate, module.eval())[1])
         module.bfloat16()
-    _check_dtypes(_make_runs(fit, candidate, module), make_examples(form, module, candidate.parameters), isinstance(form, Pool))
+    _check_dtypes(fit, candidate, module)
     return fit, difference
-
-
-def _check_state(form: Any, code: Code) -> None:
-    """Check that a module neither sets its attributes nor passes itself on. A core that is a layer must not read attributes."""
-    if form.kind == MODULE and not isinstance(form, Attention) and (code.attributes or code.writes or code.passes_self):
-        raise Differs(f"its code uses its attributes {', '.join(sorted(code.attributes | code.writes)) or 'in an unknown way'}")
-    if form.kind == MODULE and code.writes:
-        raise Differs(f"its code sets its attributes {', '.join(sorted(code.writes))}")
-    if form.kind == MODULE and code.passes_self:
-        raise Differs("its code hands itself to other code")
 
 
 def _find_flags(module: Any, names: Set[str], cores: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
@@ -191,15 +303,21 @@ def _widen(fit: Fit, candidate: Candidate, module: Any, name: str, value: bool) 
 def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments | None = None) -> tuple[Fit, float]:
     """Compare the results of all examples. `more`: further arguments of each call.
 
-    A module may refuse masks, or a width of reference points. The returned fit does not serve what the module refuses.
+    An example has several ways to write its arguments. The first way that the original accepts is compared. A module may refuse
+    masks, or a width of reference points. The returned fit does not serve what the module refuses.
     """
     runs, served, refusals, difference = _make_runs(fit, candidate, module), [], [], 0.0
     for example in make_examples(fit.form, module, candidate.parameters):
-        try:
-            difference = max(difference, _compare_first(runs, [{**way, **(more or {})} for way in example.ways], module))
-            served.append(example)
-        except Fails as error:
-            refusals.append(error)
+        failures = []
+        for way in example.ways:
+            try:
+                difference = max(difference, _compare(*runs, {**way, **(more or {})}, module))
+                served.append(example)
+                break
+            except Fails as error:
+                failures.append(error)
+        else:
+            refusals.append(failures[0])
     is_attention = isinstance(fit.form, Attention)
     if refusals and not (is_attention and any(example.has_memory for example in served)):
         raise refusals[0]
@@ -208,17 +326,6 @@ def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments |
     masked = any(example.masked for example in served)
     widths = {example.width for example in served if example.masked == masked}
     return dataclasses.replace(fit, widths=tuple(sorted(widths)), masked=masked), difference
-
-
-def _compare_first(runs: tuple[_Run, _Run], ways: Sequence[Arguments], module: Any) -> float:
-    """Try the ways to write an example in turn. Return the difference for the first way that the original accepts."""
-    refusals = []
-    for way in ways:
-        try:
-            return _compare(*runs, way, module)
-        except Fails as error:
-            refusals.append(error)
-    raise refusals[0]
 
 
 def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]:
@@ -236,23 +343,22 @@ def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]
         by_name = {name: arguments.pop(name) for name in parameters.keyword_only}
         return called(*bound, *arguments.values(), **by_name)
 
-    return functools.partial(run, original), functools.partial(run, make_stand_in(function, fit, _refuse))
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Refused("no known form fits it: the form does not serve the calls of its trial")
+
+    return functools.partial(run, original), functools.partial(run, make_stand_in(function, fit, refuse))
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise Refused("no known form fits it: the form does not serve the calls of its trial")
-
-
-def _check_dtypes(runs: tuple[_Run, _Run], examples: Iterable[Example], is_pool: bool) -> None:
+def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
     """Check that in bfloat16 and under autocast, results have the original's dtypes. Skip calls that the original refuses.
 
-    A pool is not tried under autocast: its autograd function is over a compiled file, which has no autocast, and it may be
-    replaced already.
+    A compiled file has no autocast, so pools and autograd functions are not tried under autocast.
     """
-    theirs, ours = runs
-    for inputs in (way for example in examples for way in example.ways):
+    theirs, ours = _make_runs(fit, candidate, module)
+    over_extension = fit.form.kind == AUTOGRAD or any(fit.form is pool for pool in POOLS.values())
+    for inputs in (way for example in make_examples(fit.form, module, candidate.parameters) for way in example.ways):
         low = {n: i.bfloat16() if isinstance(i, Tensor) and i.is_floating_point() else i for n, i in inputs.items()}
-        for under_autocast in (False,) if is_pool else (False, True):
+        for under_autocast in (False,) if over_extension else (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast), torch.no_grad():
                 try:
                     expected = [out.dtype for out in tree_flatten(theirs(low))[0]]
@@ -293,36 +399,43 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
     """
     parameters = [] if module is None else [p for p in module.parameters() if p.requires_grad]
     try:
-        expected = _compute(theirs, inputs, parameters)
+        expected, expected_container, expected_gradients = _compute(theirs, inputs, parameters)
     except Exception as error:  # Unknown code may raise anything.
         raise Fails(_describe_error(error)) from error
-    if not all(isinstance(out, Tensor) for out in expected[0]):
+    if not all(isinstance(out, Tensor) for out in expected):
         raise Differs("it returns something else beside tensors")
-    results = _compute(ours, inputs, parameters)
-    if len(results[0]) != len(expected[0]) or any(a.shape != b.shape for a, b in zip(results[0], expected[0], strict=True)):
+    results, container, gradients = _compute(ours, inputs, parameters)
+    if container != expected_container:
+        raise Differs(f"it returns a {expected_container}, the operator a {container}")
+    if any(a.shape != b.shape for a, b in zip(results, expected, strict=True)):
         raise Differs("its results have other shapes")
-    difference = max(_measure(a, b) for part in (0, 1) for a, b in zip(results[part], expected[part], strict=True))
-    is_single = any(out.dtype != torch.float64 for out in expected[0])
+    pairs = [*zip(results, expected, strict=True), *zip(gradients, expected_gradients, strict=True)]
+    # The operator's locations of a pool, or geometric_kernel_attention's, have no gradient. An original may have zeros or None.
+    difference = max(_measure(a, b) for a, b in pairs)
+    is_single = any(out.dtype != torch.float64 for out in expected)
     if not difference < (_SINGLE if is_single else CLOSE):
         raise DiffersBy(difference)
-    if [out.dtype for out in results[0]] != [out.dtype for out in expected[0]]:
+    if [out.dtype for out in results] != [out.dtype for out in expected]:
         raise Differs("its results have another dtype")
     return difference
 
 
-def _compute(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
-    """Return outputs and gradients. Trajectories have no gradient."""
+def _compute(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> tuple[list[Any], str, list[Any]]:
+    """Return outputs, their container and gradients. Trajectories have no gradient."""
     floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point() and n != "trajectories"}
     tensors = {n: i.clone().requires_grad_() for n, i in floating.items()}
-    outputs = tree_flatten(run({**inputs, **tensors}))[0]
+    result = run({**inputs, **tensors})
+    outputs, container = tree_flatten(result)
+    name = type(result).__name__ if isinstance(result, Tensor) else f"{type(result).__name__} {container}"
     ends = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     leaves = [*tensors.values(), *parameters]
     if not ends:
-        return outputs, [torch.zeros(())] * len(leaves)
+        return outputs, name, [torch.zeros(())] * len(leaves)
     rand = make_random(torch.float64)
     directions = [(rand(*out.shape) - 0.5).to(out.dtype) for out in ends]
     gradients = torch.autograd.grad(ends, leaves, directions, allow_unused=True)
-    return outputs, [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
+    gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
+    return outputs, name, gradients
 
 
 def _measure(ours: Tensor, theirs: Tensor) -> float:

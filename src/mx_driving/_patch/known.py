@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from .._package_files import read_text
 
 Values = Mapping[str, Sequence[Any]]  # the name of an attribute or parameter -> the values of it that a form serves
 
@@ -53,5 +54,5 @@ def format_entry(key: str, entry: Known) -> str:
 @functools.cache
 def read_table() -> dict[str, Known]:
     """Return key (_code.py) -> entry, for all code in the table. `import mx_driving` does not read the table."""
-    lines = pathlib.Path(__file__).with_name("known.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = read_text("_patch/known.jsonl").splitlines()
     return {entry.pop("key"): Known(**entry) for entry in map(json.loads, lines)}

@@ -66,12 +66,10 @@ class ErrorBound:
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))
-        limit = rounding_limit(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent).clamp_min(
-            self._least[result]
-        )
+        limit = rounding_limit(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent)
         rounded, got = expected.to(got.dtype).double(), got.double()
         expected = torch.where(rounded.isinf(), rounded, expected)  # if it overflows in the dtype of `got`, expect infinity
-        units = entry_differences(got, expected) / limit.clamp_min(self._least[result])
+        units = entry_differences(got, expected) / torch.as_tensor(limit, dtype=torch.float64).clamp_min(self._least[result])
         unsure = self.unsure(result)
         unsure = unsure[:, queries] if queries is not None and unsure.dim() else unsure
         return torch.where(unsure & got.isfinite(), 0, units)

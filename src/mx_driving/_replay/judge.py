@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .calls import RecordedCall
@@ -13,6 +14,9 @@ from .error_bound import ErrorBound
 from .explain import describe_place, explain
 
 RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
+# Sums in 16 bits move at least this fraction of the entries that are not zero by more than rounding, up as often as down: the
+# best common factor is within so many ulps of 1.
+_COMMON, _BIAS = 0.1, 2
 
 
 @dataclass
@@ -76,11 +80,15 @@ def _judge_result(bound: ErrorBound, name: str, ours: Tensor) -> Judged:
 def _explain_otherwise(bound: ErrorBound, judged: Judged) -> str:
     """Explain a wrong result that `explain` does not explain: by sums in 16 bits, or by the indices of the wrong entries."""
     call, name = bound.call, judged.result
+    device, truth, wrong = call.results[name], bound.truth[name], bound.wrong[name]
     narrow = next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
-    if narrow and bool((bound.error(name, call.results[name], bound.truth[name], narrow) <= 1).all()):
-        judged.verdict = COARSE
-        return f"error typical of sums in {str(narrow).removeprefix('torch.')}; the operator's rules have sums in float32"
-    return f"nothing known explains it; {describe_place(call, name, bound.wrong[name], 'wrong')}"
+    if narrow and bool((bound.error(name, device, truth, narrow) <= 1).all()):
+        is_common = bool(wrong.sum() >= _COMMON * truth.count_nonzero())
+        factor = float((device.double() * truth).nansum() / truth.square().nansum().clamp_min(1e-300))
+        if is_common and abs(factor - 1) <= _BIAS * torch.finfo(narrow).eps:
+            judged.verdict = COARSE
+            return f"error typical of sums in {str(narrow).removeprefix('torch.')}; the operator's rules have sums in float32"
+    return f"nothing known explains it; {describe_place(call, name, wrong, 'wrong')}"
 
 
 def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:

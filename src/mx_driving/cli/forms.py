@@ -20,19 +20,27 @@ def forms(
     """List the sampling cores and attention modules of a package.
 
     A line says whether `patch` knows the code, which form computes the same, and by how much the results differ in float64.
-    Unknown code is imported and run on small examples.
+    Unknown code is imported and run on small examples. The command exits with status 1 if a file cannot be imported.
 
     Example: `mx-driving forms transformers`
     """
-    from .._patch._survey import make_entry, survey
+    from .._patch._survey import survey
+    from .._patch._trial import make_entry
+    from .._patch.known import format_entry
 
     try:
-        findings = survey(target)
+        if not target:
+            raise ImportError("the name is empty")
+        findings, unread = survey(target)
     except ImportError as error:
-        raise Problem(f"target must be a package or a folder; got {target}: {error}") from None
+        raise Problem(f"target must be a package or a folder; got {target!r}: {error}") from None
     if as_json:
-        print_json({"right": True, "forms": [{k: v for k, v in vars(f).items() if k != "fit"} for f in findings]})
+        listed = [{k: v for k, v in vars(f).items() if k != "fit"} for f in findings]
+        print_json({"right": not unread, "forms": listed, "unread": unread})
     elif rows:
-        print("\n".join(dict.fromkeys(make_entry(f, seen) for f in findings if f.fit and f.state != "known")))
+        print("\n".join(dict.fromkeys(format_entry(*make_entry(f, seen)) for f in findings if f.fit and f.state != "known")))
     else:
-        print("\n".join(map(str, findings)) or f"{target} has no sampling core and no attention module")
+        lines = [*map(str, findings), *(f"unread   {name}: {reason}" for name, reason in unread.items())]
+        print("\n".join(lines) or f"{target} has no sampling core and no attention module")
+    if unread:  # A missing package must not look like a folder without cores.
+        raise typer.Exit(1)

@@ -36,12 +36,21 @@ def _collect() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "system": platform.platform(),
         "processor": find_processor(),
-        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "accelerators": _list_accelerators(),
         "instruction_set": None if _backends.native.why_not() else _backends.native.isa(),
         "threads": torch.get_num_threads(),
         "kernels": backends(),
         "beside": mx_driving_portable.beside(),
     }
+
+
+def _list_accelerators() -> list[str]:
+    """Return the names of the accelerators. A type without names, such as mps, has its type."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return []
+    find_name = getattr(torch.get_device_module(device), "get_device_name", lambda index: device.type)
+    return [find_name(index) for index in range(torch.accelerator.device_count())]
 
 
 def _make_lines(facts: dict[str, Any]) -> list[str]:
@@ -57,8 +66,9 @@ def _make_lines(facts: dict[str, Any]) -> list[str]:
         f"accelerators  {', '.join(facts['accelerators']) or 'none'}",
         "",
     ]
+    devices = ("cpu", "xpu" if "xpu" in facts["kernels"] else "cuda")
     for name, operator in OPERATORS.items():
-        labels = [f"{device}: {LABELS[choose(operator, device)[0]]}" for device in ("cpu", "cuda")]
+        labels = [f"{device}: {LABELS[choose(operator, device)[0]]}" for device in devices]
         lines.append(f"{name:39} {', '.join(labels)}")
     lines.append("")
     for device, sentences in facts["kernels"].items():

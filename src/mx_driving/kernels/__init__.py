@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .._operator.rules import fail
+from .._package_files import read_text
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from . import libreyolo
 
@@ -29,7 +29,6 @@ __all__ = ["MultiScaleDeformableAttention", "libreyolo", "mapping", "register", 
 
 NAME = "MultiScaleDeformableAttention"  # transformers' name of the layer
 DEVICES = ("cpu", "cuda")
-_HUB = pathlib.Path(__file__).parent / "_hub"  # the layer's files in a kernel repository
 _NEEDED = 'mx_driving.kernels.register needs the package kernels: pip install "kernels>=0.17"'
 
 
@@ -116,14 +115,16 @@ def write(folder: str | os.PathLike[str]) -> pathlib.Path:
     """
     if not isinstance(folder, (str, os.PathLike)):
         fail(TypeError, "folder", "be a path", type(folder).__name__)
+    sources = {name: read_text(f"kernels/_hub/{name}") for name in ("__init__.py", "layers.py")}  # of the kernel repository
     try:
         if not os.fspath(folder):
             raise ValueError("no name")
         root = pathlib.Path(os.path.realpath(folder))
         for device in DEVICES:
             variant = root / "build" / f"torch-{device}"
-            shutil.copytree(_HUB, variant, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-            (variant / "metadata.json").write_text(json.dumps(_metadata(device), indent=2) + "\n", encoding="utf-8")
+            variant.mkdir(parents=True, exist_ok=True)
+            for name, text in {**sources, "metadata.json": json.dumps(_metadata(device), indent=2) + "\n"}.items():
+                (variant / name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
         fact = f"{os.fspath(folder)!r}: {getattr(error, 'strerror', None) or error}"
         fail(ValueError, "folder", "be a folder that can be made and written to", fact)

@@ -1,13 +1,106 @@
-"""The layers of all deformable attention modules, and fast paths that replace calls of unmodified layers."""
+"""What attention modules share: checks of settings and dtypes, initial values, layers, and fast paths that replace calls of
+unmodified layers."""
 
 from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import _torch_private
+from .._dispatch import distributed
 from .._dispatch.functions import autocasts
-from . import _check, _initial
+from .._operator.rules import FLOATING, FLOATING_RULE, fail, need_dtype
+
+# torch's functions, read at import, because libraries may replace these functions later.
+_FORWARDS: dict[type, Any] = {nn.Linear: nn.Linear.forward, nn.Dropout: nn.Dropout.forward}
+_CALL = nn.Module.__call__
+
+BOOL = (frozenset((torch.bool,)), "have dtype bool")  # the rule of masks
+
+
+def check_counts(least: int = 1, **counts: Any) -> None:
+    """Check that settings are whole numbers from `least` on."""
+    for name, count in counts.items():
+        if not isinstance(count, numbers.Integral):
+            fail(ValueError, name, "be a whole number", repr(count))
+        if count < least:
+            fail(ValueError, name, f"be at least {least}", count)
+
+
+def check_divides(name: str, part: Any, whole_name: str, whole: int) -> None:
+    if not isinstance(part, numbers.Integral):
+        fail(ValueError, name, "be a whole number", repr(part))
+    if part <= 0 or whole % part != 0:
+        fail(ValueError, name, f"divide {whole_name}={whole}", part)
+
+
+def check_dropout_rates(**rates: Any) -> None:
+    for name, rate in rates.items():
+        if not isinstance(rate, numbers.Real) or not 0 <= float(rate) < 1:
+            fail(ValueError, name, "be a fraction below 1", rate)
+
+
+def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Return whether the layer is unmodified, so that other code may replace its call. Examples of modified layers have hooks,
+    a forward that is not their class's (accelerate sets one), or a weight of a Tensor subclass (quantisers set one)."""
+    if type(layer) is not kind or getattr(layer.forward, "__func__", None) is not _FORWARDS.get(kind, kind.forward):
+        return False
+    if _torch_private.is_compiled_in_place(layer) or kind.__call__ is not _CALL:  # some libraries set __call__
+        return False
+    weights = (getattr(layer, name, None) for name in ("weight", "bias"))
+    plain = all(t is None or (type(t) in (Tensor, nn.Parameter) and t.is_floating_point()) for t in weights)
+    return plain and not _torch_private.has_hooks(layer)
+
+
+def check_layer_dtype(layer: nn.Module, **inputs: Tensor) -> None:
+    """Check that inputs have the dtype of the linear layer that reads them, unless autocast converts them."""
+    dtype = layer.weight.dtype if is_plain(layer) else None  # pyright: ignore[reportAttributeAccessIssue]
+    for name, t in inputs.items():
+        if dtype not in (None, t.dtype) and not autocasts(t.device.type):
+            rule = f"have the dtype of the module's parameters, {str(dtype).removeprefix('torch.')}"
+            fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
+
+
+def add_embedding(layer: nn.Module, x: Tensor, **embedding: Tensor | None) -> Tensor:
+    """Return x + embedding for the layer that reads the sum, or x if the embedding is None."""
+    ((name, t),) = embedding.items()
+    if t is None:
+        return x
+    need_dtype(name, t, FLOATING, FLOATING_RULE)
+    total = x + t
+    check_layer_dtype(layer, **{name: total})
+    return total
+
+
+def fill(t: Tensor, numbers: Tensor) -> None:
+    """Copy the numbers into t. A DTensor receives its process's shard of the numbers."""
+    with torch.no_grad():
+        t.copy_(distributed.prepare((t, numbers.to(t.device)), shared=(1,))[1])
+
+
+def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
+    """Initialise offsets as Deformable-DETR does: point p of head h is p + 1 pixels away in direction h."""
+    angle = torch.arange(num_heads, dtype=torch.float32) * (2 * math.pi / num_heads)
+    direction = torch.stack([angle.cos(), angle.sin()], -1)
+    direction = direction / direction.abs().amax(-1, keepdim=True)
+    steps = torch.arange(1.0, num_points + 1)
+    nn.init.zeros_(offsets.weight)
+    levels = offsets.out_features // (num_heads * num_points * 2)
+    if offsets.bias is not None:
+        fill(offsets.bias, (direction[:, None] * steps[:, None])[:, None].expand(-1, levels, -1, -1).flatten())
+
+
+def initialise(draw: Callable[[Tensor], Any], *layers: nn.Linear) -> None:
+    """Draw the weights of layers, and set their biases to zero."""
+    for layer in layers:
+        draw(layer.weight)
+        if layer.bias is not None:  # a program may have replaced the layer by a layer without bias
+            nn.init.zeros_(layer.bias)
 
 
 def list_settings(module: nn.Module, *names: str) -> str:
@@ -27,8 +120,8 @@ class DeformableLayers(nn.Module):
         self, embed_dims: int, num_heads: int, num_levels: int, num_points: int, maps: int = 1, output: bool = True
     ) -> None:
         super().__init__()
-        _check.divisors(embed_dims, num_heads=num_heads)
-        _check.positive(num_levels=num_levels, num_points=num_points)
+        check_counts(embed_dims=embed_dims, num_levels=num_levels, num_points=num_points)
+        check_divides("num_heads", num_heads, "embed_dims", embed_dims)
         self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
         samples = num_heads * maps * num_levels * num_points
         self.sampling_offsets = nn.Linear(maps * embed_dims, samples * 2)
@@ -40,11 +133,9 @@ class DeformableLayers(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as Deformable-DETR and BEVFormer do."""
-        _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
-        _initial.equal_weights(self.attention_weights)
-        _initial.xavier(self.value_proj)
-        if hasattr(self, "output_proj"):
-            _initial.xavier(self.output_proj)
+        look_around(self.sampling_offsets, self.num_heads, self.num_points)
+        initialise(nn.init.zeros_, self.attention_weights)
+        initialise(nn.init.xavier_uniform_, self.value_proj, *([self.output_proj] if hasattr(self, "output_proj") else []))
 
     def _offsets_and_logits(self, query: Tensor) -> tuple[Tensor, Tensor]:
         heads, levels, points = self.num_heads, self.num_levels, self.num_points
@@ -71,7 +162,7 @@ def cast_once(x: Tensor, *layers: nn.Module) -> Tensor:
     """
     if is_exported() or torch.compiler.is_compiling() or x.dtype != torch.float32:
         return x
-    if not (autocasts(x.device.type) and all(map(_check.is_plain, layers))):
+    if not (autocasts(x.device.type) and all(map(is_plain, layers))):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type)).contiguous()
 
@@ -82,7 +173,7 @@ def project_and_add(samples: Tensor, output_proj: nn.Module, dropout: nn.Module,
     Without gradients the sum is in place, because the page faults of a new tensor take longer than the sum.
     """
     out = dropout(output_proj(samples))
-    ours = type(out) is Tensor and _check.is_plain(output_proj) and _check.is_plain(dropout, nn.Dropout)
+    ours = type(out) is Tensor and is_plain(output_proj) and is_plain(dropout, nn.Dropout)
     if ours and not (out.requires_grad or is_exported()):
         return out.to(torch.promote_types(out.dtype, query.dtype)).add_(query)
     return out + query

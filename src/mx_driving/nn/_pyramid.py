@@ -1,4 +1,4 @@
-"""Feature pyramids in the layout of the operators, and checks of the pyramids that attention modules read."""
+"""Feature pyramids in the layout of the operators, and the values that attention modules read from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from . import _check
+from .._operator.checks import check_shapes
+from .._operator.rules import fail, need_dtype, need_one_device
+from ._layers import BOOL, check_layer_dtype
 
 
 def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,7 +28,7 @@ def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     >>> tuple(value.shape), shapes.tolist(), starts.tolist()
     ((1, 30, 8), [[4, 6], [2, 3]], [0, 24])
     """
-    maps = _check.maps(maps, "bs, c, H, W")
+    maps = _check_maps(maps, "bs, c, H, W")
     value = torch.cat([m.flatten(2) for m in maps], 2).transpose(1, 2)
     shapes, starts = _tables([m.shape[-2:] for m in maps], value.device)
     return value, shapes, starts
@@ -48,7 +50,7 @@ def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     >>> tuple(maps.shape), tuple(shape.shape), start.tolist()
     ((1, 60, 8), (2, 2, 2), [[0, 24], [30, 54]])
     """
-    maps = _check.maps(maps, "bs, cam, c, H, W")
+    maps = _check_maps(maps, "bs, cam, c, H, W")
     cams = maps[0].shape[1]
     by_camera = torch.cat([m.flatten(3) for m in maps], 3).transpose(2, 3)
     shapes, starts = _tables([m.shape[-2:] for m in maps], by_camera.device)
@@ -56,19 +58,28 @@ def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return by_camera.flatten(1, 2), shapes.expand(cams, -1, -1), first + starts
 
 
-def check_pyramid(
-    sizes: dict[str, int], value: Tensor, level_start_index: Tensor, padding_mask: Tensor | None, value_proj: nn.Module
-) -> None:
-    """Check the pyramid that an attention module reads. `sizes` has the axes of the module's queries."""
-    _check.shapes(
-        sizes,
-        value=(value, "bs, num_keys, embed_dims"),
-        level_start_index=(level_start_index, "num_levels"),
-        padding_mask=(padding_mask, "bs, num_keys or None"),
-    )
-    _check.layer_dtype(value_proj, value=value)
+def _check_maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
+    """Check the levels of a pyramid, and return them as a list. Only the axes H and W may differ from level to level."""
+    if isinstance(levels, Tensor) or not isinstance(levels, Iterable):
+        fail(TypeError, "maps", "be a list of tensors, one for each level", type(levels).__name__)
+    levels = list(levels)
+    if not levels:
+        fail(ValueError, "maps", "hold at least one level", "none")
+    sizes: dict[str, int] = {}
+    for i, level in enumerate(levels):
+        sizes = check_shapes(sizes, **{f"maps[{i}]": (level, axes)})
+        if 0 in (sizes.pop("H"), sizes.pop("W")):
+            fail(ValueError, f"maps[{i}]", "have a height and a width of at least 1", tuple(level.shape))
+        need_one_device(("maps[0]", levels[0]), (f"maps[{i}]", level))
+    return levels
+
+
+def project_values(value_proj: nn.Module, value: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:
+    """Return value_proj(value) as [bs, num_keys, num_heads, c / num_heads], with zeros for padding."""
+    check_layer_dtype(value_proj, value=value)
     if padding_mask is not None:
-        _check.mask("padding_mask", padding_mask)
+        need_dtype("padding_mask", padding_mask, *BOOL)
+    return split_heads(value_proj(value), padding_mask, num_heads)
 
 
 def split_heads(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:

@@ -9,10 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._operator import composition
-from .._operator.rules import fail
+from .._operator.checks import check_shapes
+from .._operator.rules import FLOATING, FLOATING_RULE, fail, need_dtype
 from ..ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
-from . import _check, _initial
-from ._layers import list_settings
+from ._layers import (
+    add_embedding,
+    check_counts,
+    check_divides,
+    check_dropout_rates,
+    check_layer_dtype,
+    fill,
+    initialise,
+    is_plain,
+    list_settings,
+)
 
 __all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints"]
 
@@ -30,7 +40,16 @@ class KeyPoints(nn.Module):
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
         super().__init__()
-        self.fix_scale = nn.Parameter(_check.fix_scale(fix_scale, num_learnable_pts), requires_grad=False)
+        check_counts(0, num_learnable_pts=num_learnable_pts)
+        try:
+            points = torch.as_tensor(fix_scale, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError):
+            fail(ValueError, "fix_scale", "be rows of three numbers", repr(fix_scale))
+        if points.numel():
+            check_shapes({}, fix_scale=(points, "points, 3"))
+        elif num_learnable_pts < 1:
+            fail(ValueError, "fix_scale", f"hold a point where num_learnable_pts is {num_learnable_pts}", "none")
+        self.fix_scale = nn.Parameter(points.view(-1, 3), requires_grad=False)
         self._fixed = fix_scale
         self.num_learnable_pts = num_learnable_pts
         self.num_pts = len(self.fix_scale) + num_learnable_pts
@@ -39,9 +58,9 @@ class KeyPoints(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as Sparse4D does. Set the fixed points, too: a module built on the device meta has none."""
-        _initial.fill(self.fix_scale, torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
+        fill(self.fix_scale, torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
         if self.num_learnable_pts:
-            _initial.xavier(self.learnable_fc)
+            initialise(nn.init.xavier_uniform_, self.learnable_fc)
 
     def forward(self, anchor: Tensor, instance_feature: Tensor) -> Tensor:
         """Return the points [bs, anchor, pts, 3] in metres.
@@ -80,6 +99,8 @@ class DeformableFeatureAggregation(nn.Module):
         proj_drop: in training, the dropout rate of the projected output.
         residual_mode: "cat" appends instance_feature (2 * embed_dims channels), "add" adds it.
 
+    Gradients: of all inputs but spatial_shape, scale_start_index and image_wh, and of all parameters but fix_scale.
+
     Source: Lin et al., "Sparse4D v3", 2023.
     """
 
@@ -98,9 +119,9 @@ class DeformableFeatureAggregation(nn.Module):
         residual_mode: str = "cat",
     ) -> None:
         super().__init__()
-        _check.divisors(embed_dims, num_groups=num_groups)
-        _check.positive(num_levels=num_levels, num_cams=num_cams)
-        _check.dropout_rates(attn_drop=attn_drop, proj_drop=proj_drop)
+        check_counts(embed_dims=embed_dims, num_levels=num_levels, num_cams=num_cams)
+        check_divides("num_groups", num_groups, "embed_dims", embed_dims)
+        check_dropout_rates(attn_drop=attn_drop, proj_drop=proj_drop)
         if residual_mode not in ("add", "cat"):
             fail(ValueError, "residual_mode", "be 'add' or 'cat'", repr(residual_mode))
         self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
@@ -109,15 +130,24 @@ class DeformableFeatureAggregation(nn.Module):
         self.kps_generator = KeyPoints(embed_dims, num_learnable_pts, fix_scale)
         self.num_pts = self.kps_generator.num_pts
         self.output_proj = nn.Linear(embed_dims, embed_dims)
-        self.camera_encoder = _camera_encoder(embed_dims) if use_camera_embed else None
+        self.camera_encoder = None
+        if use_camera_embed:  # layers that embed the upper 3 x 4 of a projection matrix
+            self.camera_encoder = nn.Sequential(
+                nn.Linear(12, embed_dims),
+                nn.ReLU(),
+                nn.LayerNorm(embed_dims),
+                nn.Linear(embed_dims, embed_dims),
+                nn.ReLU(),
+                nn.LayerNorm(embed_dims),
+            )
         cams = 1 if use_camera_embed else num_cams
         self.weights_fc = nn.Linear(embed_dims, cams * num_levels * self.num_pts * num_groups)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise as Sparse4D does: all weights are equal."""
-        _initial.equal_weights(self.weights_fc)
-        _initial.xavier(self.output_proj)
+        initialise(nn.init.zeros_, self.weights_fc)
+        initialise(nn.init.xavier_uniform_, self.output_proj)
         self.kps_generator.reset_parameters()
 
     def forward(
@@ -151,7 +181,7 @@ class DeformableFeatureAggregation(nn.Module):
         sizes = {"embed_dims": self.embed_dims, "scale": self.num_levels}
         if self.camera_encoder is None:
             sizes["cam"] = self.num_cams
-        _check.shapes(
+        check_shapes(
             sizes,
             instance_feature=(instance_feature, "bs, anchor, embed_dims"),
             anchor=(anchor, "bs, anchor, 8 or more"),
@@ -162,10 +192,10 @@ class DeformableFeatureAggregation(nn.Module):
             scale_start_index=(scale_start_index, "cam, scale"),
             image_wh=(image_wh, "bs, cam, 2 or None"),
         )
-        _check.layer_dtype(self.weights_fc, instance_feature=instance_feature)
+        check_layer_dtype(self.weights_fc, instance_feature=instance_feature)
+        need_dtype("anchor", anchor, FLOATING, FLOATING_RULE)
         points = self.kps_generator(anchor, instance_feature)
-        feature = instance_feature + anchor_embed
-        _check.layer_dtype(self.weights_fc, anchor_embed=feature)
+        feature = add_embedding(self.weights_fc, instance_feature, anchor_embed=anchor_embed)
         logits = self._logits(feature, projection_mat)
         features = deformable_aggregation_with_logits(
             feature_maps,
@@ -183,10 +213,26 @@ class DeformableFeatureAggregation(nn.Module):
         return torch.cat([output, instance_feature], -1)
 
     def weights(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
-        """Return the weights that `forward`'s operator computes, [bs, anchor, pts, cam, scale, group].
+        """Return the weights of each anchor, for inspection.
 
-        A group's weights sum to 1 over points, cameras and scales, unless pairs are left out in training.
+        `forward` does not call this method: its operator computes the weights. In training, every call leaves out other pairs,
+        drawn from torch's generator; `mx_driving.viz.recording()` keeps the weights that a `forward` used.
+
+        Args:
+            feature: [bs, anchor, embed_dims], the sum of instance_feature and anchor_embed.
+            projection_mat: as for `forward`. With use_camera_embed=False it is not read.
+
+        Returns:
+            [bs, anchor, pts, cam, scale, group]. If no pairs are left out, a group's weights sum to 1 over points, cameras and
+            scales.
         """
+        cameras = None if self.camera_encoder is None else projection_mat
+        check_shapes(
+            {"embed_dims": self.embed_dims},
+            feature=(feature, "bs, anchor, embed_dims"),
+            projection_mat=(cameras, "bs, cam, 3 or 4, 4" + " or None" * (self.camera_encoder is None)),
+        )
+        check_layer_dtype(self.weights_fc, feature=feature)
         logits = self._logits(feature, projection_mat)
         return composition.Aggregation.softmax_weights(logits, self._pair_scale(logits))[1]
 
@@ -196,7 +242,7 @@ class DeformableFeatureAggregation(nn.Module):
         if self.camera_encoder is None:
             return self.weights_fc(feature).unflatten(2, (-1, *sizes))
         cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2).to(feature.dtype))
-        if not _check.is_plain(self.weights_fc):  # a modified layer need not be affine
+        if not is_plain(self.weights_fc):  # a modified layer need not be affine
             return self.weights_fc(feature[:, :, None] + cameras[:, None]).unflatten(3, sizes)
         # W (feature + camera) + b = (W feature + b) + (W camera + b) - b. So W multiplies each anchor and each camera, but
         # not each pair (anchor, camera).
@@ -216,15 +262,3 @@ class DeformableFeatureAggregation(nn.Module):
     def extra_repr(self) -> str:
         names = ("embed_dims", "num_groups", "num_levels", "num_cams", "num_pts", "residual_mode")
         return list_settings(self, *names)
-
-
-def _camera_encoder(embed_dims: int) -> nn.Sequential:
-    """Return layers that embed the upper 3 x 4 of a projection matrix."""
-    return nn.Sequential(
-        nn.Linear(12, embed_dims),
-        nn.ReLU(),
-        nn.LayerNorm(embed_dims),
-        nn.Linear(embed_dims, embed_dims),
-        nn.ReLU(),
-        nn.LayerNorm(embed_dims),
-    )

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from .._operator import composition
+from .._operator.checks import check_shapes
+from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
-from . import _check, _initial
-from ._layers import list_settings
-from ._pyramid import check_pyramid, split_heads
+from ._layers import check_counts, check_divides, check_layer_dtype, fill, initialise, list_settings
+from ._pyramid import project_values
 
 __all__ = ["GeometricKernelAttention"]
 
@@ -55,9 +56,11 @@ class GeometricKernelAttention(nn.Module):
         dilation: int = 1,
     ) -> None:
         super().__init__()
-        _check.divisors(embed_dims, num_heads=num_heads)
-        _check.positive(num_levels=num_levels, dilation=dilation)
-        _check.kernel_size(kernel_size)
+        check_counts(embed_dims=embed_dims, num_levels=num_levels, dilation=dilation)
+        check_divides("num_heads", num_heads, "embed_dims", embed_dims)
+        if not isinstance(kernel_size, (list, tuple)) or len(kernel_size) != 2:
+            fail(ValueError, "kernel_size", "be (height, width)", repr(kernel_size))
+        check_counts(**{f"kernel_size[{i}]": size for i, size in enumerate(kernel_size)})
         self.embed_dims, self.num_heads, self.num_levels = embed_dims, num_heads, num_levels
         self.kernel_size, self.dilation = tuple(kernel_size), dilation
         self.num_points = math.prod(kernel_size)
@@ -69,9 +72,9 @@ class GeometricKernelAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise as MapTR does: all weights are equal. Set the window, too: a module built on the device meta has none."""
         x, y = ((torch.arange(n) - n // 2) * self.dilation for n in reversed(self.kernel_size))
-        _initial.fill(self.grid_offsets, torch.cartesian_prod(x, y).view(-1, 2))
-        _initial.equal_weights(self.attention_weights)
-        _initial.xavier(self.value_proj)
+        fill(self.grid_offsets, torch.cartesian_prod(x, y).view(-1, 2))
+        initialise(nn.init.zeros_, self.attention_weights)
+        initialise(nn.init.xavier_uniform_, self.value_proj)
 
     def forward(
         self,
@@ -99,16 +102,18 @@ class GeometricKernelAttention(nn.Module):
             TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
         heads, levels = self.num_heads, self.num_levels
-        sizes = _check.shapes(
+        check_shapes(
             {"embed_dims": self.embed_dims, "num_heads": heads, "num_levels": levels},
             query=(query, "bs, num_queries, embed_dims"),
             reference_points=(reference_points, "bs, num_queries, num_heads, 2"),
             spatial_shapes=(spatial_shapes, "num_levels, 2"),
+            value=(value, "bs, num_keys, embed_dims"),
+            level_start_index=(level_start_index, "num_levels"),
+            padding_mask=(padding_mask, "bs, num_keys or None"),
         )
-        _check.layer_dtype(self.attention_weights, query=query)
-        check_pyramid(sizes, value, level_start_index, padding_mask, self.value_proj)
+        check_layer_dtype(self.attention_weights, query=query)
         logits = self.attention_weights(query).unflatten(2, (heads, levels * self.num_points))
-        rows = split_heads(self.value_proj(value), padding_mask, heads)
+        rows = project_values(self.value_proj, value, padding_mask, heads)
         return geometric_kernel_attention_with_logits(
             rows, spatial_shapes, level_start_index, reference_points, self.grid_offsets, logits
         )
@@ -119,6 +124,13 @@ class GeometricKernelAttention(nn.Module):
 
         `forward` does not call this method: its operator computes the pixels.
         """
+        check_shapes(
+            {"num_heads": self.num_heads, "num_levels": self.num_levels},
+            reference_points=(reference_points, "bs, num_queries, num_heads, 2"),
+            spatial_shapes=(spatial_shapes, "num_levels, 2"),
+        )
+        need_dtype("reference_points", reference_points, FLOATING, FLOATING_RULE)
+        need_dtype("spatial_shapes", spatial_shapes, INDEX, INDEX_RULE)
         return composition.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
 
     def extra_repr(self) -> str:

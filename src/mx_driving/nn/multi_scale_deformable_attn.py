@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .._operator import composition
+from .._operator.checks import check_shapes
+from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, need_dtype
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from . import _check
-from ._layers import DeformableLayers
-from ._pyramid import check_pyramid, split_heads
+from ._layers import DeformableLayers, check_layer_dtype
+from ._pyramid import project_values
 
 __all__ = ["MultiScaleDeformableAttention"]
 
@@ -68,10 +71,16 @@ class MultiScaleDeformableAttention(DeformableLayers):
         Raises:
             TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
-        sizes = self._check_queries(query, reference_points, spatial_shapes)
-        check_pyramid(sizes, value, level_start_index, padding_mask, self.value_proj)
+        self._check_inputs(
+            query,
+            reference_points,
+            spatial_shapes,
+            value=(value, "bs, num_keys, embed_dims"),
+            level_start_index=(level_start_index, "num_levels"),
+            padding_mask=(padding_mask, "bs, num_keys or None"),
+        )
         offsets, logits = self._offsets_and_logits(query)
-        rows = split_heads(self.value_proj(value), padding_mask, self.num_heads)
+        rows = project_values(self.value_proj, value, padding_mask, self.num_heads)
         out = multi_scale_deformable_attn_with_logits(
             rows, spatial_shapes, level_start_index, reference_points, offsets, logits
         )
@@ -86,20 +95,20 @@ class MultiScaleDeformableAttention(DeformableLayers):
             locations [bs, num_queries, num_heads, num_levels, num_points, 2] and
             weights [bs, num_queries, num_heads, num_levels, num_points], as `multi_scale_deformable_attn` takes them.
         """
-        self._check_queries(query, reference_points, spatial_shapes)
+        self._check_inputs(query, reference_points, spatial_shapes)
+        need_dtype("reference_points", reference_points, FLOATING, FLOATING_RULE)
+        need_dtype("spatial_shapes", spatial_shapes, INDEX, INDEX_RULE)
         offsets, logits = self._offsets_and_logits(query)
         return composition.sampling(
             "multi_scale_deformable_attn_with_logits", spatial_shapes, reference_points, offsets, logits
         )
 
-    def _check_queries(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> dict[str, int]:
-        """Return the sizes that the other inputs must have."""
-        sizes = {"embed_dims": self.embed_dims, "num_levels": self.num_levels}
-        sizes = _check.shapes(
-            sizes,
+    def _check_inputs(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor, **pyramid: Any) -> None:
+        check_shapes(
+            {"embed_dims": self.embed_dims, "num_levels": self.num_levels},
             query=(query, "bs, num_queries, embed_dims"),
             reference_points=(reference_points, "bs, num_queries, num_levels, 2 or 4"),
             spatial_shapes=(spatial_shapes, "num_levels, 2"),
+            **pyramid,
         )
-        _check.layer_dtype(self.sampling_offsets, query=query)
-        return sizes
+        check_layer_dtype(self.sampling_offsets, query=query)

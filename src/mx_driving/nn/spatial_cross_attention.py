@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 
-from .._operator.rules import need_one_device
+from .._operator.checks import check_shapes
+from .._operator.rules import fail, need_dtype
 from .._torch_private import is_batched, skip_in_compile
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from . import _check, _initial
-from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
+from ._layers import (
+    BOOL,
+    DeformableLayers,
+    add_embedding,
+    cast_once,
+    check_counts,
+    check_dropout_rates,
+    check_layer_dtype,
+    initialise,
+    is_exported,
+    is_plain,
+    project_and_add,
+)
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
 _TOGETHER = 2**22  # most offsets and logits that are computed together for several cameras: 16 MB in float32
+
+
+def _check_heights(num_Z_anchors: int, num_points: int) -> None:
+    if num_Z_anchors == 0 or num_points % num_Z_anchors != 0:
+        rule = f"have a num_Z_anchors count that divides num_points={num_points}"
+        fail(ValueError, "reference_points", rule, num_Z_anchors)
 
 
 def _attend(*inputs: Tensor) -> Tensor:
@@ -36,6 +55,8 @@ class MSDeformableAttention3D(DeformableLayers):
 
     Source: Li et al., "BEVFormer", ECCV 2022; its module's parameter names.
     """
+
+    _samples_cameras_in_turn = True  # viz.recording() gives the looks of one call one number
 
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8) -> None:
         super().__init__(embed_dims, num_heads, num_levels, num_points, output=False)
@@ -69,8 +90,10 @@ class MSDeformableAttention3D(DeformableLayers):
         """
         sizes, axes = {"embed_dims": self.embed_dims, "num_levels": self.num_levels}, "bs, num_queries"
         if counts is not None:
+            if not isinstance(counts, Sequence) or not all(isinstance(n, (numbers.Integral, SymInt)) for n in counts):
+                fail(TypeError, "counts", "be a list of whole numbers", repr(counts)[:80])
             sizes["sum(counts)"], axes = sum(counts), "1, sum(counts)"
-        sizes = _check.shapes(
+        sizes = check_shapes(
             sizes,
             value=(value, "bs, num_keys, embed_dims"),
             query=(query, f"{axes}, embed_dims"),
@@ -78,11 +101,11 @@ class MSDeformableAttention3D(DeformableLayers):
             spatial_shapes=(spatial_shapes, "num_levels, 2"),
             level_start_index=(level_start_index, "num_levels"),
         )
-        if counts is not None:
-            _check.counts(counts, sizes["bs"])
-        _check.divides("num_Z_anchors", sizes["num_Z_anchors"], "num_points", self.num_points)
-        _check.layer_dtype(self.sampling_offsets, query=query)
-        _check.layer_dtype(self.value_proj, value=value)
+        if counts is not None and (len(counts) != sizes["bs"] or any(n < 0 for n in counts)):
+            fail(ValueError, "counts", f"hold a number from 0 on for each of {sizes['bs']} pictures", list(counts))
+        _check_heights(sizes["num_Z_anchors"], self.num_points)
+        check_layer_dtype(self.sampling_offsets, query=query)
+        check_layer_dtype(self.value_proj, value=value)
         rows, maps = self._rows(value), (spatial_shapes, level_start_index)
         samples = (reference_points, *self._offsets_and_logits(query))
         if counts is None:
@@ -131,22 +154,24 @@ class SpatialCrossAttention(nn.Module):
     (1, 20, 64)
     """
 
+    _samples_cameras_in_turn = True
+
     def __init__(
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        _check.positive(embed_dims=embed_dims)
-        _check.dropout_rates(dropout=dropout)
+        check_counts(embed_dims=embed_dims)
+        check_dropout_rates(dropout=dropout)
         self.embed_dims = embed_dims
         self.deformable_attention = MSDeformableAttention3D(embed_dims, num_heads, num_levels, num_points)
         self.output_proj = nn.Linear(embed_dims, embed_dims)
         self.dropout = nn.Dropout(dropout)
-        _initial.xavier(self.output_proj)
+        initialise(nn.init.xavier_uniform_, self.output_proj)
 
     def reset_parameters(self) -> None:
         """Initialise as BEVFormer does."""
         self.deformable_attention.reset_parameters()
-        _initial.xavier(self.output_proj)
+        initialise(nn.init.xavier_uniform_, self.output_proj)
 
     def forward(
         self,
@@ -177,7 +202,7 @@ class SpatialCrossAttention(nn.Module):
             TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
         inner = self.deformable_attention
-        sizes = _check.shapes(
+        sizes = check_shapes(
             {"embed_dims": self.embed_dims, "num_levels": inner.num_levels},
             query=(query, "bs, num_queries, embed_dims"),
             query_pos=(query_pos, "bs, num_queries, embed_dims or None"),
@@ -185,15 +210,13 @@ class SpatialCrossAttention(nn.Module):
             reference_points=(reference_points, "bs, cam, num_queries, num_Z_anchors, 2"),
             spatial_shapes=(spatial_shapes, "num_levels, 2"),
             level_start_index=(level_start_index, "num_levels"),
+            bev_mask=(bev_mask, "bs, cam, num_queries, num_Z_anchors"),
         )
-        _check.divides("num_Z_anchors", sizes["num_Z_anchors"], "num_points", inner.num_points)
-        _check.shapes(sizes, bev_mask=(bev_mask, "bs, cam, num_queries, num_Z_anchors"))
-        _check.mask("bev_mask", bev_mask)
-        _check.layer_dtype(inner.sampling_offsets, query=query)
-        _check.layer_dtype(inner.value_proj, value=value)
-        need_one_device(("query", query), ("bev_mask", bev_mask))
-        positioned = query if query_pos is None else query + query_pos
-        _check.layer_dtype(inner.sampling_offsets, query_pos=positioned)
+        _check_heights(sizes["num_Z_anchors"], inner.num_points)
+        need_dtype("bev_mask", bev_mask, *BOOL)
+        check_layer_dtype(inner.sampling_offsets, query=query)
+        check_layer_dtype(inner.value_proj, value=value)
+        positioned = add_embedding(inner.sampling_offsets, query, query_pos=query_pos)
         countable = type(bev_mask) is Tensor and not (is_exported() or query.is_meta or is_batched(bev_mask))
         mean_over_cameras = self._mean_over_cameras if countable else self._mean_of_all
         mean = mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
@@ -234,10 +257,10 @@ class SpatialCrossAttention(nn.Module):
         inner, cams = self.deformable_attention, seen.shape[1]
         rows, pillars = value.flatten(0, 1), reference_points.flatten(0, 1)
         # If `inner` is modified, call it as a whole, although its layers then compute the same offsets for each camera.
-        is_plain = _check.is_plain(inner, MSDeformableAttention3D)
-        by_query = inner._offsets_and_logits(query) if is_plain else [query]
+        plain = is_plain(inner, MSDeformableAttention3D)
+        by_query = inner._offsets_and_logits(query) if plain else [query]
         in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in by_query]
-        if is_plain:
+        if plain:
             features = _attend(inner._rows(rows), shapes, starts, pillars, *in_each)
         else:
             features = inner(*in_each, pillars, rows, shapes, starts)

@@ -6,9 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._operator.checks import check_shapes
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from . import _check
-from ._layers import DeformableLayers, cast_once, is_exported, project_and_add
+from ._layers import (
+    DeformableLayers,
+    add_embedding,
+    cast_once,
+    check_dropout_rates,
+    check_layer_dtype,
+    is_exported,
+    is_plain,
+    project_and_add,
+)
 
 __all__ = ["TemporalSelfAttention"]
 
@@ -72,7 +81,7 @@ class TemporalSelfAttention(DeformableLayers):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 1, num_points: int = 4, dropout: float = 0.1
     ) -> None:
         super().__init__(embed_dims, num_heads, num_levels, num_points, maps=_QUEUE)
-        _check.dropout_rates(dropout=dropout)
+        check_dropout_rates(dropout=dropout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -102,7 +111,7 @@ class TemporalSelfAttention(DeformableLayers):
         Raises:
             TypeError, ValueError: an input breaks a rule above; the sentence names the input and the rule.
         """
-        _check.shapes(
+        check_shapes(
             {"embed_dims": self.embed_dims, "num_levels": self.num_levels},
             query=(query, "bs, num_queries, embed_dims"),
             query_pos=(query_pos, "bs, num_queries, embed_dims or None"),
@@ -111,11 +120,10 @@ class TemporalSelfAttention(DeformableLayers):
             spatial_shapes=(spatial_shapes, "num_levels, 2"),
             level_start_index=(level_start_index, "num_levels"),
         )
-        _check.layer_dtype(self.value_proj, query=query, **({} if value is None else {"value": value}))
+        check_layer_dtype(self.value_proj, query=query, **({} if value is None else {"value": value}))
         maps = query[:, None] if value is None else value
         maps = cast_once(maps, self.value_proj, self.sampling_offsets, self.attention_weights)
-        positioned = query if query_pos is None else query + query_pos
-        _check.layer_dtype(self.sampling_offsets, query_pos=positioned)
+        positioned = add_embedding(self.sampling_offsets, query, query_pos=query_pos)
         offsets, logits = self._offsets_and_logits(maps[:, 0], positioned)
         rows = self.value_proj(maps).unflatten(3, (self.num_heads, -1)).expand(-1, _QUEUE, -1, -1, -1)
         samples = multi_scale_deformable_attn_with_logits(
@@ -131,7 +139,7 @@ class TemporalSelfAttention(DeformableLayers):
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return offsets [bs, 2, num_queries, num_heads, num_levels, num_points, 2], and logits, which lack the last axis."""
         layers = self.sampling_offsets, self.attention_weights
-        if all(_check.is_plain(layer) and layer.bias is not None for layer in layers):
+        if all(is_plain(layer) and layer.bias is not None for layer in layers):
             offsets, logits = _project_halves(layers, previous, query)
         else:
             offsets, logits = (layer(torch.cat([previous, query], -1)) for layer in layers)

@@ -73,7 +73,7 @@ def sampling_points(
 
 
 def _check_samples(locations: Tensor, weights: Tensor) -> None:
-    rules.need_tensors(("locations", locations), ("weights", weights))
+    _pictures.need_numbers(("locations", locations), ("weights", weights))
     if locations.dim() < 3 or locations.shape[-1] != 2:
         rules.fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
     if weights.shape != locations.shape[:-1]:
@@ -86,7 +86,7 @@ def _check_samples(locations: Tensor, weights: Tensor) -> None:
 
 
 def _check_reference(reference: Tensor) -> None:
-    rules.need_tensors(("reference", reference))
+    _pictures.need_numbers(("reference", reference))
     if reference.dim() != 2 or reference.shape[1] not in (2, 4):
         rules.fail(ValueError, "reference", "have shape (n, 2) or (n, 4)", tuple(reference.shape))
 
@@ -123,12 +123,9 @@ def bev(
         RuntimeError: matplotlib is not installed.
     """
     view = _pictures.from_numpy("view", view)
-    rules.need_tensors(("view", view))
-    if view.dim() not in (2, 3) or view.shape[2:] not in ((), (3,)) or 0 in view.shape or view.is_meta:
-        fact = f"{tuple(view.shape)} on the device meta" if view.is_meta else tuple(view.shape)
-        rules.fail(ValueError, "view", "have shape (nx, ny) or (nx, ny, 3) with cells", fact)
-    if view.is_complex():
-        rules.fail(TypeError, "view", "have a dtype of real numbers", str(view.dtype).removeprefix("torch."))
+    _pictures.need_numbers(("view", view))
+    if view.dim() not in (2, 3) or view.shape[2:] not in ((), (3,)) or 0 in view.shape:
+        rules.fail(ValueError, "view", "have shape (nx, ny) or (nx, ny, 3) with cells", tuple(view.shape))
     _plane.check_extent("extent", extent)
     cells = view.detach().cpu()
     cells = cells if cells.dim() == 3 and cells.dtype == torch.uint8 else cells.float()

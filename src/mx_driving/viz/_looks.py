@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import numbers
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from .. import _torch_private
 from .._operator import composition, geometry, rules
 from .._operator.description import OPERATORS, SAMPLING
+from ._pictures import need_numbers
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Look:
     locations: Tensor
     weights: Tensor
     layer: str = ""  # the innermost module that made the call, by its name in the outermost module that runs; "" if unknown
+    # The looks of one call of a module that samples its cameras in turn have the same number; 0: no such module made the call.
+    _call: int = field(default=0, init=False, repr=False)
 
     def samples(self, query: int, camera: int = 0, scene: int = 0) -> tuple[Tensor, Tensor]:
         """Return the samples of a query as `sampling_points` draws them.
@@ -43,9 +47,21 @@ class Look:
         Returns:
             Locations [num_heads, num_levels, num_points, 2], (x, y), 0..1 is the picture, NaN for samples that read nothing;
             and weights [num_heads, num_levels, num_points]. For `deformable_aggregation` heads are groups, levels scales.
+
+        Raises:
+            TypeError, ValueError: there is no such query, camera or scene, or the look holds no numbers.
         """
-        if camera and OPERATORS[self.operator].kind != "aggregation":
+        aggregation = OPERATORS[self.operator].kind == "aggregation"
+        if camera and not aggregation:
             rules.fail(ValueError, "camera", f"be 0 for {self.operator}, whose cameras are entries of the batch", camera)
+        (scenes, queries), cameras = self.weights.shape[:2], self.weights.shape[3] if aggregation else 1
+        for name, index, count in (("query", query, queries), ("scene", scene, scenes), ("camera", camera, cameras)):
+            if not isinstance(index, numbers.Integral) or isinstance(index, bool):
+                rules.fail(TypeError, name, "be a whole number", repr(index))
+            if not 0 <= index < count:
+                rules.fail(
+                    ValueError, name, f"be a number from 0 to {count - 1}" if count else "be in a look with queries", index
+                )
         locations, weights = to_one_layout(self, scene, camera)
         return locations[query].expand(*weights.shape[1:], 2), weights[query]
 
@@ -58,6 +74,7 @@ class Look:
 
 def to_one_layout(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
     """Return locations and weights of all queries in one camera, in one layout for all operators: see `Samples`."""
+    need_numbers(("looks", look.locations), ("looks", look.weights))
     if OPERATORS[look.operator].kind == "aggregation":
         locations = look.locations[entry, :, :, camera].cpu().float()
         within = geometry.inside(locations)[..., None]
@@ -98,6 +115,7 @@ class _KeepLooks(_torch_private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.looks = Looks()
+        self.calls, self.last_call = 0, None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func.name().partition("::")
@@ -105,7 +123,11 @@ class _KeepLooks(_torch_private.TorchDispatchMode):
         if namespace == "mx_driving" and name in SAMPLING:
             inputs, bare = [a.detach() if isinstance(a, Tensor) else a for a in args], OPERATORS[name].bare
             tensors = composition.bare_inputs(name, *inputs) if bare else inputs
-            self.looks.append(Look(bare or name, *tensors, layer=_name_layer()))
+            layer, call = _name_layer()
+            self.looks.append(Look(bare or name, *tensors, layer=layer))
+            if call is not None:
+                self.calls, self.last_call = self.calls + (call is not self.last_call), call
+                object.__setattr__(self.looks[-1], "_call", self.calls)
         return func(*args, **(kwargs or {}))
 
 
@@ -128,17 +150,21 @@ def recording() -> Iterator[Looks]:
         yield mode.looks
 
 
-def _name_layer() -> str:
-    """Return the innermost running module, by its name in the outermost running module; "" outside of modules.
+def _name_layer() -> tuple[str, dict[str, Any] | None]:
+    """Return the innermost running module, by its name in the outermost running module; "" outside of modules. Return also an
+    object that stands for the running call of a module that samples its cameras in turn: its keyword arguments, a dict that
+    torch makes anew for every call.
 
     Read the modules from the stack. Hooks on all modules would turn off fast paths, such as that of TransformerEncoderLayer.
     """
-    running, frame = [], sys._getframe()
+    running, call, frame = [], None, sys._getframe()
     while frame := frame.f_back:
         if frame.f_code is _CODE_OF_A_CALL:
             running.append(frame.f_locals["self"])
+            if getattr(running[-1], "_samples_cameras_in_turn", False):
+                call = frame.f_locals["kwargs"]
     names = {id(module): name for name, module in running[-1].named_modules()} if running else {}
-    return next((names[id(module)] for module in running if id(module) in names), "")
+    return next((names[id(module)] for module in running if id(module) in names), ""), call
 
 
 def _run_eagerly() -> contextlib.AbstractContextManager[Any]:

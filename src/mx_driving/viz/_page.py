@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from .._installing import pip_install
 from .._operator import rules
 from .._operator.description import OPERATORS
+from .._package_files import read_text
 from . import _pictures, _plane, _samples
 from ._looks import Look
 from ._plane import Plane, PlaneLayout
@@ -50,6 +50,7 @@ def page(
         looks: calls that `recording()` kept, or a mapping of names to calls. The page shows one call at a time. All calls have
             the same queries: `looks.of("decoder")` selects layers. A call may be a sequence of looks, one for each camera.
             Successive looks of a layer that samples its cameras in turn, as `SpatialCrossAttention` does, become such a call.
+            A sequence of looks may have several scenes: the looks of all cameras in the first scene, then in the second.
         pictures: the pictures of a scene's cameras, in order, or a mapping of names to pictures: [H, W, 3], [3, H, W] or
             [H, W], 0..1 or bytes, as tensors or NumPy arrays in RGB (OpenCV's are BGR: `picture[..., ::-1]`), or Pillow
             images. A camera may have a list of pictures, one for each level.
@@ -150,16 +151,21 @@ def _make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
 
 
 def _join_cameras(calls: Sequence[SampledCall], cameras: int) -> Iterator[SampledCall]:
-    """Join the successive calls of a layer that calls the operator once for each camera: one call does not fit the cameras."""
+    """Join the successive calls of a layer that calls the operator once for each camera.
+
+    Looks with the same number of a call have all cameras of all scenes. Join other looks if one of them does not fit the
+    cameras: each `cameras` looks of a layer.
+    """
 
     def make_key(call: SampledCall) -> Any:
         look = call.looks[0]
-        return call.num_scenes is None and look.layer, look.operator, len(look.weights), look.weights.shape[2:]
+        layer = call.num_scenes is None and look.layer
+        return look._call, layer, look.operator, len(look.weights), look.weights.shape[2:]
 
-    for (layer, operator, *_), group in itertools.groupby(calls, make_key):
-        run = list(group)
-        is_call_per_camera = layer and OPERATORS[operator].kind == "attention" and len(run) % cameras == 0
-        size = cameras if is_call_per_camera else 1
+    for (number, layer, operator, *_), group in itertools.groupby(calls, make_key):
+        run, size = list(group), 1
+        if (number or layer) and OPERATORS[operator].kind == "attention" and len(run) % cameras == 0:
+            size = len(run) if number else cameras
         for i in range(0, len(run), size):
             yield run[i]._replace(looks=tuple(look for call in run[i : i + size] for look in call.looks))
 
@@ -184,7 +190,7 @@ def _check_levels(calls: Sequence[SampledCall], cameras: Sequence[_pictures.Came
         for call in calls:
             if camera.apart and len(camera.pictures) != call.sizes[1]:
                 rule = f"hold one picture, or one for each of the {call.sizes[1]} levels of {call.name}"
-                rules.fail(ValueError, f"pictures, {camera.name},", rule, len(camera.pictures))
+                rules.fail(ValueError, camera.argument, rule, len(camera.pictures))
 
 
 def _describe_camera(camera: _pictures.Camera) -> dict[str, Any]:
@@ -286,7 +292,7 @@ def _pack(numbers: Tensor, kind: str) -> str:
 
 def _fill_template(facts: dict[str, Any]) -> bytes:
     """Return the template with these facts. Its security policy lets a browser run only our script, and fetch nothing."""
-    parts = {name: _read_template(name) for name in ("page.html", "page.css", "samples.js", "page.js")}
+    parts = {name: read_text(f"viz/_template/{name}") for name in ("page.html", "page.css", "samples.js", "page.js")}
     script = parts["samples.js"] + parts["page.js"]
     # Escape the characters with which a text could end the element of the data. JSON in ASCII is the same in every encoding.
     data = json.dumps(facts, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -299,10 +305,6 @@ def _fill_template(facts: dict[str, Any]) -> bytes:
         "data": data,
     }
     return re.sub(r"\{\{(.+?)\}\}", lambda match: fills[match[1]], parts["page.html"]).encode("utf-8", "xmlcharrefreplace")
-
-
-def _read_template(name: str) -> str:
-    return (resources.files(__package__ or "") / "_template" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

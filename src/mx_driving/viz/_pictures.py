@@ -22,6 +22,7 @@ _BYTES = "hold bytes, or floats from 0 to 1"
 class Camera(NamedTuple):
     """A camera's name and its picture, or a picture for each level."""
 
+    argument: str  # the argument that holds the picture, for errors
     name: str
     pictures: tuple[Any, ...]
     apart: bool  # whether there is a picture for each level
@@ -31,25 +32,25 @@ def make_cameras(pictures: Any) -> tuple[Camera, ...]:
     """Check the argument `pictures`. Return its cameras."""
     pictures = from_numpy("pictures", pictures)
     if isinstance(pictures, Mapping):
-        named = [(str(name), picture) for name, picture in pictures.items()]
+        named = [(f"pictures[{name!r}]", str(name), picture) for name, picture in pictures.items()]
     elif (isinstance(pictures, Tensor) and pictures.dim() < 4) or hasattr(pictures, "convert"):  # a Pillow image
-        named = [("picture", pictures)]
+        named = [("pictures", "picture", pictures)]
     elif isinstance(pictures, (Sequence, Tensor)) and not isinstance(pictures, str):
-        named = [(f"camera {i}" if len(pictures) > 1 else "picture", picture) for i, picture in enumerate(pictures)]
+        names = [f"camera {i}" for i in range(len(pictures))] if len(pictures) > 1 else ["picture"]
+        named = [(f"pictures[{i}]", name, picture) for i, (name, picture) in enumerate(zip(names, pictures, strict=False))]
     else:
         rules.fail(TypeError, "pictures", "be pictures, one for each camera", type(pictures).__name__)
     if not named:
         rules.fail(ValueError, "pictures", "hold a picture for each camera", "none")
-    return tuple(_make_camera(name, picture) for name, picture in named)
+    return tuple(_make_camera(*camera) for camera in named)
 
 
-def _make_camera(name: str, picture: Any) -> Camera:
-    apart = isinstance(picture, (list, tuple))
-    parts = tuple(picture) if apart else (picture,)
-    where = f"pictures, {name},"
-    if not parts:
-        rules.fail(ValueError, where, "hold a picture for each level", "none")
-    return Camera(name, tuple(to_image(where, part) for part in parts), apart)
+def _make_camera(argument: str, name: str, picture: Any) -> Camera:
+    if not isinstance(picture, (list, tuple)):
+        return Camera(argument, name, (to_image(argument, picture),), False)
+    if not picture:
+        rules.fail(ValueError, argument, "hold a picture for each level", "none")
+    return Camera(argument, name, tuple(to_image(f"{argument}[{i}]", part) for i, part in enumerate(picture)), True)
 
 
 def from_numpy(name: str, picture: Any) -> Any:
@@ -100,6 +101,16 @@ def _from_tensor(name: str, picture: Tensor) -> Any:
     return Image.frombytes("RGB", (width, height), rows.numpy().tobytes())
 
 
+def need_numbers(*named: tuple[str, Any]) -> None:
+    """Check that arguments are tensors of real numbers that can be read."""
+    rules.need_tensors(*named)
+    for name, t in named:
+        if t.is_meta or type(t).__name__ == "FakeTensor":
+            rules.fail(ValueError, name, "hold numbers", "a tensor on the device meta" if t.is_meta else "a fake tensor")
+        if t.is_complex():
+            rules.fail(TypeError, name, "have a dtype of real numbers", str(t.dtype).removeprefix("torch."))
+
+
 def check_pixels(name: str, height: int, width: int) -> None:
     """Check that a picture has pixels. Older versions of Pillow fail on an empty picture."""
     if not (height and width):
@@ -108,9 +119,7 @@ def check_pixels(name: str, height: int, width: int) -> None:
 
 def to_pixels(name: str, picture: Tensor) -> Tensor:
     """Convert a picture to bytes [H, W, 3] on the CPU."""
-    rules.need_tensors((name, picture))
-    if picture.is_meta:
-        rules.fail(ValueError, name, "have pixels", "a tensor on the device meta")
+    need_numbers((name, picture))
     picture, shape = picture.detach().cpu(), tuple(picture.shape)
     if picture.dim() == 3 and picture.shape[-1] not in (1, 3):
         picture = picture.permute(1, 2, 0)

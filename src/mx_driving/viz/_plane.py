@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._operator import rules
+from ._pictures import need_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,7 @@ def lay_out(plane: Plane, queries: int) -> PlaneLayout:
     _check_labels(plane, queries)
     places = plane.places
     if isinstance(places, Tensor):
+        need_numbers(("plane.places", places))
         return _find_grid(_to_fractions(plane, places, queries))
     if places is None:
         columns = math.ceil(math.sqrt(queries))
@@ -97,7 +99,8 @@ def _find_grid(places: Tensor) -> PlaneLayout:
 def _check_labels(plane: Plane, queries: int) -> None:
     labels = plane.labels
     if labels is not None:
-        if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+        is_list = isinstance(labels, Sequence) or hasattr(labels, "tolist")  # a NumPy array is no Sequence
+        if isinstance(labels, str) or not is_list or not all(isinstance(label, str) for label in labels):
             rules.fail(TypeError, "plane.labels", "be strings, one for each query", repr(labels)[:80])
         if len(labels) != queries:
             rules.fail(ValueError, "plane.labels", f"have {queries} entries, one for each query", len(labels))
@@ -115,7 +118,7 @@ def check_seen(seen: Any) -> Tensor | None:
     """Check the type and the axes of the mask `plane.seen`. Return the mask on the CPU."""
     if seen is None:
         return None
-    rules.need_tensors(("plane.seen", seen))
+    need_numbers(("plane.seen", seen))
     if seen.dtype != torch.bool:
         rules.fail(TypeError, "plane.seen", "have dtype bool", str(seen.dtype).removeprefix("torch."))
     rules.need_axes("plane.seen", seen, "num_queries, cameras")

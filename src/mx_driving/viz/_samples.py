@@ -31,8 +31,8 @@ class Samples(NamedTuple):
 
 
 class SampledCall(NamedTuple):
-    """A call as a page shows it: one look, or a look for each camera. A camera's look may leave out the queries that the camera
-    does not see."""
+    """A call as a page shows it: one look; a look for each camera; or a look for each camera in each scene, the cameras of the
+    first scene first. A camera's look may leave out the queries that the camera does not see."""
 
     name: str
     looks: tuple[Look, ...]
@@ -56,8 +56,9 @@ class SampledCall(NamedTuple):
     @property
     def shapes(self) -> Tensor:
         """Return the (H, W) of each camera's levels, [camera, level, 2]."""
-        shapes = torch.stack([look.shapes.cpu() for look in self.looks])
-        return (shapes[0] if shapes.dim() == 4 else shapes).expand(self.cameras, -1, -1)
+        if OPERATORS[self.operator].kind == "aggregation":
+            return self.looks[0].shapes.cpu()
+        return torch.stack([look.shapes.cpu() for look, _ in self.entries])
 
     @property
     def num_scenes(self) -> int | None:
@@ -65,18 +66,28 @@ class SampledCall(NamedTuple):
         first, *others = self.looks
         batch = first.weights.shape[0]
         if others:
-            return batch
+            return batch * (len(self.looks) // self.cameras)
         if OPERATORS[self.operator].kind == "aggregation":
             return batch if first.starts.shape[0] == self.cameras else None
         return None if batch % self.cameras else batch // self.cameras
 
+    @property
+    def entries(self) -> list[tuple[Look, int]]:
+        """Return the look of each camera in the scene, and the entry of the look's batch."""
+        first, *others = self.looks
+        if OPERATORS[self.operator].kind == "aggregation":
+            return [(first, self.scene)] * self.cameras
+        if not others:
+            return [(first, self.scene * self.cameras + camera) for camera in range(self.cameras)]
+        if len(self.looks) == self.cameras:
+            return [(look, self.scene) for look in self.looks]
+        return [(look, 0) for look in self.looks[self.scene * self.cameras :][: self.cameras]]
+
     def num_queries(self, seen: Tensor | None) -> int:
-        return self.looks[0].weights.shape[1] if seen is None else len(seen)
+        return self.entries[0][0].weights.shape[1] if seen is None else len(seen)
 
     def samples(self, seen: Tensor | None) -> Iterator[Samples]:
-        for camera in range(self.cameras):
-            look = self.looks[camera if len(self.looks) > 1 else 0]
-            entry = self._entry(camera, look)
+        for camera, (look, entry) in enumerate(self.entries):
             locations, weights = to_one_layout(look, entry, camera)
             if seen is None:
                 yield Samples(torch.arange(len(weights)), locations, weights)
@@ -84,12 +95,6 @@ class SampledCall(NamedTuple):
             queries = seen[:, camera].nonzero()[:, 0]
             indices = queries if len(weights) == len(seen) else torch.arange(len(queries))
             yield Samples(queries, locations[indices], weights[indices])
-
-    def _entry(self, camera: int, look: Look) -> int:
-        """Return the entry of the batch for a camera. It is the scene for aggregation, and if each camera has its own look."""
-        if len(self.looks) > 1 or OPERATORS[look.operator].kind == "aggregation":
-            return self.scene
-        return self.scene * self.cameras + camera
 
 
 def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
@@ -101,8 +106,8 @@ def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
         _check_cameras(call, calls)
         if seen is not None:
             _check_seen(call, seen)
-        elif len({look.weights.shape[1] for look in call.looks}) > 1:
-            counts = " and ".join(str(look.weights.shape[1]) for look in call.looks)
+        elif len({look.weights.shape[1] for look, _ in call.entries}) > 1:
+            counts = " and ".join(str(look.weights.shape[1]) for look, _ in call.entries)
             rule = f"be a mask [num_queries, cameras], because the cameras of {call.name} have different queries"
             rules.fail(ValueError, "plane.seen", rule, f"None for {counts} queries")
     first = calls[0]
@@ -132,9 +137,12 @@ def _check_cameras(call: SampledCall, calls: Sequence[SampledCall]) -> None:
 
 
 def _check_looks_of_cameras(call: SampledCall) -> None:
-    """Check several looks: a look for each camera, all of the same attention operator and of the same sizes."""
+    """Check several looks: a look for each camera (in each scene, if no look has several scenes), all of the same attention
+    operator and of the same sizes."""
     kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
-    if OPERATORS[call.operator].kind == "aggregation" or len(kinds) > 1 or len(call.looks) != call.cameras:
+    count, batch = len(call.looks), call.looks[0].weights.shape[0]
+    is_count = count == call.cameras or (count % call.cameras == 0 and batch == 1)
+    if OPERATORS[call.operator].kind == "aggregation" or len(kinds) > 1 or not is_count:
         rule = f"be alike and of attention, one for each of the {call.cameras} cameras, where {call.name} has several"
         rules.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
 
@@ -144,10 +152,12 @@ def _check_seen(call: SampledCall, seen: Tensor) -> None:
     if seen.shape[1] != call.cameras:
         rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
     counts = seen.sum(0).tolist()
-    for camera, look in enumerate(call.looks):
+    for camera, (look, _) in enumerate(call.entries):
         num_queries = look.weights.shape[1]
         num_seen = counts[camera] if len(call.looks) > 1 else max(counts)
-        is_packed = num_queries == num_seen and OPERATORS[look.operator].kind != "aggregation"
+        # A batch of scenes may be padded to the queries that another scene's camera sees.
+        is_padded = len(call.looks) == 1 and call.num_scenes != 1 and num_queries > num_seen
+        is_packed = (num_queries == num_seen or is_padded) and OPERATORS[look.operator].kind != "aggregation"
         if num_queries != len(seen) and not is_packed:
             whom = f"camera {camera}" if len(call.looks) > 1 else "a camera"
             rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {whom} for"
