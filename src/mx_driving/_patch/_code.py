@@ -103,7 +103,8 @@ class Code:
             for space, names in self.names.values()
         ]
         values = [tuple(copy.deepcopy(v) if isinstance(v, _MUTABLE) else v for v in map(space.get, n)) for space, n in spaces]
-        functions = [*self.functions[1:], *(core for core in cores if not isinstance(core, type))]
+        plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
+        functions = [*self.functions[1:], *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
         codes = list(map(_get_code, functions))
         kinds = [
             (_get_apply if issubclass(core, torch.autograd.Function) else _get_forward, core)

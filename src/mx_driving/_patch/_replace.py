@@ -291,8 +291,10 @@ def _make_methods(fit: Fit, kind: Any) -> dict[str, Any]:
 
     @functools.wraps(own_forward)
     def forward(ctx: Any, *args: Any) -> Any:
-        # A subclass may have a backward of its own, which reads what the own forward saves.
-        is_ours = torch.compiler.is_compiling() or _torch_private.find_forward_class(ctx) in (kind, None)
+        # A subclass may have a backward of its own, which reads what the own forward saves. A caller may keep this forward.
+        is_ours = torch.compiler.is_compiling() or (
+            kind.backward is backward and _torch_private.find_forward_class(ctx) in (kind, None)
+        )
         ctx.runs_operator = is_ours and is_unchanged(None)
         return answer_forward(ctx, *args) if ctx.runs_operator else own_forward(ctx, *args)
 
