@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._operator import checks, limits
+from .._operator import checks
 from .._operator.description import MULTI_SCALE
+from .._vendor import limits
 from ..nn._pyramid import split_heads
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._forms import (

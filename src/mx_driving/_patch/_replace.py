@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
+from .._foreign.shapes import sampling_inputs
+from .._foreign.stand_ins import differentiable
 from .._operator.description import POOL, SamplingInputs
-from ..ops._other_shapes import sampling_inputs
-from ..ops._stand_ins import differentiable
 from ._fit import Fit, make_stand_in
 from ._forms import AUTOGRAD
 from ._parameters import STAND_IN, Parameters, unwrap
