@@ -296,8 +296,7 @@ ARGUMENTS = [
     (lambda f, v, h, s, x, w: f(v, h, s, x, w, w, w), f"{TAKES} 5 arguments; got 7"),
     (lambda f, v, h, s, x, w: f(v, h, s, x, value=v),
      f"value must be given once; got argument 1 of {MULTI_SCALE} and the name value"),
-    (lambda f, v, h, s, x, w: f(v, h, s, x, w, value=v),
-     f"value must be given once; got argument 1 of {MULTI_SCALE} and the name value"),
+    (lambda f, v, h, s, x, w: f(v, h, s, x, w, value=v), f"{TAKES} 5 arguments; got 6"),
 ]  # fmt: skip
 
 

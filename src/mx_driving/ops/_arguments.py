@@ -90,13 +90,13 @@ def _check_binding(
                 fail(TypeError, like[0], "be given by this name", f"the name {name}")
             remark = _NO_STEP if name == "im2col_step" else ""
             fail(TypeError, function, f"be called with {', '.join(names)}", f"the name {name}{remark}")
-    for name in names[: len(args)]:
-        if name in named:
-            fail(TypeError, name, "be given once", f"argument {names.index(name) + 1} of {function} and the name {name}")
     count = len(args) + len(named)
     if count > most:
         remark = _NO_STEP if len(args) == 6 and isinstance(args[5], int) else ""
         fail(TypeError, function, f"be called with {most} arguments", f"{count}{remark}")
+    for name in names[: len(args)]:
+        if name in named:
+            fail(TypeError, name, "be given once", f"argument {names.index(name) + 1} of {function} and the name {name}")
     if all(name in named for name in names[len(args) : required]):
         return
     # The caller has probably left out the first argument that does not fit its parameter.
