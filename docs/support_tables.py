@@ -77,7 +77,7 @@ def known(packages: bool = False) -> str:
 
 def limits() -> str:
     """Return a table of the vendor's documented limits and their releases."""
-    from mx_driving._operator.limits import LIMITS, NEWEST
+    from mx_driving._vendor.limits import LIMITS, NEWEST
 
     def releases(first: str, last: str) -> str:
         return f"since {first}" if last == NEWEST else first if first == last else f"{first} to {last}"

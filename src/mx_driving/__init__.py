@@ -13,10 +13,10 @@ if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-
     from . import compat, geometry, kernels, nn, onnx, ops, viz
     from ._data_checks import DataWarning, data_checks
     from ._dispatch.choose import backends
-    from ._operator.absent import explain_missing as _explain_missing
-    from ._operator.limits import atlas_limits
+    from ._foreign.absent import explain_missing as _explain_missing
     from ._patch import Patch, patch, patched
     from ._vendor import compiled as _C
+    from ._vendor.limits import atlas_limits
     from .ops.bev_pool import bev_pool
     from .ops.bev_pool_v2 import bev_pool_v2
     from .ops.bev_pool_v3 import bev_pool_v3
@@ -36,6 +36,7 @@ if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-
     # `import mx_driving._C` would find that file.
     _sys.modules[f"{__name__}._C"] = _C
     __getattr__ = _explain_missing(__name__)
+    ops.__getattr__ = _explain_missing(ops.__name__)
 
 __all__ = [
     "DataWarning",

@@ -2,7 +2,7 @@
 
 import warnings
 
-from ._operator.absent import explain_missing
+from ._foreign.absent import explain_missing
 from .ops.multi_scale_deformable_attn import npu_multi_scale_deformable_attn_function
 
 warnings.warn("mx_driving.common is deprecated: import from mx_driving", DeprecationWarning, stacklevel=2)

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
+from ._foreign.stand_ins import stand_in
 from ._foreign_functions import FUNCTIONS
 from ._operator.rules import fail
 from ._replacing import Changes, MadeModules
-from .ops._stand_ins import stand_in
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 
 __all__ = ["NAMES", "install", "uninstall"]

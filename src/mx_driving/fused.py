@@ -2,7 +2,7 @@
 
 import warnings
 
-from ._operator.absent import explain_missing
+from ._foreign.absent import explain_missing
 from .ops.geometric_kernel_attention import npu_geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import (
     MultiScaleDeformableAttnFunction,

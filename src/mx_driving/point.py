@@ -2,7 +2,7 @@
 
 import warnings
 
-from ._operator.absent import explain_missing
+from ._foreign.absent import explain_missing
 from .ops.bev_pool import bev_pool
 from .ops.bev_pool_v2 import bev_pool_v2
 from .ops.bev_pool_v3 import bev_pool_v3

@@ -20,7 +20,7 @@ from torch.autograd import gradgradcheck
 
 import mx_driving
 from mx_driving import _C, _foreign_functions
-from mx_driving.ops._stand_ins import stand_in
+from mx_driving._foreign.stand_ins import stand_in
 from mx_driving.ops.geometric_kernel_attention import GeometricKernelAttentionFunc
 from mx_driving.ops.multi_scale_deformable_attn import MultiScaleDeformableAttnFunction
 from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation

@@ -499,7 +499,8 @@ def admit(*originals: Any, form: str = "core") -> None:
         if Reader(is_core).read(original).key in read_table():
             continue
         finding = recognize(candidate, Reader(is_core), form)
-        assert finding.fit and finding.key, finding
+        assert finding.fit, finding
+        assert finding.key, finding
         read_table().update([make_entry(finding, "tests")])
 
 

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._dispatch.registered import REGISTERED
+from mx_driving._foreign.stand_ins import stand_in
 from mx_driving._foreign_functions import FUNCTIONS
 from mx_driving._operator import checks, rules
 from mx_driving._operator.description import OPERATORS
-from mx_driving.ops._stand_ins import stand_in
 
 
 def said(call):
@@ -296,8 +296,7 @@ ARGUMENTS = [
     (lambda f, v, h, s, x, w: f(v, h, s, x, w, w, w), f"{TAKES} 5 arguments; got 7"),
     (lambda f, v, h, s, x, w: f(v, h, s, x, value=v),
      f"value must be given once; got argument 1 of {MULTI_SCALE} and the name value"),
-    (lambda f, v, h, s, x, w: f(v, h, s, x, w, value=v),
-     f"value must be given once; got argument 1 of {MULTI_SCALE} and the name value"),
+    (lambda f, v, h, s, x, w: f(v, h, s, x, w, value=v), f"{TAKES} 5 arguments; got 6"),
 ]  # fmt: skip
 
 

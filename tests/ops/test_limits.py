@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mx_driving
-from mx_driving._operator import limits
 from mx_driving._operator.rules import flag
+from mx_driving._vendor import limits
 
 
 def multi_scale(heads=1, dims=8, levels=1, points=1):

@@ -20,7 +20,7 @@ import mx_driving
 import mx_driving_portable
 from mx_driving import _backends, _needs, config
 from mx_driving._dispatch.choose import choose
-from mx_driving._operator import absent
+from mx_driving._foreign import absent
 from mx_driving._operator.description import OPERATORS
 
 WATCH = """

@@ -21,6 +21,7 @@ FLOORS = (
     ("_backends",),
     ("_dispatch",),
     ("ops",),
+    ("_foreign",),
     ("_measure", "_vendor", "common", "fused", "kernels", "nn", "point", "viz"),
     ("_replay", "aclnn", "compat"),
     ("onnx",),

@@ -158,7 +158,7 @@ EDITS = [
     ("POST", "out = out * (1 + max(0, heads - 2))", DIFFERS),
     ("POST", "out = out.transpose(0, 1)", "its results have other shapes"),
     ("POST", "out = out.float()", "its results have another dtype"),
-    ("POST", "out = out.half() if value.dtype == torch.bfloat16 else out", "its results are torch.float16, ours torch.bfloat16"),
+    ("POST", "out = out.half() if value.dtype == torch.bfloat16 else out", "its results are torch.float16"),
     ("POST", "out = [out]", "it returns a list"),
     ("POST", "out = {'out': out}", "it returns a dict"),
     ("POST", "out = out.tolist()", "it returns something else beside tensors"),

@@ -11,7 +11,7 @@ import torch
 from recorded_calls import replay
 
 import mx_driving
-from mx_driving._operator import limits
+from mx_driving._vendor import limits
 from mx_driving_portable import record
 
 B, D, H, W, C = SHAPE = 2, 2, 5, 4, 8

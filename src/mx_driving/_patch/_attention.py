@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from .. import _torch_private
-from .._operator import checks, limits
+from .._operator import checks
 from .._operator.description import MULTI_SCALE
 from .._operator.rules import INDEX
+from .._vendor import limits
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._forms import (
     BY_LEVEL,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._foreign.stand_ins import differentiable
 from .._foreign_functions import AUTOGRAD_FUNCTIONS, AutogradFunction, find_autograd_function
 from .._operator.description import AGGREGATION, POOL
-from ..ops._stand_ins import differentiable
 from ._forms import AUTOGRAD, Arguments, ExactForm
 from ._parameters import Parameters
 from ._pools import have_pool_dtypes, make_frustum, make_image, make_lifted, make_runs, make_sorted_rows, make_sorted_xyzb

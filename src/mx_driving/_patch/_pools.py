@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._stand_ins import sum_inside, sum_runs
+from .._foreign.stand_ins import sum_inside, sum_runs
 from ..ops.bev_pool_v2 import bev_pool_v2
 from ..ops.voxel_pooling_train import npu_voxel_pooling_train
 from ._forms import FUNCTION, Arguments, ExactForm, is_table

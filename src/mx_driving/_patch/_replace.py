@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch, _torch_private
+from .._foreign.shapes import sampling_inputs
+from .._foreign.stand_ins import differentiable
 from .._operator.description import POOL, SamplingInputs
-from ..ops._other_shapes import sampling_inputs
-from ..ops._stand_ins import differentiable
 from ._attention import READ, Attention
 from ._code import Code
 from ._forms import AUTOGRAD, FUNCTION, MODULE, Form, find_role

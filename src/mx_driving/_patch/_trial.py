@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._foreign.stand_ins import stand_in
 from .._foreign_functions import FUNCTIONS
 from .._torch_private import tree_flatten
-from ..ops._stand_ins import stand_in
 from ._attention import ATTENTION_FORMS, READ, Attention
 from ._code import Code, NoKey, Reader, read_bytecode
 from ._examples import SMALL, make_examples, make_random

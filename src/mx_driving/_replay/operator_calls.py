@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .._foreign.shapes import sampling_inputs
+from .._foreign.stand_ins import stand_in
 from .._foreign_functions import FUNCTIONS
 from .._operator.description import OPERATORS, POOL, Operator
 from .._operator.problems import Problem
 from .._torch_private import TorchDispatchMode
-from ..ops._other_shapes import sampling_inputs
-from ..ops._stand_ins import stand_in
 
 Facts = dict[str, Any]  # tensors and sizes by name
 _POOLS = {function.name: function for function in FUNCTIONS if function.operator == POOL}

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from .._dispatch.functions import backward_as_compiled
+from .._foreign import pools
+from .._foreign.absent import explain_missing
+from .._foreign.stand_ins import FORWARDS, stand_in
 from .._foreign_functions import Function
-from .._operator.absent import explain_missing
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE
-from ..ops import _extension
 from ..ops._arguments import explain_arguments
-from ..ops._stand_ins import FORWARDS, stand_in
 
 # operator -> the names of its forward and of its backward
 _NAMES = {
@@ -33,9 +33,9 @@ _NAMES = {
 _WRITES = Function("", "geometric_kernel_attention_forward", GEOMETRIC, "value shapes starts locations weights output=")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     _WRITES.name: torch.no_grad()(stand_in(_WRITES)),
-    **{"npu_bev_pool": _extension.bev_pool_forward, "npu_bev_pool_backward": _extension.bev_pool_backward},
-    **{"npu_bev_pool_v2": _extension.bev_pool_v2_forward, "npu_bev_pool_v3": _extension.bev_pool_v3_forward},
-    **dict.fromkeys(("npu_bev_pool_v2_backward", "npu_bev_pool_v3_backward"), _extension.bev_pool_v3_backward),
+    **{"npu_bev_pool": pools.bev_pool_forward, "npu_bev_pool_backward": pools.bev_pool_backward},
+    **{"npu_bev_pool_v2": pools.bev_pool_v2_forward, "npu_bev_pool_v3": pools.bev_pool_v3_forward},
+    **dict.fromkeys(("npu_bev_pool_v2_backward", "npu_bev_pool_v3_backward"), pools.bev_pool_v3_backward),
 }
 for _operator, (_forwards, _backwards) in _NAMES.items():
     _backward = explain_arguments(backward_as_compiled(_operator, tuple))

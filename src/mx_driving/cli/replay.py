@@ -9,9 +9,9 @@ import typer
 from rich.markup import escape
 
 from .._files import writable, write_csv
-from .._operator.limits import suspended
 from .._operator.problems import Problem, ruled
 from .._show import open_console, print_json, say, show
+from .._vendor.limits import suspended
 from .options import Csv, Json, Threads, use_threads
 from .start import matching
 

@@ -7,7 +7,6 @@ module with a `__call__` would not do: torch.compile and type checkers do not ac
 
 import sys
 
-from .._operator.absent import explain_missing
 from .bev_pool import bev_pool
 from .bev_pool_v2 import bev_pool_v2
 from .bev_pool_v3 import bev_pool_v3
@@ -39,5 +38,3 @@ for _name in __all__:
     _module = sys.modules.get(f"{__name__}.{_name}")
     if _module is not None:  # deformable_aggregation has no module of its name
         vars(globals()[_name]).update({_n: getattr(_module, _n) for _n in _module.__all__})
-
-__getattr__ = explain_missing(__name__)

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from .._dispatch import distributed
-from .._operator import checks, limits
+from .._operator import checks
 from .._operator.description import SAMPLING, Input, Operator
 from .._operator.rules import fail
 
 F = TypeVar("F", bound=Callable[..., Any])
+CALL_CHECKS: list[Callable[..., None]] = []  # of legal calls, with the name and the inputs of an operator; usually empty
 
 
 def prepare(operator: Operator, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Check a call against the open atlas_limits(), and return its inputs. Our Autograd kernel prepares DTensors, but inference
-    mode skips this kernel. So prepare DTensors here in inference mode."""
-    if limits.open_releases:
-        if not torch.compiler.is_compiling():
-            checks.check_call(operator, *inputs)
-        limits.hold(operator.name, *inputs)
+    """Run the CALL_CHECKS, and return the inputs of a call. Our Autograd kernel prepares DTensors, but inference mode skips
+    this kernel. So prepare DTensors here in inference mode."""
+    if CALL_CHECKS and not torch.compiler.is_compiling():
+        checks.check_call(operator, *inputs)
+    for check in CALL_CHECKS:
+        check(operator.name, *inputs)
     return distributed.prepare(inputs, operator.shared) if distributed.skips_autograd() else inputs
 
 
@@ -48,14 +49,14 @@ def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
     required = sum(p.default is p.empty for p in parameters)
     if operator:
         check = functools.partial(checks.check_call, operator)
-    releases, modules = limits.open_releases, sys.modules
+    modules = sys.modules
 
     @functools.wraps(public)
     def call(*args: Any, **named: Any) -> Any:
         if named or not required <= len(args) <= most:
             _check_binding(public.__name__.removeprefix("_"), names, required, most, args, named)
         try:
-            if operator and (releases or (distributed.MODULE in modules and distributed.skips_autograd())):
+            if operator and (CALL_CHECKS or (distributed.MODULE in modules and distributed.skips_autograd())):
                 args, named = prepare(operator, _bind(signature, args, named)), {}
             return public(*args, **named) if named else public(*args)
         except Exception:
@@ -89,13 +90,13 @@ def _check_binding(
                 fail(TypeError, like[0], "be given by this name", f"the name {name}")
             remark = _NO_STEP if name == "im2col_step" else ""
             fail(TypeError, function, f"be called with {', '.join(names)}", f"the name {name}{remark}")
-    for name in names[: len(args)]:
-        if name in named:
-            fail(TypeError, name, "be given once", f"argument {names.index(name) + 1} of {function} and the name {name}")
     count = len(args) + len(named)
     if count > most:
         remark = _NO_STEP if len(args) == 6 and isinstance(args[5], int) else ""
         fail(TypeError, function, f"be called with {most} arguments", f"{count}{remark}")
+    for name in names[: len(args)]:
+        if name in named:
+            fail(TypeError, name, "be given once", f"argument {names.index(name) + 1} of {function} and the name {name}")
     if all(name in named for name in names[len(args) : required]):
         return
     # The caller has probably left out the first argument that does not fit its parameter.
@@ -123,3 +124,35 @@ def rename_once(named: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
             fail(TypeError, ours, "be given once", f"another name of this argument, too: {', '.join(named)}")
         renamed[ours] = a
     return renamed
+
+
+def with_foreign_signatures(public: Callable[..., Tensor], shapes: str, starts: str) -> Callable[..., Tensor]:
+    """Return `public` with the arguments of other libraries. `shapes` and `starts` are the index tables' names in `public`.
+
+    Accept an im2col_step and ignore it. Accept the index tables as lists, and with or without "value_" before their names.
+    Accept transformers' value_spatial_shapes_list, and use this list if the tensor of shapes is None or missing.
+    """
+    names = {other + table.removeprefix("value_"): table for table in (shapes, starts) for other in ("", "value_")}
+
+    def call(*args: Any, **named: Any) -> Tensor:
+        positional, listed = list(args), named.pop("value_spatial_shapes_list", None)
+        pairs = positional[2] if len(positional) > 2 else None
+        if isinstance(pairs, (list, tuple)) and pairs and all(isinstance(pair, (list, tuple)) for pair in pairs):
+            listed = positional.pop(2)
+        if len(positional) == 6 and isinstance(positional[5], int):
+            del positional[5]
+        named.pop("im2col_step", None)
+        named = rename_once(named, names)
+        if listed is not None and len(positional) < 2 and named.get(shapes) is None:
+            named[shapes] = listed
+        if len(positional) > 1 and positional[1] is None:
+            positional[1] = listed
+        value = positional[0] if positional else named.get("value")
+        positional[1:3] = (_as_table(a, value) for a in positional[1:3])
+        return public(*positional, **{n: _as_table(a, value) if n in (shapes, starts) else a for n, a in named.items()})
+
+    return call
+
+
+def _as_table(table: Any, value: Any) -> Any:
+    return torch.tensor(table, device=value.device) if isinstance(table, (list, tuple)) and isinstance(value, Tensor) else table

@@ -122,16 +122,6 @@ def all_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tens
     return torch.arange(voxels.shape[0] * voxels.shape[1], device=voxels.device), cells.flatten()
 
 
-def lifted_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ranks_depth, ranks_feat and ranks_bev of the points inside the grid, as BEVDepth computes them in inference.
-
-    geom_xyz is [B, cams, D, H, W, 3], depth is [B * cams, D, H, W], and feat has B * cams * H * W rows.
-    """
-    bins, pixels = geom_xyz.shape[2], geom_xyz.shape[3] * geom_xyz.shape[4]
-    points, cells = points_inside(geom_xyz, voxel_num)
-    return points, points // (bins * pixels) * pixels + points % pixels, cells
-
-
 def _clamp_voxels(voxels: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
     """Return the columns of voxels, clamped to their sizes, and a flag: 1 if a coordinate of the voxel was outside, else 0."""
     clamped, outside = zip(

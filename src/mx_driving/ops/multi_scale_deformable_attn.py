@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operator.description import OPERATORS
-from ._arguments import explain_arguments
-from ._foreign_signatures import with_foreign_signatures
+from ._arguments import explain_arguments, with_foreign_signatures
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
 

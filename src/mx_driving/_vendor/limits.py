@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import _torch_private
-from . import checks, composition, rules
-from .description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL
+from .._operator import checks, composition, rules
+from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL
+from ..ops._arguments import CALL_CHECKS
 
 RELEASES = ("7.1", "7.2", "7.3", "26.0", "26.2")  # of Ascend DrivingSDK, oldest first
 NEWEST = RELEASES[-1]
@@ -100,17 +101,8 @@ LIMITS = (
 _RULE = f"{', '.join(RELEASES[:-1])} or {NEWEST}"
 
 
-def _releases_of_environment() -> list[str]:
-    word = os.environ.get(_VARIABLE, "")
-    if word.lower() in rules.OFF:
-        return []
-    if word.lower() not in (*rules.ON, *RELEASES):
-        rules.fail_setting(_VARIABLE, f"be 1, true, yes or on; 0, false, no, off or empty; or a release: {_RULE}", word)
-    return [NEWEST if word.lower() in rules.ON else word]
-
-
 # The release that the environment names, then the releases of all open atlas_limits() of all threads.
-open_releases: list[str] = _releases_of_environment()
+open_releases: list[str] = []
 
 
 def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[None]:
@@ -142,20 +134,22 @@ def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[Non
 @contextlib.contextmanager
 def _hold_to(release: str) -> Iterator[None]:
     open_releases.append(release)
+    CALL_CHECKS.append(hold)
     try:
         yield
     finally:
+        CALL_CHECKS.remove(hold)
         open_releases.remove(release)
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
     """Suspend all limits inside the block, also those of the environment."""
-    releases, open_releases[:] = open_releases[:], []
+    before, open_releases[:], CALL_CHECKS[:] = (open_releases[:], CALL_CHECKS[:]), [], []
     try:
         yield
     finally:
-        open_releases[:] = releases
+        open_releases[:], CALL_CHECKS[:] = before
 
 
 def current() -> str:
@@ -242,3 +236,11 @@ _SIZES: dict[str, Callable[..., Sizes]] = {
     GEOMETRIC: _geometric,
     POOL: _pool,
 }
+
+_word = os.environ.get(_VARIABLE, "").lower()
+if _word not in (*rules.ON, *rules.OFF, *RELEASES):
+    _rule = f"be 1, true, yes or on; 0, false, no, off or empty; or a release: {_RULE}"
+    rules.fail_setting(_VARIABLE, _rule, os.environ[_VARIABLE])
+if _word not in rules.OFF:
+    open_releases.append(NEWEST if _word in rules.ON else _word)
+    CALL_CHECKS.append(hold)

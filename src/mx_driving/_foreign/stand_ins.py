@@ -17,15 +17,16 @@ from .._foreign_functions import DIFFERENTIABLE, KEYWORDS, AutogradFunction, Fun
 from .._operator.composition import without_autocast
 from .._operator.description import POOL
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, need_tensors
-from . import _extension, _pooling
-from ._arguments import explain_arguments, rename_once
-from ._other_shapes import sampling_inputs
-from .bev_pool_v2 import bev_pool_v2
-from .bev_pool_v3 import bev_pool_v3
-from .geometric_kernel_attention import geometric_kernel_attention
-from .multi_scale_deformable_attn import multi_scale_deformable_attn
-from .npu_deformable_aggregation import deformable_aggregation
-from .voxel_pooling_train import npu_voxel_pooling_train
+from ..ops import _pooling
+from ..ops._arguments import explain_arguments, rename_once
+from ..ops.bev_pool_v2 import bev_pool_v2
+from ..ops.bev_pool_v3 import bev_pool_v3
+from ..ops.geometric_kernel_attention import geometric_kernel_attention
+from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+from ..ops.npu_deformable_aggregation import deformable_aggregation
+from ..ops.voxel_pooling_train import npu_voxel_pooling_train
+from . import pools
+from .shapes import sampling_inputs
 
 Arguments = dict[str, Any]  # our name of a parameter -> argument
 FORWARDS = {
@@ -49,7 +50,7 @@ def _sample(entry: Function, arguments: Arguments) -> Any:
 
 
 def _pool_places(entry: Function, arguments: Arguments) -> Any:
-    function = _extension.bev_pool_backward if entry.backward else _extension.bev_pool_forward
+    function = pools.bev_pool_backward if entry.backward else pools.bev_pool_forward
     return function(*arguments.values())
 
 
@@ -65,10 +66,10 @@ def _pool_ranks(entry: Function, arguments: Arguments) -> Any:
     """Pool points that have ranks. Take the sizes from the caller's output [b, d, h, w, c]."""
     inputs = [argument for name, argument in arguments.items() if name not in entry.outputs]
     if entry.backward:
-        return _extension.bev_pool_v3_backward(*inputs)
+        return pools.bev_pool_v3_backward(*inputs)
     need_tensors(("output", arguments["output"]))
     need_axes("output", arguments["output"], "B, D, H, W, C")
-    return _extension.bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
+    return pools.bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
 
 
 def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
@@ -91,7 +92,7 @@ def _pool_points(entry: Function, arguments: Arguments) -> Tensor:
     need_shape("memo", memo, "B, n, 3", B, n, 3)
     need_dtype("memo", memo, INDEX, INDEX_RULE)
     need_one_device(("geom_xyz", coords), ("memo", memo))
-    _extension.check_outputs([pooled], {"output": arguments["output"]})
+    pools.check_outputs([pooled], {"output": arguments["output"]})
     inside, cells = _pooling.points_inside(coords, (X, Y, Z))
     memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
     return pooled
@@ -108,9 +109,13 @@ def _pool_frustum(entry: Function, arguments: Arguments) -> Tensor:
 
 
 def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return [B, C, Y, X]."""
-    ranks, shape = _pooling.lifted_points(coords, sizes), (coords.shape[0], 1, sizes[1], sizes[0], feat.shape[1])
-    return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), *ranks, shape).squeeze(2)
+    """Return [B, C, Y, X]. coords is [B, cams, D, H, W, 3], depth [B * cams, D, H, W] and feat [B * cams, C, H, W]. Compute the
+    ranks of the points inside the grid as BEVDepth does in inference."""
+    bins, pixels = coords.shape[2], coords.shape[3] * coords.shape[4]
+    points, cells = _pooling.points_inside(coords, sizes)
+    rows = points // (bins * pixels) * pixels + points % pixels
+    shape = (coords.shape[0], 1, sizes[1], sizes[0], feat.shape[1])
+    return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), points, rows, cells, shape).squeeze(2)
 
 
 # parameter -> adaptor for the pooling functions that have this parameter. Each parameter here occurs in a single layout.
@@ -132,7 +137,7 @@ def stand_in(entry: Function) -> Callable[..., Any]:
             return results
         outputs = {name: arguments[name] for name in entry.outputs}
         results = [results] if isinstance(results, Tensor) else results
-        _extension.write_outputs(results, outputs, add=f"{entry.outputs[0]}+" in entry.parameters)
+        pools.write_outputs(results, outputs, add=f"{entry.outputs[0]}+" in entry.parameters)
         return 1 if entry.layout == "BYXC" else None
 
     call.__name__, call.__signature__ = entry.name, inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]

@@ -26,11 +26,11 @@ from .._operator.rules import (
     need_shape,
     need_tensors,
 )
-from ._arguments import explain_arguments
-from ._pooling import gradients
-from .bev_pool import bev_pool
-from .bev_pool_v2 import bev_pool_v2
-from .bev_pool_v3 import bev_pool_v3
+from ..ops._arguments import explain_arguments
+from ..ops._pooling import gradients
+from ..ops.bev_pool import bev_pool
+from ..ops.bev_pool_v2 import bev_pool_v2
+from ..ops.bev_pool_v3 import bev_pool_v3
 
 _v1, _v2, _v3 = without_autocast(bev_pool), without_autocast(bev_pool_v2), without_autocast(bev_pool_v3)
 

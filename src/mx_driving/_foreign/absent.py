@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .description import OPERATORS
+from .._operator.description import OPERATORS
 
 # The public functions and classes of Ascend DrivingSDK that this package lacks, with their older names, as of April 2026.
 _NAMES = """
