@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -53,19 +53,18 @@ def fuse(
         raise Problem(f"path_out must be a file that can be written; got {path_out}: {error.strerror or error}") from None
     if not as_json:
         print(report)
-    compared = _compare(Path(path_in), report, seconds, fed) if time else None
+    compared = None
+    if time:
+        from ..onnx import _running
+
+        try:
+            compared = _running.compare(Path(path_in), report.path, seconds, fed, list(report.locations.values()))
+        except Problem:
+            raise
+        except Exception as error:  # onnxruntime raises a dozen classes
+            fact = f"{path_in}, {report.path}: {first_line(error)}"
+            raise Problem(f"both files must run in onnxruntime; got {fact}") from None
     if as_json:
         print_json({**report.facts(), **({"time": vars(compared)} if compared else {})})
     elif compared:
         print(compared)
-
-
-def _compare(path_in: Path, report: Any, seconds: float, fed: dict[str, Any]) -> Any:
-    from ..onnx import _running
-
-    try:
-        return _running.compare(path_in, report.path, seconds, fed, list(report.locations.values()))
-    except Problem:
-        raise
-    except Exception as error:  # onnxruntime raises a dozen classes
-        raise Problem(f"both files must run in onnxruntime; got {path_in}, {report.path}: {first_line(error)}") from None

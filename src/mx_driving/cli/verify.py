@@ -60,45 +60,36 @@ def verify(
 
 
 def _print(console: Any, report: Any) -> None:
-    show(console, _matches(report))
-    show(console, _outputs(report))
-    for sentence in _sentences(report):
-        say(console, sentence)
-    rights = [verdict.right for verdict in (*report.comparisons, *report.outputs)]
-    if not report.right:
-        return say(console, f"[bold red]{rights.count(False)} of {len(rights)} comparisons are wrong[/]")
-    left = f"; {len(report.left)} left out" if report.left else ""
-    counts = f"{len(report.comparisons)} comparisons of matches, {len(report.outputs)} of outputs{left}"
-    say(console, f"[bold green]all is well[/]: {counts}")
+    """Print a table of matches, with errors in units of the tolerance; a table of outputs, with the share of numbers
+    that rounding does not explain, and the share allowed for near ties; then sentences."""
 
+    def word(right: bool, verdict: str) -> str:
+        return f"[{'green' if right else 'red'}]{verdict if right else 'wrong'}[/]"
 
-def _word(right: bool, word: str) -> str:
-    return f"[{'green' if right else 'red'}]{word if right else 'wrong'}[/]"
-
-
-def _matches(report: Any) -> Any:
-    """Return a table of errors, in units of the dtype's tolerance."""
     table = grid(None, {"match": 0, "inputs": 0}, {"error": 0, "in float32": 0})
     table.add_column("verdict")
     for comparison in report.comparisons:
         facts = comparison.facts()
         error, float32 = ("" if facts[name] is None else f"{facts[name]:.2g}" for name in ("error", "float32"))
-        verdict = _word(comparison.right, facts["verdict"])
+        verdict = word(comparison.right, facts["verdict"])
         table.add_row(escape(facts["match"]), facts["inputs"], error or "none", float32, verdict)
-    return table
-
-
-def _outputs(report: Any) -> Any:
-    """Return a table of outputs: the share of numbers that rounding does not explain, and the share allowed for near ties."""
+    show(console, table)
     table = grid(None, {"output": 0}, {"largest difference": 0, "numbers off": 0, "may be off": 0})
     table.add_column("verdict")
     for output in report.outputs:
         shares = [f"{100 * share:.3g} %" for share in (output.off, output.may)]
-        table.add_row(escape(output.name), f"{output.difference:.1e}", *shares, _word(output.right, "right"))
-    return table
+        table.add_row(escape(output.name), f"{output.difference:.1e}", *shares, word(output.right, "right"))
+    show(console, table)
+    for sentence in _list_sentences(report):
+        say(console, sentence)
+    rights = [verdict.right for verdict in (*report.comparisons, *report.outputs)]
+    left = f"; {len(report.left)} left out" if report.left else ""
+    counts = f"{len(report.comparisons)} comparisons of matches, {len(report.outputs)} of outputs{left}"
+    wrong = f"[bold red]{rights.count(False)} of {len(rights)} comparisons are wrong[/]"
+    say(console, f"[bold green]all is well[/]: {counts}" if report.right else wrong)
 
 
-def _sentences(report: Any) -> list[str]:
+def _list_sentences(report: Any) -> list[str]:
     """Return sentences: the matches, the reasons of wrong comparisons, and what was left out. Equal sentences occur once."""
     words: dict[str, dict[str, None]] = {}
     for match in report.matches:
@@ -108,14 +99,10 @@ def _sentences(report: Any) -> list[str]:
     for comparison in report.comparisons:
         if comparison.why:
             reasons.setdefault(("yellow" if comparison.right else "red", comparison.why), []).append(comparison)
-    sentences += [f"[bold {colour}]{escape(_name(of))}:[/] {escape(why)}" for (colour, why), of in reasons.items()]
+    for (colour, why), comparisons in reasons.items():
+        names = list(dict.fromkeys(comparison.match.name for comparison in comparisons))
+        who = [names[0] if len(names) == 1 else f"{len(names)} matches", *dict.fromkeys(c.inputs for c in comparisons)]
+        sentences.append(f"[bold {colour}]{escape(', '.join(who))}:[/] {escape(why)}")
     sentences += [f"[bold red]{escape(o.name)}:[/] {escape(o.problem)}" for o in report.outputs if o.problem]
     sentences += [f"[bold yellow]{escape(o.name)}:[/] {escape(o.note)}" for o in report.outputs if o.note]
     return sentences + [f"left out {escape(name)}: {escape(why)}" for name, why in report.left.items()]
-
-
-def _name(comparisons: list[Any]) -> str:
-    """Return the name of the match, or the number of matches, and their inputs."""
-    names = list(dict.fromkeys(comparison.match.name for comparison in comparisons))
-    matches = names[0] if len(names) == 1 else f"{len(names)} matches"
-    return ", ".join([matches, *dict.fromkeys(comparison.inputs for comparison in comparisons)])

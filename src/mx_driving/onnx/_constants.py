@@ -30,12 +30,19 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
         "weights": [weights for _, weights in pairs],
     }
     arrays = {role: [_compute_constant(v) for v in tensors if v is not None] for role, tensors in values.items()}
-    arrays["weights"] = [_broadcast_to_samples(a, samples) for a, (samples, _) in zip(arrays["weights"], pairs, strict=True)]
-    whole = {role: numbers for role, numbers in arrays.items() if numbers and all(a is not None for a in numbers)}
-    name = pairs[0][0].name
+    for index, (samples, _) in enumerate(pairs):  # broadcast weights to [batch * heads, 1, queries, points]
+        array, sizes = arrays["weights"][index], dims(samples)
+        if array is not None and len(sizes) == 4 and are_fixed(sizes):
+            shape: Any = (sizes[0], 1, *sizes[2:])
+            if np.broadcast_shapes(array.shape, shape) == shape:
+                arrays["weights"][index] = np.broadcast_to(array, shape)
+    whole: dict[str, list[Any]] = {
+        r: numbers for r, numbers in arrays.items() if numbers and all(a is not None for a in numbers)
+    }
     sizes = {size for tensors in values.values() for v in tensors for s in walk_sources(v, *MOVES) for size in dims(s)[:1]}
     for batch in sorted({1, *(size for size in sizes if isinstance(size, int) and size > 0)}) if whole else ():
         joined = {role: _join_levels(numbers, batch, role) for role, numbers in whole.items()}
+        name = pairs[0][0].name
         if constants := {role: ir.val(f"{name}/{role}", const_value=t) for role, t in joined.items() if t is not None}:
             yield constants
     yield {}
@@ -53,32 +60,19 @@ def _compute_constant(value: ir.Value) -> Array | None:
         return None
 
 
-def _broadcast_to_samples(array: Array | None, samples: ir.Value) -> Array | None:
-    """Return weights broadcast to [batch * heads, 1, queries, points]."""
-    sizes = dims(samples)
-    if array is None or len(sizes) != 4 or not are_fixed(sizes):
-        return array
-    shape: Any = (sizes[0], 1, *sizes[2:])
-    return np.broadcast_to(array, shape) if np.broadcast_shapes(array.shape, shape) == shape else array
-
-
-def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> ir.TensorProtocol | None:
-    """Concatenate the constants of all levels. Return None if their sizes do not fit the batch."""
-    axis = 1 if role == "value" else 3
+def _join_levels(arrays: Sequence[Array], batch: int, role: str) -> ir.TensorProtocol | None:
+    """Concatenate the constants of all levels in the operator's layout: separate axes for batch and heads, and one axis of keys
+    for height and width. Return None if their sizes do not fit the batch."""
     if any(array.ndim != 4 or array.size == 0 or array.shape[0] % batch for array in arrays):
         return None
-    blocks = [_order_axes(array, batch, role) for array in arrays]
+    dtype, axis = arrays[0].dtype, 1 if role == "value" else 3
+    if role == "value":
+        blocks = [a.reshape(batch, -1, a.shape[1], a.shape[2] * a.shape[3]).transpose(0, 3, 1, 2) for a in arrays]
+    elif role == "locations":
+        blocks = [((a.astype(float) + 1) / 2).reshape(batch, -1, *a.shape[1:]).transpose(0, 2, 1, 3, 4) for a in arrays]
+        dtype = np.float32 if dtype.itemsize == 2 else dtype  # (grid + 1) / 2 would lose digits in 16 bits
+    else:
+        blocks = [a.reshape(batch, -1, *a.shape[2:]).transpose(0, 2, 1, 3) for a in arrays]
     if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) > 1:
         return None
-    # (grid + 1) / 2 would lose digits in 16 bits.
-    dtype = np.float32 if role == "locations" and arrays[0].dtype.itemsize == 2 else arrays[0].dtype
     return ir.tensor(np.concatenate(blocks, axis).astype(dtype))
-
-
-def _order_axes(array: Array, batch: int, role: str) -> Array:
-    """Return a level in the operator's layout: separate axes for batch and heads, and one axis of keys for height and width."""
-    if role == "value":
-        return array.reshape(batch, -1, array.shape[1], array.shape[2] * array.shape[3]).transpose(0, 3, 1, 2)
-    if role == "locations":
-        return ((array.astype(np.float64) + 1) / 2).reshape(batch, -1, *array.shape[1:]).transpose(0, 2, 1, 3, 4)
-    return array.reshape(batch, -1, *array.shape[2:]).transpose(0, 2, 1, 3)

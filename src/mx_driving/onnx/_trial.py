@@ -42,19 +42,6 @@ _QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `m
 _SAMPLES = 500  # at least so many samples per level are tried, for each kind of locations
 
 
-def _is_allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
-    """Return whether the node may be in the subgraph. `linear` has the tensors that depend on value or weights."""
-    if is_node(node, *MOVES) and not is_node(node, *PAIRS):
-        return not any(v in linear for v in node.inputs[1:])
-    if is_node(node, *_COMPUTE):
-        return True
-    if is_node(node, "Cast", "CastLike"):
-        return node.outputs[0].dtype not in INTEGER or node.inputs[0] not in linear
-    if is_node(node, *_BRANCHES):
-        return not any(v in linear for index, v in enumerate(node.inputs) if index not in _BRANCHES[node.op_type])
-    return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
-
-
 def _collect_part(sampling: Sampling, defaults: Collection[str]) -> tuple[list[ir.Node], list[ir.Value]]:
     """Return the nodes between the operator's inputs and output in order, and the outputs of Shape nodes that they read.
 
@@ -87,28 +74,34 @@ def _collect_part(sampling: Sampling, defaults: Collection[str]) -> tuple[list[i
 
 
 def _check_nodes(sampling: Sampling, nodes: list[ir.Node]) -> None:
-    maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # constant maps are not computed from `value`
+    """Raise Unfit unless the nodes are linear in value and weights, and their dtypes can be tried."""
     if pairs := [str(node.name) for node in nodes if is_node(node, "DequantizeLinear")]:
         between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
         raise Unfit(f"{between}; {_QUANTISED}")
-    linear = _find_dependent({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, nodes)
+    # The tensors computed from elements of value and weights, and of constant maps, which are not computed from `value`.
+    linear = {sampling.value, sampling.weights}
+    linear |= {v for node in nodes if is_node(node, "GridSample") and (v := node.inputs[0]) is not None}
+    for node in nodes:
+        if not is_node(node, "Shape", "Size") and any(v in linear for v in node.inputs):
+            linear.update(node.outputs)
     for node in reversed(nodes):
-        if not _is_allowed(node, linear):
+        if is_node(node, *MOVES) and not is_node(node, *PAIRS):
+            is_allowed = not any(v in linear for v in node.inputs[1:])
+        elif is_node(node, *_COMPUTE):
+            is_allowed = True
+        elif is_node(node, "Cast", "CastLike"):
+            is_allowed = node.outputs[0].dtype not in INTEGER or node.inputs[0] not in linear
+        elif is_node(node, *_BRANCHES):
+            is_allowed = not any(v in linear for index, v in enumerate(node.inputs) if index not in _BRANCHES[node.op_type])
+        else:
+            is_allowed = is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
+        if not is_allowed:
             raise Unfit(f"{node.op_type} ({node.name}) takes part")
     for end in sampling.ends:
         if end.dtype is None:
             raise Unfit(f"the file does not say the dtype of {end.name}")
         if end.dtype not in {ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES}:
             raise Unfit(f"its values are {end.dtype}; a trial needs float32, float64, float16 or bfloat16")
-
-
-def _find_dependent(ends: set[ir.Value], nodes: list[ir.Node]) -> set[ir.Value]:
-    """Return the tensors that the nodes compute from the elements of `ends`, not only from the shapes of `ends`."""
-    reached = set(ends)
-    for node in nodes:
-        if not is_node(node, "Shape", "Size") and any(v in reached for v in node.inputs):
-            reached.update(node.outputs)
-    return reached
 
 
 def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
@@ -121,24 +114,19 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
     return np.array(sizes, np.int64) if sizes and None not in sizes else None
 
 
-def _draw_across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) -> Tensor:
-    """Return locations near the outermost pixels of the maps, in x, in y or in both."""
-    points = torch.tensor(sampling.points)
-    sides = torch.tensor([(width, height) for height, width in sampling.maps]).repeat_interleave(points, 0)
-    first_or_last = torch.randint(2, (*sizes, 2), generator=random) * (sides - 1)
-    across = first_or_last + torch.rand(*sizes, 2, generator=random) * 3 - 1.5
-    inside = torch.rand(*sizes, 2, generator=random) * sides
-    return (torch.where(torch.rand(*sizes, 2, generator=random) < 0.7, across, inside) + 0.5) / sides
-
-
 def _draw_locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
     """Return locations of three kinds by seed: on and around the maps, across their borders, and far away."""
     random = torch.Generator().manual_seed(seed)
-    sizes = bs, queries, sampling.num_heads, sum(sampling.points)
-    if seed % 3 == 1:
-        return _draw_across_borders(sampling, random, *sizes)
-    uniform = torch.rand(*sizes, 2, generator=random)
-    return (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
+    sizes = bs, queries, sampling.num_heads, sum(sampling.points), 2
+    if seed % 3 != 1:
+        uniform = torch.rand(*sizes, generator=random)
+        return (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
+    # Across borders: near the outermost pixels of the maps, in x, in y or in both.
+    sides = torch.tensor([(width, height) for height, width in sampling.maps])
+    sides = sides.repeat_interleave(torch.tensor(sampling.points), 0)
+    across = torch.randint(2, sizes, generator=random) * (sides - 1) + torch.rand(*sizes, generator=random) * 3 - 1.5
+    inside = torch.rand(*sizes, generator=random) * sides
+    return (torch.where(torch.rand(*sizes, generator=random) < 0.7, across, inside) + 0.5) / sides
 
 
 def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
@@ -191,37 +179,33 @@ def make_model(model: ir.Model, part: ir.Graph) -> ir.Model:
 
 def _open_session(model: ir.Model, sampling: Sampling) -> tuple[Any, set[ir.DataType]]:
     """Return a session of the subgraph, and the dtypes that the session replaces by float32."""
+
+    def to_float32(tensor: Any) -> Any:
+        return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
+
     for dtypes in (HALVES, {*HALVES, ir.DataType.DOUBLE}):
         part = make_model(model, sampling.extract())
-        for value in part.graph.inputs:
-            part.graph.initializers.pop(str(value.name), None)
+        graph = part.graph
+        for value in graph.inputs:
+            graph.initializers.pop(str(value.name), None)
             value.const_value = None
             value.type = value.type or ir.TensorType(ir.DataType.INT64)  # sizes have no dtype in some files
-        _compute_in_float32(part.graph, dtypes)
+        for value in (*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)):
+            if value.dtype in dtypes:
+                value.type = ir.TensorType(ir.DataType.FLOAT)  # a new object, because the whole file shares the old type
+                value.const_value = None if value.const_value is None else to_float32(value.const_value)
+        for node in graph:
+            for name, attribute in list(node.attributes.items()):
+                if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in dtypes:
+                    node.attributes[name] = ir.AttrTensor(name, to_float32(attribute.value))
+                elif is_node(node, "Cast") and name == "to" and attribute.value in dtypes:
+                    node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT.value)
         try:
             return open_session(part), dtypes
         except Exception as error:  # onnxruntime raises a dozen classes
             if dtypes is not HALVES or not is_missing_kernel(error):
                 raise _DoesNotRun(error) from None
     raise AssertionError
-
-
-def _compute_in_float32(graph: ir.Graph, dtypes: set[ir.DataType]) -> None:
-    """Replace these dtypes by float32 in the tensors and attributes of a graph."""
-    for value in (*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)):
-        if value.dtype in dtypes:
-            value.type = ir.TensorType(ir.DataType.FLOAT)  # a new object, because the whole file shares the old type
-            value.const_value = None if value.const_value is None else _to_float32(value.const_value)
-    for node in graph:
-        for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in dtypes:
-                node.attributes[name] = ir.AttrTensor(name, _to_float32(attribute.value))
-            elif is_node(node, "Cast") and name == "to" and attribute.value in dtypes:
-                node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT.value)
-
-
-def _to_float32(tensor: Any) -> Any:
-    return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
 
 
 def _run(
@@ -252,22 +236,17 @@ def prove(file: LoadedFile, sampling: Sampling) -> Sampling:
         samples = bs * queries * sampling.num_heads * min(sampling.points)
         for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
             _compare(session, sampling, seed, _sizes.make_shapes(sampling, bs, queries))
-    is_merged = any(size in file.merged for tensor in sampling.ends for size in dims(tensor)[:2])
-    return replace(sampling, broadcasts=is_merged or _check_broadcasting(session, sampling))
-
-
-def _check_broadcasting(session: tuple[Any, set[ir.DataType]], sampling: Sampling) -> bool:
-    """Return whether the subgraph broadcasts sizes of 1. The operator does not, and most subgraphs fail at such sizes."""
-    runs = False
-    for shapes in _sizes.vary_ones(sampling):
+    broadcasts = any(size in file.merged for tensor in sampling.ends for size in dims(tensor)[:2])
+    # The operator does not broadcast sizes of 1. Most subgraphs fail at such sizes; the others must give the expanded result.
+    for ones in () if broadcasts else _sizes.vary_ones(sampling):
         try:
-            _compare(session, sampling, 0, shapes)
+            _compare(session, sampling, 0, ones)
         except _DoesNotRun:
             continue
         except Unfit as unfit:
-            raise Unfit(f"with value, locations and weights of {', '.join(map(str, shapes))} {unfit}") from None
-        runs = True
-    return runs
+            raise Unfit(f"with value, locations and weights of {', '.join(map(str, ones))} {unfit}") from None
+        broadcasts = True
+    return replace(sampling, broadcasts=broadcasts)
 
 
 class _DoesNotRun(Unfit):
