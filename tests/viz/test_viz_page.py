@@ -162,7 +162,7 @@ def test_a_scene_of_a_batch_looks_as_it_does_alone(kind, cameras, tmp_path):
 
 
 def test_calls_of_a_layer_and_scenes_of_a_call(tmp_path, monkeypatch):
-    """Two calls of a layer that samples its cameras in turn are two calls on the page, also if the cameras pass its layers one by
+    """Two calls of a layer that samples its cameras in turn are two calls on the page, also if cameras pass its layers one by
     one. A sequence of looks has scenes."""
     monkeypatch.setattr(spatial_cross_attention, "_TOGETHER", 1)
     module, inputs, (seen, _) = two_scenes(nn.SpatialCrossAttention, 3)
