@@ -126,9 +126,16 @@ def _check_data(operator: Operator, args: tuple[Any, ...]) -> None:
     for name, t in floating.items():
         if fraction := _fraction(t.isnan()):
             _warn(operator.name, f"NaN in {name}", name, "have no NaN", _percent(fraction))
-    if bare.kind != "pooling":
+    if bare.kind == "pooling":
+        checks: list[Callable[..., Iterator[Finding]]] = [_find_wrong_pool_inputs]
+    else:
         inputs = SamplingInputs(*inputs), SamplingInputs(*bare.inputs)
-    for find in _data_checks_of(operator, bare):
+        # An operator that reads a single row per sample has locations in pixels.
+        checks = [_find_pixels_off_maps if bare.rows == 1 else _find_samples_off_maps]
+        checks += [] if operator.bare else [_find_missing_softmax]  # an operator with logits computes the softmax itself
+        checks += [_find_swapped_levels, _find_swapped_shapes, _find_overlapping_maps]
+        checks += [_find_scale_major_maps] if bare.kind == "aggregation" else []
+    for find in checks:
         for finding in find(*inputs):
             _warn(operator.name, *finding)
 
@@ -306,16 +313,3 @@ def _find_wrong_pool_inputs(feat: Tensor, depth: Tensor, *inputs: Any) -> Iterat
     if d > h > 0 and abs(math.log(d / w)) < abs(math.log(h / w)):
         fact = f"D={d} beside H={h} and W={w}, as if D and H were exchanged"
         yield "exchanged", "bev_feat_shape", "be (B, D, H, W, C)", fact
-
-
-def _data_checks_of(operator: Operator, bare: Operator) -> Iterator[Callable[..., Iterator[Finding]]]:
-    """Yield the data checks of an operator. An operator that reads a single row per sample has locations in pixels."""
-    if bare.kind == "pooling":
-        yield _find_wrong_pool_inputs
-        return
-    yield _find_pixels_off_maps if bare.rows == 1 else _find_samples_off_maps
-    if not operator.bare:  # an operator with logits computes the softmax itself
-        yield _find_missing_softmax
-    yield from (_find_swapped_levels, _find_swapped_shapes, _find_overlapping_maps)
-    if bare.kind == "aggregation":
-        yield _find_scale_major_maps

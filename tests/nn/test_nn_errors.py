@@ -318,6 +318,17 @@ def test_inputs_are_on_one_device(module):
                 module(**{**GOOD[module], name: t.to("meta")})
 
 
+def test_a_graph_refuses_a_shape_in_the_same_words():
+    torch._dynamo.reset()
+    wrong = {**GOOD[MULTI_SCALE], "reference_points": torch.rand(2, 6, 2, 2)}
+    sentence = "reference_points must have shape (bs=2, num_queries=5, num_levels=2, 2 or 4); got (2, 6, 2, 2)"
+    assert said(functools.partial(MULTI_SCALE, **wrong)) == sentence
+    if _needs.is_older_than("2.13"):
+        pytest.skip("older ones do not show the sentence of an exception in a graph")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(sentence)):
+        torch.compile(MULTI_SCALE, fullgraph=True, dynamic=False, backend="eager")(**wrong)
+
+
 def test_pyramids_compile():
     torch._dynamo.reset()
     for function, maps in ((nn.flatten_levels, MAPS), (nn.flatten_cameras, CAMERAS)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mx_driving import nn, viz
+from mx_driving.nn import spatial_cross_attention
 
 pytest.importorskip("numpy")
 pytest.importorskip("PIL.Image")
@@ -160,8 +161,10 @@ def test_a_scene_of_a_batch_looks_as_it_does_alone(kind, cameras, tmp_path):
         shown(looks, 2, seen[1])
 
 
-def test_calls_of_a_layer_and_scenes_of_a_call(tmp_path):
-    """Two calls of a layer that samples its cameras in turn are two calls on the page. A sequence of looks has scenes."""
+def test_calls_of_a_layer_and_scenes_of_a_call(tmp_path, monkeypatch):
+    """Two calls of a layer that samples its cameras in turn are two calls on the page, also if cameras pass its layers one by
+    one. A sequence of looks has scenes."""
+    monkeypatch.setattr(spatial_cross_attention, "_TOGETHER", 1)
     module, inputs, (seen, _) = two_scenes(nn.SpatialCrossAttention, 3)
     one = {name: t if t.dim() < 3 else t[:1] for name, t in inputs.items()}
     with viz.recording() as looks:

@@ -19,7 +19,18 @@ from torch.nn import Parameter
 
 from .. import _torch_private
 from .description import Input, Operator
-from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, need_tensors, shape_text
+from .rules import (
+    FLOATING,
+    FLOATING_RULE,
+    INDEX,
+    INDEX_RULE,
+    fail,
+    fail_shape,
+    need_dtype,
+    need_one_device,
+    need_tensors,
+    shape_text,
+)
 
 _NUMBER = FLOATING | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _ELEMENTS = {
@@ -215,6 +226,8 @@ def check_shapes(fixed: Sizes, **inputs: tuple[Any, str]) -> Sizes:
             if axis.isidentifier():
                 sizes.setdefault(axis, size)
         if not _fits(axes, t.shape, sizes, {}):
+            if torch.compiler.is_compiling():  # torch.compile cannot trace cached properties, and so no remarks
+                fail_shape(name, t, texts[name], tuple(sizes.get(axis) for axis in axes))
             shapes = [(Input(name, "floating", texts[name]), tuple(t.shape)) for name, t in tensors.items()]
             sizes = _majority(shapes) | fixed
             for described, shape in shapes:
