@@ -69,7 +69,7 @@ demo: $(VENV)/demo
 
 test: $(STAMP) lint
 	@echo "Running the tests: 4 to 13 minutes on 2 cores"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=20 --durations-min=2
 
 .PHONY: test-quick
 test-quick: $(STAMP)

@@ -77,9 +77,8 @@ def bench(
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows to this file.")] = None,
     compare: Annotated[
         Path | None,
-        typer.Option(help="An earlier --csv: end with 1 when a row of ours got slower.", exists=True, dir_okay=False),
+        typer.Option(help="An earlier --csv: end with 1 when our time is 1.25 times as long.", exists=True, dir_okay=False),
     ] = None,
-    tolerance: Annotated[float, typer.Option(min=0, help="For --compare: 0.25 lets a row take 1.25 times as long.")] = 0.25,
     with_traits: Annotated[
         bool, typer.Option("--traits", help="Also 16-bit / float32, 1 / 2 threads, memory, import and one query.")
     ] = False,
@@ -145,8 +144,8 @@ def bench(
             show(console, figures.traits_table(one.name, traits(one, seconds)))
         say(console, of_the_package())
     if before is not None:
-        sentences = figures.slower(rows, before, tolerance)
-        say(console, escape("\n".join(sentences) or f"no row is more than {tolerance:.0%} slower than in {compare}"))
+        sentences = figures.slower(rows, before)
+        say(console, escape("\n".join(sentences) or f"no row is more than {figures.SLOWER - 1:.0%} slower than in {compare}"))
         raise typer.Exit(1 if sentences else 0)
 
 

@@ -104,8 +104,11 @@ def plot(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def slower(rows: list[Row], before: Iterable[Row], tolerance: float) -> list[str]:
-    """Return a sentence for each of our rows that takes more than 1 + tolerance times as long as in the earlier file. If both
+SLOWER = 1.25
+
+
+def slower(rows: list[Row], before: Iterable[Row]) -> list[str]:
+    """Return a sentence for each of our rows that takes more than SLOWER times as long as in the earlier file. If both
     files have plain torch, divide times by those of plain torch in the same run, so that the machine's pace cancels out."""
     old = {tuple(r[k] for k in KEY): float(r["milliseconds"]) for r in before}
     new = {tuple(r[k] for k in KEY): float(r["milliseconds"]) for r in rows}
@@ -117,6 +120,6 @@ def slower(rows: list[Row], before: Iterable[Row], tolerance: float) -> list[str
         plain = (*key[:3], PLAIN)
         pace = new[plain] / old[plain] if plain in new and plain in old else 1.0
         ratio = new[key] / old[key] / pace
-        if ratio > 1 + tolerance:
+        if ratio > SLOWER:
             sentences.append(f"{', '.join(key[:3])}: {ratio:.2f} times the earlier {old[key]:.3g} ms (now {new[key]:.3g} ms)")
     return sentences

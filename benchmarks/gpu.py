@@ -32,7 +32,7 @@ from torch import Tensor
 import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._agreement import entry_differences, rounding_limit
-from mx_driving._measure.rivals import make_plain
+from mx_driving._measure.plain import make_plain
 from mx_driving._measure.workloads import AGGREGATION, MULTI_SCALE, POOL, WORKLOADS, Workload
 from mx_driving._operator import composition
 from mx_driving._operator.description import OPERATORS
@@ -289,7 +289,6 @@ def machine() -> str:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, PTX executed on the CPU; measures nothing")
-    parser.add_argument("--all", action="store_true", help="also the workloads of `mx-driving bench`")
     parser.add_argument("--once", action="store_true", help="each of our kernels once, for a profiler; measures nothing")
     parser.add_argument("--ours", action="store_true", help="without rivals")
     parser.add_argument("--rivals", default=",".join(RIVALS), help=f"of {', '.join(RIVALS)}; default all")
@@ -324,8 +323,6 @@ def main() -> None:
     print(machine(), "mx_driving", mx_driving.__version__)
     dtypes = [dtype for dtype in DTYPES if options.dtype in (None, str(dtype).removeprefix("torch."))]
     workloads = CALLS[2:] if DRY else CALLS
-    if options.all:
-        workloads = (*CALLS, *(w for w in WORKLOADS if w.description.kind != "pooling"))
     if options.once:
         return _all([functools.partial(run_once, workload, dtype) for workload in workloads for dtype in dtypes])
     peaks = ceilings.measure(lambda call: events(call, 1), DEVICE, DRY)

@@ -29,7 +29,7 @@ import models
 import torch
 import torchvision_names
 import typer
-from models import Gradients, Height, Subject, Width, make_sensitive, photograph
+from models import Height, Subject, Width, make_sensitive, photograph
 from torch import Tensor
 
 import mx_driving.onnx
@@ -178,14 +178,12 @@ def in_float64(subject: Subject) -> Subject:
     return Subject(subject.name, copy.deepcopy(subject.model).double(), inputs, subject.read)
 
 
-def difference(subject: Subject, gradients: bool) -> tuple[float, int]:
+def difference(subject: Subject) -> tuple[float, int]:
     """Patch the model in float64. Return the largest difference, and the number of queries that exchanged their ranks."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # some models make positions of the default dtype
     try:
-        truth = in_float64(subject)
-        largest, off = models.output_difference(truth)
-        return (max(largest, models.compare(truth)[1]) if gradients else largest), off
+        return models.output_difference(in_float64(subject))
     finally:
         torch.set_default_dtype(before)
 
@@ -260,10 +258,10 @@ def _in_one_line(error: BaseException) -> str:
     return first_line(error).split(". ")[0]
 
 
-def row(library: Library, name: str, subject: Subject, seconds: float, gradients: bool, onnx: bool) -> dict[str, Any]:
+def row(library: Library, name: str, subject: Subject, seconds: float, onnx: bool) -> dict[str, Any]:
     """Return the row of one model."""
     changed = replaced(subject)
-    largest, off = difference(subject, gradients)
+    largest, off = difference(subject)
     before, after, rounds = models.before_and_after(subject, seconds)
     return {
         "library": library.version,
@@ -285,7 +283,6 @@ def main(
     height: Height = 480,
     width: Width = 640,
     seconds: Seconds = 4.0,
-    gradients: Gradients = False,
     onnx: Annotated[bool, typer.Option(help="Export each patched model and run it in onnxruntime.")] = False,
     csv: Csv = None,
 ) -> None:
@@ -295,9 +292,7 @@ def main(
     builders = [(name, model, build) for name in names for model, build in need_library(name).models().items()]
     chosen = matching("--only", only, [model for _, model, _ in builders])
     rows = (
-        row(LIBRARIES[name], model, build(height, width), seconds, gradients, onnx)
-        for name, model, build in builders
-        if model in chosen
+        row(LIBRARIES[name], model, build(height, width), seconds, onnx) for name, model, build in builders if model in chosen
     )
     models.print_rows(rows, csv)
 

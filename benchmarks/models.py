@@ -230,7 +230,6 @@ def compare(subject: Subject) -> tuple[float, float]:
 Run = Callable[[], Any]
 Height = Annotated[int, typer.Option(min=1, help="Height of the photograph in pixels.")]
 Width = Annotated[int, typer.Option(min=1, help="Width of the photograph in pixels.")]
-Gradients = Annotated[bool, typer.Option("--gradients", help="Compare gradients too, which takes longer than the times.")]
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import mx_driving
 from mx_driving._agreement import output_difference
+from mx_driving._measure.plain import make_rival, make_training_call
 from mx_driving._measure.report import OURS, PLAIN, Row
-from mx_driving._measure.rivals import make_rival, make_training_call
 from mx_driving._measure.speed import Calls, time_rows
 from mx_driving._measure.timing import Call
 from mx_driving._operator.problems import Problem

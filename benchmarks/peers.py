@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mx_driving._measure.rivals import Rival, make_plain
+from mx_driving._measure.plain import Rival, make_plain
 from mx_driving._measure.workloads import MULTI_SCALE, Args, Workload
 from mx_driving._operator.description import OPERATORS
 

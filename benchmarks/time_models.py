@@ -46,7 +46,6 @@ def main(
     width: models.Width = 640,
     threads: Threads = 0,
     seconds: Seconds = 4.0,
-    gradients: models.Gradients = False,
     mode: Annotated[
         list[str] | None,
         typer.Option(parser=one_of(*MODES), help="Time whole models alone, float32, autocast or bfloat16. May be repeated."),
@@ -78,8 +77,6 @@ def main(
                 yield from rows_of_modes(subject, mode, seconds)
                 continue
             difference, off = models.output_difference(subject)
-            if gradients:
-                difference = max(difference, models.compare(subject)[1])
             yield {"model": name, "difference": f"{difference:.0e}", "off": off, **models.time_parts(subject, seconds)}
 
     models.print_rows(rows(), csv, f"transformers {transformers.__version__}", f"{height} x {width}", "random weights")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import mx_driving
-from mx_driving._measure.rivals import make_rival, make_training_call
+from mx_driving._measure.plain import make_rival, make_training_call
 from mx_driving._measure.timing import Call, interleaved
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 

@@ -199,12 +199,6 @@ _SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n",
 _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", "contextlib", "functools")
 
 
-def _make_entry(operator: str) -> Function:
-    """Return an entry for a function that the user names. The function must have the operator's parameters."""
-    name, direction = operator.partition("_backward")[:2]
-    return Function("", name, name, _LIFT if name == _POOL else _GRADIENTS if direction else _SAMPLES)
-
-
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         if sys.stderr is not None:
@@ -222,14 +216,6 @@ def _is_ordinary(t: Any) -> bool:
     is_wrapper = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False)
     is_plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided
     return is_plain and t.device.type != "meta" and not is_wrapper(t)
-
-
-def _is_tracing_or_capturing(args: Any) -> bool:
-    """Return whether torch traces or captures the call: our copies would become a part of the graph."""
-    import torch
-
-    on_cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
-    return torch.jit.is_tracing() or (on_cuda and torch.cuda.is_current_stream_capturing())  # pyright: ignore
 
 
 def _is_compiling() -> bool:
@@ -460,27 +446,26 @@ def _make_folder(out: Any) -> pathlib.Path:
     return folder.absolute()  # the program may change the working folder
 
 
-def _check_options(every: float, megabytes: float, functions: Any) -> None:
-    if not isinstance(every, numbers.Real) or not every >= 1 or every % 1:
-        raise ValueError(f"every must be a whole number of 1 or more; got {every!r}")
-    if not isinstance(megabytes, numbers.Real) or not megabytes > 0:
-        raise ValueError(f"megabytes must be more than 0; got {megabytes!r}")
-    if not isinstance(functions or {}, dict):
-        raise ValueError(f"functions must be a dict of names and operators; got {type(functions).__name__}")
-    for name, operator in (functions or {}).items():
-        if operator not in _OPERATORS or "." not in str(name) or name.startswith("torch.ops."):
-            rule = f"name a Python function of a module, and one of {', '.join(_OPERATORS)}"
-            raise ValueError(f"functions must {rule}; got {name}={operator}")
-
-
 class Recorder:
     """Wraps known functions of all modules, imported already or later, until `stop`."""
 
     def __init__(
         self, out: Any, every: int = EVERY, nan: bool = False, megabytes: float = MEGABYTES, functions: Any = None
     ) -> None:
-        _check_options(every, megabytes, functions)
-        self.named = {name: _make_entry(operator) for name, operator in (functions or {}).items()}
+        if not isinstance(every, numbers.Real) or not every >= 1 or every % 1:
+            raise ValueError(f"every must be a whole number of 1 or more; got {every!r}")
+        if not isinstance(megabytes, numbers.Real) or not megabytes > 0:
+            raise ValueError(f"megabytes must be more than 0; got {megabytes!r}")
+        if not isinstance(functions or {}, dict):
+            raise ValueError(f"functions must be a dict of names and operators; got {type(functions).__name__}")
+        self.named: dict[str, Function] = {}
+        for name, operator in (functions or {}).items():
+            if operator not in _OPERATORS or "." not in str(name) or name.startswith("torch.ops."):
+                rule = f"name a Python function of a module, and one of {', '.join(_OPERATORS)}"
+                raise ValueError(f"functions must {rule}; got {name}={operator}")
+            bare, is_backward = operator.partition("_backward")[:2]
+            parameters = _LIFT if bare == _POOL else _GRADIENTS if is_backward else _SAMPLES
+            self.named[name] = Function("", bare, bare, parameters)
         self.folder = _make_folder(out)
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
@@ -518,9 +503,6 @@ class Recorder:
         _recorders.remove(self)
         if not any(recorder.is_active() for recorder in _recorders):
             _restore_functions()
-        self._print_summary()
-
-    def _print_summary(self) -> None:
         for name in self.named:
             if name not in self.functions:
                 _say(f"{name} was never imported, or is no function")
@@ -630,8 +612,12 @@ class Recorder:
         return returned
 
     def _begin(self, function: _WrappedFunction, index: int, sampled: bool, args: Any, kwargs: Any) -> _OpenCall | None:
+        import torch
+
         with function.counting_losses():
-            if _is_tracing_or_capturing((*args, *kwargs.values())):
+            # Torch traces or captures the call: our copies would become a part of the graph.
+            on_cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in (*args, *kwargs.values()))
+            if torch.jit.is_tracing() or (on_cuda and torch.cuda.is_current_stream_capturing()):  # pyright: ignore
                 return None
             call = _OpenCall(function, index, args, kwargs)
             if sampled:
@@ -642,21 +628,18 @@ class Recorder:
         with call.function.counting_losses():
             results = call.name_results(returned)
             is_first_nan = self._copy_inputs_of_first_nan(call, results)
-            if call.copies and (self._fits_budget(call, results) or is_first_nan):
-                self._write_call(call, results)
+            if call.copies:
+                self.reserved += _count_bytes(call.inputs, results) * (2 if call.edges else 1)  # with gradients
+                if not self.why and self.reserved > self.megabytes * 1e6:
+                    self.why = f"the budget of {self.megabytes:g} MB is used up; the program goes on"
+                    _say(self.why)
+                if is_first_nan or not self.why:
+                    self._write_call(call, results)
             output = results.get("output")
             if call.edges and output is not None and output.grad_fn is not None and (call.stem or self.nan):
                 _GradientHooks(self, call, output)
             if call.stem:
                 call.inputs, call.outputs, call.versions = {}, {}, []  # free the memory for the program
-
-    def _fits_budget(self, call: _OpenCall, results: dict[str, Tensor]) -> bool:
-        """Add the bytes of the call and its gradients. End the sampling if they exceed the budget."""
-        self.reserved += _count_bytes(call.inputs, results) * (2 if call.edges else 1)
-        if not self.why and self.reserved > self.megabytes * 1e6:
-            self.why = f"the budget of {self.megabytes:g} MB is used up; the program goes on"
-            _say(self.why)
-        return not self.why
 
     def _copy_inputs_of_first_nan(self, call: _OpenCall, results: dict[str, Tensor]) -> bool:
         if not self.nan or not any(bool(t.detach().isnan().any()) for t in results.values()):
@@ -796,8 +779,10 @@ def _find_program(module: str) -> Any:
 
 
 def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
-    """Return the module `__main__` and its code. Set sys.path and sys.argv[0] as Python does."""
+    """Return the module `__main__` and its code. Set sys.path and sys.argv[0] as Python does. runpy would take
+    the module away at the program's end, before threads and atexit functions end."""
     import pkgutil
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
     path, spec = os.path.join(os.getcwd(), program), None
     importer: Any = None if module else pkgutil.get_importer(path)  # It imports a folder or a zip application; None for a file.
@@ -808,8 +793,15 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     if spec is None and (module or not os.path.isfile(path)):
         rule = "a module that Python finds" if module else "a file"
         raise ValueError(f"program must be {rule}; got {program or repr(program)}")
-    loader, code = _load_file(path) if spec is None else (spec.loader, spec.loader.get_code(spec.name))
-    path = spec.origin if spec else path
+    if spec is not None:
+        loader, path = spec.loader, spec.origin
+        code = loader.get_code(spec.name)
+    elif path.endswith(".pyc"):
+        loader = SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+    else:
+        loader = SourceFileLoader("__main__", path)
+        code = loader.source_to_code(loader.get_data(path), path)  # get_code would write a .pyc file
     sys.argv[0] = path if module else program
     main = types.ModuleType("__main__")
     names = {"__file__": path, "__cached__": spec and spec.cached, "__package__": spec and spec.parent}
@@ -817,17 +809,6 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     if sys.version_info < (3, 14):  # later, Python makes them when they are read
         vars(main)["__annotations__"] = {}
     return main, code
-
-
-def _load_file(path: str) -> tuple[Any, Any]:
-    """Return the loader and the code of a program."""
-    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
-
-    if path.endswith(".pyc"):
-        compiled = SourcelessFileLoader("__main__", path)
-        return compiled, compiled.get_code("__main__")
-    source = SourceFileLoader("__main__", path)
-    return source, source.source_to_code(source.get_data(path), path)  # get_code would write a .pyc file
 
 
 def _read_number(text: str) -> float | str:

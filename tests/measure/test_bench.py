@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from mx_driving._measure import accuracy
 from mx_driving._measure.accuracy import WorkloadErrors, check_one
-from mx_driving._measure.rivals import Rival, make_ours, make_plain
+from mx_driving._measure.plain import Rival, make_ours, make_plain
 from mx_driving._measure.workloads import AGGREGATION, CHECKED, EXAMPLES, WORKLOADS, take_queries
 from mx_driving._operator.description import OPERATORS
 from mx_driving.cli.app import app

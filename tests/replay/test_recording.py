@@ -22,7 +22,7 @@ from recorded_calls import call, replay
 from torch.utils.checkpoint import checkpoint
 
 import mx_driving
-from mx_driving._replay import operator_calls
+from mx_driving._replay.calls import find_pool
 from mx_driving_portable import record
 
 NAMED = {"stand_in.attend": cases.MULTI_SCALE}
@@ -543,7 +543,7 @@ def test_sizes_and_options_are_written_as_plain_numbers(recording, tmp_path):
 def test_the_table_has_each_function_once_and_replay_reads_each():
     keys = [(row.module, row.name) for row in record.FUNCTIONS]
     assert len(keys) == len(set(keys))
-    assert all(callable(operator_calls.find_pool(row.name)) for row in record.FUNCTIONS if row.operator == "bev_pool_v3")
+    assert all(callable(find_pool(row.name)) for row in record.FUNCTIONS if row.operator == "bev_pool_v3")
     for row in record.FUNCTIONS:
         assert len(row.names) == len(set(row.names))
         assert row.backward == ("backward" in row.name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import reference
 from .._agreement import entry_differences, largest_magnitude, output_difference, rounding_limit
 from .._dispatch import choose
-from .rivals import make_plain, make_training_call
+from .plain import make_plain, make_training_call
 from .workloads import Args, Workload, cast, take_queries
 
 CHUNK = 605  # most queries of a call of the reference, which holds all samples of a level in memory

@@ -1,15 +1,25 @@
-"""The operators as people write them in plain torch. Measurements compare with them; correctness checks do not use them.
+"""The implementations that are timed: the operators as people write them in plain torch, and ours. Correctness checks do not
+use plain torch.
 
-Multi-scale attention and aggregation use grid_sample, geometric attention a gather, and pooling index_add_.
+Multi-scale attention and aggregation use grid_sample, geometric attention a gather, and pooling index_add_. For an operator
+with logits, the bare operator is timed, too. Its locations and weights are computed before the measurement.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .._operator import composition
+from .._operator.description import OPERATORS
+from .report import BARE, OURS
+from .timing import Call
+from .workloads import Args, Workload
 
 
 def _bilinear(maps: Tensor, grid: Tensor) -> Tensor:
@@ -66,3 +76,43 @@ def bev_pool_v3(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Te
     rows = depth[ranks_depth, None] * feat[ranks_feat]
     sums = feat.new_zeros(math.prod(sizes), channels).index_add_(0, ranks_bev, rows)
     return sums.view(*sizes, channels).permute(0, 4, 1, 2, 3).contiguous()
+
+
+class Rival(NamedTuple):
+    """An implementation, its arguments, and the indices of differentiable arguments."""
+
+    function: Callable[..., Tensor]
+    args: Args
+    differentiable: tuple[int, ...]
+
+
+def make_plain(operator: str) -> Callable[..., Tensor]:
+    """Return the operator in plain torch. For an operator with logits, compute softmax and locations first."""
+    bare = OPERATORS[operator].bare
+    return composition.forward(operator, globals()[bare]) if bare else globals()[operator]
+
+
+def make_training_call(function: Callable[..., Tensor], args: Args, differentiable: tuple[int, ...], grad: Tensor) -> Call:
+    """Return a call that runs forward under autograd, then backward, and returns the output and the gradients."""
+    leaves = [a.detach().requires_grad_(i in differentiable) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+    tensors = [leaves[i] for i in differentiable]
+
+    def run() -> tuple[Tensor, ...]:
+        output = function(*leaves)
+        return (output.detach(), *torch.autograd.grad(output, tensors, grad))
+
+    return run
+
+
+def make_rival(operator: str, args: Args, differentiable: tuple[int, ...] | None = None) -> Rival:
+    """Return our operator as an implementation. By default every differentiable input gets a gradient."""
+    indices = OPERATORS[operator].differentiable if differentiable is None else differentiable
+    return Rival(getattr(torch.ops.mx_driving, operator).default, args, indices)
+
+
+def make_ours(workload: Workload, args: Args) -> dict[str, Rival]:
+    """Return the operator, and for an operator with logits also the bare operator on computed locations and weights."""
+    implementations = {OURS: make_rival(workload.operator, args, workload.differentiable)}
+    if workload.description.bare:
+        implementations[BARE] = make_rival(*workload.bare(args))
+    return implementations

@@ -10,8 +10,8 @@ import torch
 from .._operator.description import OPERATORS
 from .._operator.problems import Problem
 from .accuracy import check_one
+from .plain import Rival, make_ours, make_plain, make_training_call
 from .report import BARE, OURS, PLAIN, Row
-from .rivals import Rival, make_ours, make_plain, make_training_call
 from .timing import Call, interleaved
 from .workloads import Args, Workload
 

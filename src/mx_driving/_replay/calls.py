@@ -1,10 +1,12 @@
-"""Read a recording. An unreadable file becomes one Problem; the others are still read."""
+"""Read a recording, and convert its calls of the vendor's and the extensions' functions to calls of the operators. An
+unreadable file becomes one Problem; the others are still read."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import ops
+from .._foreign.shapes import sampling_inputs
+from .._foreign.stand_ins import stand_in
+from .._foreign_functions import FUNCTIONS
 from .._operator import checks
-from .._operator.description import OPERATORS, Operator, SamplingInputs
+from .._operator.description import OPERATORS, POOL, Operator, SamplingInputs
 from .._operator.problems import Problem, ruled
-from .operator_calls import find_output_shape, read_inputs, to_operator_shape
+from .._torch_private import TorchDispatchMode
 
 FORMAT = 1  # the version of the file format that this module reads; keep equal to record.FORMAT
 GRADIENTS = "-gradients"  # ends the name of the file that holds a call's gradients
@@ -24,6 +30,10 @@ _SCHEMA = {
     **dict.fromkeys(("function", "device", "caller", "reason", "form"), str),
     **{"index": int, "sizes": dict, "strides": dict},
 }
+Facts = dict[str, Any]  # tensors and sizes by name
+_POOLS = {function.name: function for function in FUNCTIONS if function.operator == POOL}
+_ABSENT = dict.fromkeys(("depth", "ranks_depth", "ranks_feat", "memo"))
+_CHANNELS_FIRST_FEAT = "voxel_pooling_inference_forward_wrapper"
 
 
 @dataclass
@@ -167,3 +177,73 @@ def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> list[str]:
     if call.grad_output is None:
         call.results = {name: t for name, t in call.results.items() if name == "output"}
     return problems
+
+
+class _Captured(Exception):
+    """Carries the arguments of an operator out of the function that calls the operator."""
+
+
+class _Capture(TorchDispatchMode):
+    """Raise _Captured with the arguments of the first operator, instead of computing it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "mx_driving":
+            raise _Captured(args)
+        return func(*args, **(kwargs or {}))
+
+
+def read_inputs(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return the operator's input tensors and its sizes."""
+    facts = {**_ABSENT, **about.get("sizes", {}), **tensors}
+    is_pooling = OPERATORS[about["operator"]].kind == "pooling"
+    try:
+        if is_pooling:
+            inputs = _pool(name, about.get("form", POOL), facts)
+        else:
+            tables = {name: facts[name] for name in ("shapes", "starts") if name in facts}
+            tables = {name: t if t.dtype in (torch.int32, torch.int64) else t.long() for name, t in tables.items()}
+            inputs = sampling_inputs(about["operator"], {**facts, **tables})
+    except KeyError as error:
+        present = ", ".join(sorted(name for name, fact in facts.items() if fact is not None))
+        raise Problem(f"{name} must hold {error.args[0]}; got {present or 'nothing'}") from None
+    return tuple(inputs[:5]), tuple(inputs[5:])
+
+
+def _pool(name: str, function: str, facts: Facts) -> Sequence[Any]:
+    """Call our pooling function for `function` with the recorded arguments. Return the inputs of the operator that it calls."""
+    if function not in _POOLS:
+        raise Problem(f"the form of {name} must be one of {', '.join(_POOLS)}; got {function}")
+    arguments = [facts[parameter] for parameter in _POOLS[function].names]
+    try:
+        with torch.no_grad(), _Capture():
+            find_pool(function)(*arguments)
+    except _Captured as captured:
+        (inputs,) = captured.args
+        return inputs[1:-1] if _POOLS[function].backward else inputs
+    raise Problem(f"{name} must call {POOL}; got none")
+
+
+def find_pool(function: str) -> Callable[..., Any]:
+    """Return our pooling function for a name in the table of foreign functions. For BEVPoolV3.apply, return bev_pool_v3, which
+    takes the same arguments."""
+    if _POOLS[function].module != "mx_driving":
+        return stand_in(_POOLS[function])
+    return getattr(ops, "bev_pool_v3" if function == "BEVPoolV3.apply" else function)
+
+
+def find_output_shape(operator: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
+    if operator.kind == "pooling":
+        return (sizes[0], inputs[0].shape[1], *sizes[1:])
+    return (inputs[0].shape[0], inputs[3].shape[1], math.prod(inputs[0].shape[2:]))
+
+
+def to_operator_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a result in the shape of the operator's result, if both have the same number of entries."""
+    function = about.get("form", "")
+    if about["operator"] == POOL:
+        if t.dim() and result in ("output", "grad_output") and function in _POOLS and _POOLS[function].layout.endswith("C"):
+            t = t.movedim(-1, 1)
+        if t.dim() > 1 and result == "grad_feat":
+            t = t.movedim(1, -1) if function == _CHANNELS_FIRST_FEAT else t
+            t = t.flatten()[: math.prod(shape)]  # without depth, feat may have more rows than there are points
+    return t.reshape(shape) if t.numel() == math.prod(shape) else t

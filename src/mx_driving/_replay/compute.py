@@ -55,8 +55,14 @@ def compute(call: RecordedCall, dtype: torch.dtype, core: Core | None = None, qu
     """
     core = core or make_core(call.description.name)
     differentiable = () if call.grad_output is None else call.description.differentiable
+    if call.description.kind == "pooling":
+        numbers_of_query = max(call.inputs[4].numel(), math.prod(call.sizes))
+    else:
+        points = call.sampling.locations.shape[2 if call.description.kind == "aggregation" else 4]
+        numbers_of_query = len(call.inputs[0]) * points * math.prod(call.inputs[0].shape[2:])
     parts, sums = [], {}
-    for part in (torch.arange(call.num_queries) if queries is None else queries).split(_limit_queries(call)):
+    most = max(1, NUMBERS // max(1, numbers_of_query))
+    for part in (torch.arange(call.num_queries) if queries is None else queries).split(most):
         inputs = [t[:, part] if has_axis else t for t, has_axis in zip(call.inputs, call.has_queries, strict=True)]
         inputs = [t.detach().to(dtype) if t.is_floating_point() else t for t in inputs]
         leaves = [t.requires_grad_(i in differentiable) for i, t in enumerate(inputs)]
@@ -71,15 +77,6 @@ def compute(call: RecordedCall, dtype: torch.dtype, core: Core | None = None, qu
             sums[name] = sums.get(name, 0) + results.pop(name)
         parts.append(results)
     return {**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}, **sums}
-
-
-def _limit_queries(call: RecordedCall) -> int:
-    """Return how many queries a part may have."""
-    if call.description.kind == "pooling":
-        return max(1, NUMBERS // max(1, call.inputs[4].numel(), math.prod(call.sizes)))
-    bs, _, *channels = call.inputs[0].shape
-    points = call.sampling.locations.shape[2 if call.description.kind == "aggregation" else 4]
-    return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))
 
 
 def compute_by_kernel(call: RecordedCall) -> Results:

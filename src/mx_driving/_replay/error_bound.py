@@ -17,15 +17,6 @@ _DRAWS = 4  # rounding errors are random: the device's may be this many times as
 _LATTICE = 16  # ulps; a position this close to a pixel centre may be on the centre's other side in float32
 
 
-def _count_terms(call: RecordedCall) -> dict[str, int]:
-    """Return the number of terms in the longest sum of each result."""
-    if call.description.kind == "pooling":
-        feat_terms, depth_terms, cell_terms = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:])
-        return {"output": cell_terms, "grad_feat": feat_terms, "grad_depth": depth_terms * call.inputs[0].shape[1]}
-    query_terms = math.prod(call.sampling.weights.shape[2:]) * 4
-    return {"output": query_terms, "grad_value": max(query_terms, call.sampling.locations.numel() // 2)}
-
-
 class ErrorBound:
     """The float64 results of a call, and the device's errors in units of the allowed error.
 
@@ -38,7 +29,13 @@ class ErrorBound:
     def __init__(self, call: RecordedCall) -> None:
         self.call = call
         self.truth = compute(call, torch.float64)
-        self._num_terms = _count_terms(call)
+        if call.description.kind == "pooling":
+            feat_terms, depth_terms, cell_terms = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:])
+            terms = {"output": cell_terms, "grad_feat": feat_terms, "grad_depth": depth_terms * call.inputs[0].shape[1]}
+        else:
+            query_terms = math.prod(call.sampling.weights.shape[2:]) * 4
+            terms = {"output": query_terms, "grad_value": max(query_terms, call.sampling.locations.numel() // 2)}
+        self._num_terms = terms  # the number of terms in the longest sum of a result
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
         has_positions = call.description.rows == 4 and call.sampling.shapes.numel()  # only bilinear samples have positions
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0

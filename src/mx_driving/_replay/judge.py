@@ -1,22 +1,34 @@
-"""Judge a recorded call: compare each result with float64 truth, in units of the allowed error."""
+"""Judge a recorded call: compare each result with float64 truth, in units of the allowed error. Explain a wrong result: by a
+known mistake that gives the same numbers, by a pattern of the errors, or by their place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .calls import RecordedCall
-from .compute import compute_by_kernel
+from .compute import Core, compute, compute_by_kernel, make_core
 from .error_bound import ErrorBound
-from .explain import describe_place, explain
+from .known_mistakes import list_mistakes
 
 RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
 # Sums in 16 bits move at least this fraction of the entries that are not zero by more than rounding, up as often as down: the
 # best common factor is within so many ulps of 1.
 _COMMON, _BIAS = 0.1, 2
+_ALIKE = 2  # up to this many wrong entries may be the truth times a common factor by chance
+_JUMPS = 1e-3  # the fraction of entries for which float32 and float64 may be on different sides of a jump
+_SOME = 121  # in a large call, try a suspected mistake on this many wrong queries before computing all
+# The axes of the weights: name -> dimension.
+_AXES = {
+    "pooling": {},
+    "attention": {"batch": 0, "head": 2, "level": 3, "point": 4},
+    "aggregation": {"batch": 0, "point": 2, "camera": 3, "level": 4, "group": 5},
+}
+_ZERO = "it is zero everywhere, as if the kernel had not run"
+Suspicion = tuple[str, RecordedCall, Core]  # (sentence, call with the mistake, core with the mistake)
 
 
 @dataclass
@@ -51,8 +63,12 @@ class Verdict:
 
 def judge(call: RecordedCall) -> Verdict:
     """Compute the call in float64, in float32 and by our kernel, and judge the device's results."""
-    bound, ours = ErrorBound(call), compute_by_kernel(call)
-    results = [_judge_result(bound, name, ours[name]) for name in call.results]
+    bound, ours, results = ErrorBound(call), compute_by_kernel(call), []
+    for name, device in call.results.items():
+        others = (bound.error(name, t.to(device.dtype), bound.truth[name]) for t in (bound.float32[name], ours[name]))
+        errors = [float(t.max()) if t.numel() else 0.0 for t in (bound.errors[name], *others)]
+        counts = (*_count_not_finite([device]), int(bound.unsure(name).sum()))
+        results.append(Judged(name, *errors, *counts, RIGHT if errors[0] <= 1 else WRONG))  # pyright: ignore
     if any(judged.verdict == WRONG for judged in results):
         reasons = explain(bound)
         for judged in results:
@@ -67,14 +83,6 @@ def judge(call: RecordedCall) -> Verdict:
     if (nans or infinities) and any(j.verdict == RIGHT and (j.nans or j.infinities) for j in results):
         notes.append("its NaN and infinities come from the inputs: float64 has the same")
     return Verdict(call, nans, infinities, results, notes)
-
-
-def _judge_result(bound: ErrorBound, name: str, ours: Tensor) -> Judged:
-    device, truth = bound.call.results[name], bound.truth[name]
-    others = (bound.error(name, t.to(device.dtype), truth) for t in (bound.float32[name], ours))
-    errors = [float(t.max()) if t.numel() else 0.0 for t in (bound.errors[name], *others)]
-    counts = (*_count_not_finite([device]), int(bound.unsure(name).sum()))
-    return Judged(name, *errors, *counts, RIGHT if errors[0] <= 1 else WRONG)  # pyright: ignore
 
 
 def _explain_otherwise(bound: ErrorBound, judged: Judged) -> str:
@@ -94,3 +102,121 @@ def _explain_otherwise(bound: ErrorBound, judged: Judged) -> str:
 def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:
     floating = [t for t in tensors if t.is_floating_point()]
     return sum(int(t.isnan().sum()) for t in floating), sum(int(t.isinf().sum()) for t in floating)
+
+
+def explain(bound: ErrorBound) -> dict[str, str]:
+    """Return result -> sentence for the wrong results that have an explanation."""
+    wrong = [name for name, entries in bound.wrong.items() if entries.any()]
+    if not any(bool(bound.call.results[name].any()) for name in wrong):
+        return dict.fromkeys(wrong, _ZERO)
+    reasons: dict[str, str] = {}
+    for sentence, call, core in _make_suspicions(bound.call):
+        if unexplained := [name for name in wrong if name not in reasons]:
+            reasons.update(dict.fromkeys(_find_explained(bound, call, core, unexplained), sentence))
+    return {name: reasons.get(name) or _describe_error(bound, name) for name in wrong}
+
+
+def _make_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
+    """Yield the known mistakes. Then yield for each input that was not contiguous the mistake of reading it as contiguous."""
+    if not all(t.numel() for t in call.inputs):
+        return  # the known mistakes need inputs with entries
+    for sentence, core in list_mistakes(call.description.name, call.inputs):
+        yield sentence, call, core
+    for i, name in enumerate(call.input_names):
+        order = _find_memory_order(call.inputs[i], call.about.get("strides", {}).get(name, ()))
+        if order is not None:
+            misread = call.inputs[i].flatten()[order].view(call.inputs[i].shape)
+            inputs = (*call.inputs[:i], misread, *call.inputs[i + 1 :])
+            yield (
+                f"{name} is not contiguous, and is read as if it were",
+                replace(call, inputs=inputs),
+                make_core(call.description.name),
+            )
+
+
+def _find_memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
+    """Return the indices of t's entries in the order in which a tensor of these strides has them in memory. Return None if such
+    a tensor has gaps or overlaps."""
+    if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
+        return None
+    memory = torch.full((t.numel(),), -1)
+    memory.as_strided(t.shape, strides).copy_(torch.arange(t.numel()).view(t.shape))
+    return memory if bool((memory >= 0).all()) else None
+
+
+def _find_explained(bound: ErrorBound, suspect: RecordedCall, core: Core, wrong: list[str]) -> list[str]:
+    """Return the wrong results that the suspected mistake reproduces. In a large call, try some wrong queries before all."""
+    call = bound.call
+    by_query = [name for name in wrong if call.is_by_query(name)]
+    if call.num_queries > _SOME and by_query:
+        entries = bound.wrong[by_query[0]]
+        queries = entries.movedim(1, 0).flatten(1).any(1).nonzero().flatten()[:_SOME]
+        results = compute(suspect, torch.float64, core, queries)
+        if not any(_agrees(bound, name, results[name], queries) for name in by_query):
+            return []
+    results = compute(suspect, torch.float64, core)
+    explained = [name for name in wrong if _agrees(bound, name, results[name])]
+    # If all wrong entries are zero, `_describe_error` has the better explanation.
+    return explained if any(bool(call.results[name][bound.wrong[name]].any()) for name in explained) else []
+
+
+def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | None = None) -> bool:
+    """Return whether the suspected numbers equal the device's. A fraction of the entries may differ, because entries may lie
+    at a jump of a gradient."""
+    device, wrong = bound.call.results[name], bound.wrong[name]
+    if queries is not None:
+        device, wrong = device[:, queries], wrong[:, queries]
+    different = bound.error(name, device, suspected, queries=queries) > 1
+    is_rare = bool(different.sum() <= _JUMPS * different.numel())
+    return is_rare and bool((different & wrong).sum() <= _JUMPS * wrong.sum())
+
+
+def _describe_error(bound: ErrorBound, name: str) -> str:
+    """Describe errors of a known pattern: NaN, zeros, truth times a factor, or another unit. Return "" for other errors."""
+    call, device, truth, wrong = bound.call, bound.call.results[name], bound.truth[name], bound.wrong[name]
+
+    def is_right(expected: Tensor) -> bool:
+        return bool((bound.error(name, device, expected) <= 1).all())
+
+    stray = ~device.isfinite() & truth.isfinite()
+    if stray.any() and not wrong[~stray].any():
+        kind = "NaN" if bool(device[stray].isnan().all()) else "NaN or infinite"
+        return f"{describe_place(call, name, stray, kind)}, while the inputs give numbers; all other entries are right"
+    if not device.any():
+        return _ZERO
+    factor = float((device.double() * truth)[wrong].sum() / truth[wrong].square().sum().clamp_min(1e-300))
+    if factor and is_right(truth * factor):
+        return f"it is {factor:.4g} times the truth"
+    if name == "grad_locations":
+        size = call.sampling.shapes.flip(-1).double()
+        if is_right(truth / (size[:, 0] if call.description.kind == "aggregation" else size[:, None])):
+            return "it is the gradient in pixels; it must be in fractions of the map"
+    if not device[wrong].any():
+        return f"all wrong entries are zero: {describe_place(call, name, wrong, 'wrong')}"
+    if wrong.sum() > _ALIKE and is_right(torch.where(wrong, truth * factor, truth)):
+        return describe_place(call, name, wrong, f"{factor:.4g} times the truth")
+    return ""
+
+
+def describe_place(call: RecordedCall, name: str, entries: Tensor, state: str) -> str:
+    """Return "<number> of <total> entries are <state>", the box of their indices, and their levels, cameras, heads ..."""
+    indices = entries.nonzero()
+    box = zip(indices.amin(0).tolist(), indices.amax(0).tolist(), strict=True)
+    text = ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in box)
+    parts = "".join(f", at {part}" for part in _list_parts(call, name, entries))
+    return f"{len(indices)} of {entries.numel()} entries are {state}, in [{text}]{parts}"
+
+
+def _list_parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
+    """Yield for each axis the indices with wrong entries, such as "level 1", unless all indices have wrong entries."""
+    for axis, dim in _AXES[call.description.kind].items():
+        count = call.sampling.weights.shape[dim]
+        if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < wrong.dim() - (name == "grad_locations")):
+            by_part = wrong.movedim(dim, 0)
+        elif axis in ("head", "group") and name in ("output", "grad_value"):
+            by_part = wrong.flatten(2).unflatten(2, (count, -1)).movedim(2, 0)
+        else:
+            continue  # the result is a sum over this axis
+        numbers = [str(i) for i in by_part.flatten(1).any(1).nonzero().flatten().tolist()]
+        if 0 < len(numbers) < count:
+            yield f"{axis}{'s' * (len(numbers) > 1)} {' and '.join(filter(None, [', '.join(numbers[:-1]), numbers[-1]]))}"

@@ -1,7 +1,7 @@
 """Known mistakes of implementations: what some versions of the vendor's library do differently, and usual slips.
 
 A mistake is a function of the operator's reference and the operator's arguments. It returns the output with the mistake.
-`explain.py` finds the mistake that gives the device's numbers.
+`judge.py` finds the mistake that gives the device's numbers.
 """
 
 from __future__ import annotations

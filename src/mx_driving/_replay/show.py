@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from torch import Tensor
 
 from .._show import grid
 from .judge import COARSE, RIGHT, WRONG, Verdict
@@ -20,7 +19,8 @@ def _describe(verdict: Verdict) -> dict[str, Any]:
     call = verdict.call
     facts = {"on": call.about.get("device", "")}
     facts |= {name: call.about.get(name, "") for name in ("function", "operator", "index", "caller", "reason")}
-    facts |= {name: _describe_tensor(t) for name, t in zip(call.input_names, call.inputs, strict=True)}
+    for name, t in zip(call.input_names, call.inputs, strict=True):
+        facts[name] = f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}"
     if call.description.kind == "pooling":
         cell = call.inputs[4]
         order = "sorted" if bool((cell.diff() >= 0).all()) else "not sorted"
@@ -28,10 +28,6 @@ def _describe(verdict: Verdict) -> dict[str, Any]:
     else:
         facts["maps"] = ", ".join(f"{h}x{w}" for h, w in call.sampling.shapes.flatten(0, -2).tolist())
     return {**facts, "NaN in": verdict.nans, "infinite in": verdict.infinities}
-
-
-def _describe_tensor(t: Tensor) -> str:
-    return f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}"
 
 
 def make_headline(verdict: Verdict) -> str:
@@ -50,14 +46,11 @@ def make_table(verdict: Verdict) -> Any:
     table.add_column("verdict")
     for judged in verdict.results:
         counts = [f", {n} {word}" for n, word in ((judged.nans, "NaN"), (judged.infinities, "infinite")) if n]
-        errors = map(_format_error, (judged.device, judged.float32, judged.ours))
+        numbers = (judged.device, judged.float32, judged.ours)
+        errors = ("inf" if math.isinf(error) else f"{error:.2g}" if error < 1000 else f"{error:.0e}" for error in numbers)
         word = f"[{COLOURS[judged.verdict]}]{judged.verdict}[/]"
         table.add_row("".join([judged.result, *counts]), *errors, word)
     return table
-
-
-def _format_error(error: float) -> str:
-    return "inf" if math.isinf(error) else f"{error:.2g}" if error < 1000 else f"{error:.0e}"
 
 
 def make_sentences(verdict: Verdict) -> list[str]:

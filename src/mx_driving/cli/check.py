@@ -36,14 +36,6 @@ def _make_table(results: list[WorkloadErrors]) -> Any:
     return table
 
 
-def _describe_backends(results: list[WorkloadErrors]) -> list[str]:
-    """Return a line for each backend, with its operators. Leave out the dtypes, which follow a semicolon in `backend`."""
-    served: dict[str, dict[str, None]] = {}
-    for result in results:
-        served.setdefault(result.backend, {})[result.workload.operator] = None
-    return [f"{backend.partition(';')[0]}: {', '.join(operators)}" for backend, operators in served.items()]
-
-
 def _make_facts(results: list[WorkloadErrors], failures: list[str]) -> dict[str, Any]:
     """Return the facts that --json prints."""
     rows = [
@@ -118,8 +110,11 @@ def check(
         print_json(_make_facts(results, failures))
         raise typer.Exit(bool(failures))
     show(console, _make_table(results))
-    for line in _describe_backends(results):
-        say(console, escape(line))
+    served: dict[str, dict[str, None]] = {}  # backend, without its dtypes -> its operators
+    for result in results:
+        served.setdefault(result.backend.partition(";")[0], {})[result.workload.operator] = None
+    for backend, operators in served.items():
+        say(console, escape(f"{backend}: {', '.join(operators)}"))
     if beside := mx_driving_portable.beside():
         say(console, f"[bold yellow]beside:[/] {escape(beside)}")
     for failure in failures:

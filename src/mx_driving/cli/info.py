@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 from typing import Any
@@ -21,17 +22,13 @@ LABELS = {"native": "native C++", "triton": "Triton", "reference": "reference"} 
 PACKAGES = (__distribution__, "torch", "numpy", "triton", "onnx", "onnxruntime", "transformers")
 
 
-def _find_version(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _collect() -> dict[str, Any]:
     """Return the facts that `--json` prints. Take torch's version from `torch.__version__`, which also names CUDA's."""
-    versions = {package: _find_version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    versions["torch"] = str(torch.__version__)
     return {
         "versions": {"python": platform.python_version(), **versions},
         "system": platform.platform(),
