@@ -34,16 +34,12 @@ def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
     if sharded is None:
         return args
     mesh = sharded.device_mesh
-    _check_torch(mesh, _torch_private.local_tensor(sharded))
-    _register()
-    return tuple(_replicate(a, mesh) if i in shared else a for i, a in enumerate(args))
-
-
-def _check_torch(mesh: Any, local: Tensor) -> None:
     if mesh.ndim > 1:
         _needs.check("DTensor on a mesh of several dimensions")
-    if isinstance(local, _torch_private.FakeTensor):
+    if isinstance(_torch_private.local_tensor(sharded), _torch_private.FakeTensor):
         _needs.check("DTensor under torch.compile")
+    _register()
+    return tuple(_replicate(a, mesh) if i in shared else a for i, a in enumerate(args))
 
 
 def _replicate(table: Tensor, mesh: Any) -> Tensor:

@@ -37,7 +37,11 @@ def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int 
     ]
     locations = value + 3
     count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # number of batches or queries
-    return _unfold(op(*folded), (size, count), joined, mask)
+    results = op(*folded)
+    if mask is None:
+        return results.unflatten(joined, (size, count)), joined
+    outputs = tuple(g.unflatten(joined, (size, count)) if needed else g for g, needed in zip(results, mask, strict=True))
+    return outputs, tuple(joined if needed else None for needed in mask)
 
 
 def _move_to(t: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
@@ -45,13 +49,6 @@ def _move_to(t: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
     if dim is not None:
         return t.movedim(dim, axis)
     return t.unsqueeze(axis).expand(*t.shape[:axis], size, *t.shape[axis:])
-
-
-def _unfold(results: Any, sizes: tuple[int, int], axis: int, mask: list[bool] | None) -> Any:
-    if mask is None:
-        return results.unflatten(axis, sizes), axis
-    outputs = tuple(g.unflatten(axis, sizes) if needed else g for g, needed in zip(results, mask, strict=True))
-    return outputs, tuple(axis if needed else None for needed in mask)
 
 
 def _call_for_each(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:

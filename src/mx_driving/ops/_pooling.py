@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
+from .. import _torch_private
 from .._operator import checks, geometry
 from .._operator.description import OPERATORS, POOL
 from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_shape, need_tensors, refuse
@@ -137,15 +138,13 @@ def check(
     shape = _check_tensors(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape)
     if depth is None and checks.is_readable(ranks_bev):
-        _check_voxels(voxels, ranks_bev, *inputs[5:])
+        B, D, H, W = inputs[5:]
+        with _torch_private.outside_transforms():
+            outside = _clamp_voxels(ranks_bev, H, W, D, B)[1]
+            if outside.any():
+                at = int(outside.argmax())
+                fail(ValueError, f"{voxels}[{at}]", f"lie in (H={H}, W={W}, D={D}, B={B})", tuple(ranks_bev[at].tolist()))
     checks.check_call(OPERATORS[POOL], *inputs)
-
-
-def _check_voxels(name: str, voxels: Tensor, B: int, D: int, H: int, W: int) -> None:
-    outside = _clamp_voxels(voxels, H, W, D, B)[1]
-    if outside.any():
-        at = int(outside.argmax())
-        fail(ValueError, f"{name}[{at}]", f"lie in (H={H}, W={W}, D={D}, B={B})", tuple(voxels[at].tolist()))
 
 
 def _check_grad_out(grad_out: Any) -> None:
