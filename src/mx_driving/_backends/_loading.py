@@ -20,6 +20,12 @@ _IMPORTED_IN = os.getpid()
 _BY_CTYPES = flag("MX_DRIVING_CTYPES")  # tests and measurements turn it on, so that torch calls the kernels through Python
 _OLDEST_STABLE = "2.10"  # the first torch with a stable C interface for kernels
 _KERNELS, _NOTHING = 1, 2  # values of enum mxd_torch: what C++ shall register with torch
+_FUNCTIONS = (
+    "mxd_version",
+    *("mxd_run", "mxd_last_error", "mxd_describe_plan"),
+    "mxd_register_with_torch",
+    *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
+)
 
 
 @functools.cache
@@ -37,53 +43,32 @@ def _try_to_load(path: pathlib.Path) -> ctypes.CDLL | str:
     if not path.exists():
         return why_absent(path)
     try:
-        if _is_truncated(path):
-            return f"{path.name} is damaged: it ends before what its header promises"
+        # Linux would load a library that ends too early, and kill the process when it touches a missing part. Linkers write the
+        # table of sections last. Loaders of other systems check the size themselves. Do not compare size or hash with the
+        # build's: strip, patchelf and signatures change both.
+        with path.open("rb") as file:
+            header = file.read(64)
+        if len(header) == 64 and header[:5] == b"\x7fELF\2":
+            table, entry_bytes, entries = struct.unpack("=40xQ10xHH2x", header)
+            if path.stat().st_size < table + entry_bytes * entries:
+                return f"{path.name} is damaged: it ends before what its header promises"
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
-    problem = _why_not_ours(path.name, library)
-    if problem:
-        return problem
+    missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
+    if missing:
+        return f"{path.name} is not this package's, or older: it has no function {missing}"
+    texts = ("mxd_version", "mxd_isa", "mxd_threads", "mxd_last_error", "mxd_register_with_torch")
+    for function in (getattr(library, text) for text in texts):
+        function.restype = ctypes.c_char_p
+    built, version = library.mxd_version().decode(), sys.modules["mx_driving"].__version__
+    if built != version:
+        return f"{path.name} was built for version {built} of the package, which is {version}"
     if _BY_CTYPES:
         library.mxd_register_with_torch(_NOTHING)
     if os.getpid() != _IMPORTED_IN:  # this process was forked before the library could install its fork handler
         library.mxd_use_own_threads(1)
     return library
-
-
-def _is_truncated(path: pathlib.Path) -> bool:
-    """Return whether a Linux library ends before the end of its table of sections, which linkers write last. Linux would load
-    the library, and kill the process when it touches a missing part. Loaders of other systems check the size themselves.
-
-    Do not compare size or hash with the build's: strip, patchelf and signatures change both.
-    """
-    with path.open("rb") as file:
-        header = file.read(64)
-    if len(header) < 64 or header[:5] != b"\x7fELF\2":
-        return False
-    table, entry_bytes, entries = struct.unpack("=40xQ10xHH2x", header)
-    return path.stat().st_size < table + entry_bytes * entries
-
-
-_FUNCTIONS = (
-    "mxd_version",
-    *("mxd_run", "mxd_last_error", "mxd_describe_plan"),
-    "mxd_register_with_torch",
-    *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
-)
-
-
-def _why_not_ours(name: str, library: ctypes.CDLL) -> str | None:
-    """Return why a loaded library does not belong to this package, or None if it does."""
-    missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
-    if missing:
-        return f"{name} is not this package's, or older: it has no function {missing}"
-    texts = ("mxd_version", "mxd_isa", "mxd_threads", "mxd_last_error", "mxd_register_with_torch")
-    for function in (getattr(library, text) for text in texts):
-        function.restype = ctypes.c_char_p
-    built, version = library.mxd_version().decode(), sys.modules["mx_driving"].__version__
-    return None if built == version else f"{name} was built for version {built} of the package, which is {version}"
 
 
 def why_not() -> str | None:

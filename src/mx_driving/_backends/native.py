@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,8 +121,10 @@ class _Function:
             packed[i] = t
         numbers = [words.index(word) for words, word in zip(self.choices, options, strict=True)] if options else ()
         status = self.run(self.name, packed, numbers)
+        if status in (_BAD_LEVEL, _BAD_RANK):
+            checks.check_numbers(self.operator, (*inputs, *args[self.count : self.first_choice]))
         if status:
-            _refuse(status, self.operator, (*inputs, *args[self.count : self.first_choice]))
+            raise RuntimeError(f"the native kernel of {self.operator.name}: {loaded().mxd_last_error().decode()}")
 
     def split(self, args: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[str]]:
         """Return the inputs and the options. Convert integer locations to int64 if the C interface lacks their dtype."""
@@ -156,12 +158,6 @@ class _Backward(_Function):
         outputs = [g if needed else None for g, needed in zip(gradients, mask, strict=True)]
         self.call(rest[:-1], inputs, options, [grad, *inputs, *outputs])
         return tuple(gradients)
-
-
-def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
-    if status in (_BAD_LEVEL, _BAD_RANK):
-        checks.check_numbers(operator, inputs)
-    raise RuntimeError(f"the native kernel of {operator.name}: {loaded().mxd_last_error().decode()}")
 
 
 def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:

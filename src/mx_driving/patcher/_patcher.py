@@ -64,14 +64,6 @@ class Patch:
     def __lt__(self, other: Patch) -> bool:
         return self.priority < other.priority
 
-    def _apply(self, module: types.ModuleType) -> None:
-        try:
-            self.func(module, self.options)
-            self.is_applied = True
-        except Exception as error:  # a failing patch must not stop training, as in the vendor's package
-            if self.patch_failure_warning:
-                warnings.warn(f"mx_driving.patcher cannot apply {self.name} to {module.__name__}: {error}", stacklevel=4)
-
 
 class Patcher:
     """The result of a builder. Patches stay after the `with` block, as the vendor's do."""
@@ -92,8 +84,15 @@ class Patcher:
                 warnings.warn(f"mx_driving.patcher cannot import {name}: {error}", stacklevel=2)
                 continue
             for entry in patches:
-                if entry.name not in self.blacklist and not entry.is_applied:
-                    entry._apply(module)
+                if entry.name in self.blacklist or entry.is_applied:
+                    continue
+                try:
+                    entry.func(module, entry.options)
+                    entry.is_applied = True
+                except Exception as error:  # a failing patch must not stop training, as in the vendor's package
+                    if entry.patch_failure_warning:
+                        text = f"mx_driving.patcher cannot apply {entry.name} to {module.__name__}: {error}"
+                        warnings.warn(text, stacklevel=3)
 
     def transfer_to_npu(self) -> None:
         """Redirect torch.cuda to the torch_npu stand-in, if `compat.install` has installed it."""

@@ -44,34 +44,27 @@ def why_not(device: str = "cuda", index: int | None = None) -> str | None:
     gpus = getattr(torch, device)
     if not gpus.is_available():
         return None  # without a GPU, allow the kernels: tests execute their PTX on the CPU
-    check = _why_not_xpu if device == "xpu" else _why_not_amd if torch.version.hip else _why_not_nvidia
-    reasons = [check(i) for i in (range(gpus.device_count()) if index is None else [index])]
-    return reasons[0] if all(reasons) else _why_no_compiler()
+    reasons = [_why_not_gpu(device, i) for i in (range(gpus.device_count()) if index is None else [index])]
+    if all(reasons):
+        return reasons[0]
+    # At a kernel's first call, Triton compiles a launcher from C. Triton for Windows includes a compiler.
+    if sys.platform == "win32" or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+        return None
+    return "Triton finds no C compiler; install gcc or clang, or name one in CC"
 
 
-def _why_not_nvidia(index: int) -> str | None:
+def _why_not_gpu(device: str, index: int) -> str | None:
+    if device == "xpu":
+        from triton.backends import backends
+
+        return None if "intel" in backends else "this Triton compiles nothing for Intel's GPUs; pytorch-triton-xpu does"
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+        return None if name in AMD else f"the GPU is a {name}, and the GPU kernels are compiled for {', '.join(AMD)}"
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) >= _OLDEST:
         return None
     return f"compute capability {major}.{minor}, and the GPU kernels need {_OLDEST[0]}.{_OLDEST[1]}"
-
-
-def _why_not_amd(index: int) -> str | None:
-    name = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
-    return None if name in AMD else f"the GPU is a {name}, and the GPU kernels are compiled for {', '.join(AMD)}"
-
-
-def _why_not_xpu(index: int) -> str | None:
-    from triton.backends import backends
-
-    return None if "intel" in backends else "this Triton compiles nothing for Intel's GPUs; pytorch-triton-xpu does"
-
-
-def _why_no_compiler() -> str | None:
-    """Return why Triton cannot build launchers, or None. At a kernel's first call, Triton compiles a launcher from C."""
-    if sys.platform == "win32" or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
-        return None  # Triton for Windows includes a compiler
-    return "Triton finds no C compiler; install gcc or clang, or name one in CC"
 
 
 def serves(value: Tensor, *others: Tensor | None) -> bool:

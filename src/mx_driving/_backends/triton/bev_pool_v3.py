@@ -241,30 +241,22 @@ def backward(grad_output: Tensor, feat: Tensor, depth: Tensor, *args: Any) -> tu
         cells = _transpose(grad_output.reshape(bs, feat.shape[1], d * h * w))
     ranks = (t.contiguous() for t in (ranks_bev, ranks_depth, ranks_feat))
     points = _Points(cells.view(bs * d * h * w, feat.shape[1]), depth.contiguous(), *ranks, feat.contiguous())
-    if torch.are_deterministic_algorithms_enabled():
-        return _sorted_gradients(points, output_mask)
-    sizes = (points.others.shape if output_mask[0] else 0), (depth.shape if output_mask[1] else 0)
-    grad_feat, grad_depth = (torch.zeros(size, device=feat.device, dtype=torch.float32) for size in sizes)
-    if feat.numel() and any(output_mask):
-        points.walk(grad_feat, grad_depth)
-    return grad_feat.to(feat.dtype), grad_depth.to(depth.dtype)
-
-
-def _sorted_gradients(points: _Points, output_mask: list[bool]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of feat and depth, summed in an order fixed by the inputs."""
-    feat, depth = points.others, points.depth
-    grad_feat = torch.empty_like(feat) if output_mask[0] else feat.new_empty(0)
-    dots = torch.zeros(len(points.ranks_row) if output_mask[1] else 0, device=feat.device, dtype=torch.float32)
-    if feat.numel() and any(output_mask):
+    float32 = functools.partial(torch.zeros, device=feat.device, dtype=torch.float32)
+    anything = feat.numel() and any(output_mask)
+    if not torch.are_deterministic_algorithms_enabled():
+        grad_feat = float32(points.others.shape if output_mask[0] else 0)
+        grad_depth = float32(depth.shape if output_mask[1] else 0)
+        if anything:
+            points.walk(grad_feat, grad_depth)
+        return grad_feat.to(feat.dtype), grad_depth.to(depth.dtype)
+    # Sum in an order fixed by the inputs.
+    grad_feat = torch.empty_like(points.others) if output_mask[0] else feat.new_empty(0)
+    dots = float32(len(points.ranks_row) if output_mask[1] else 0)
+    if anything:
         points.sum_sorted(grad_feat, dots)
-    return grad_feat, _sum_by_depth(dots, points.ranks_depth, depth) if output_mask[1] else depth.new_empty(0)
-
-
-def _sum_by_depth(dots: Tensor, ranks: Tensor, depth: Tensor) -> Tensor:
-    """Return the gradient of depth: the sum of dots over the points of every element.
-
-    Points without an element go to an extra element, which is dropped.
-    """
-    ranks = ranks.long()
-    ranks = torch.where((ranks >= 0) & (ranks < len(depth)), ranks, len(depth))
-    return dots.new_zeros(len(depth) + 1).index_add(0, ranks, dots)[:-1].to(depth.dtype)
+    if not output_mask[1]:
+        return grad_feat, depth.new_empty(0)
+    # Sum dots over the points of every element of depth. Points without an element go to an extra element, which is dropped.
+    elements = points.ranks_depth.long()
+    elements = torch.where((elements >= 0) & (elements < len(depth)), elements, len(depth))
+    return grad_feat, dots.new_zeros(len(depth) + 1).index_add(0, elements, dots)[:-1].to(depth.dtype)

@@ -237,11 +237,9 @@ def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         tensors = (points, projection, logits, size, sums, scale, *others, grad_points, grad_logits)
         flags = {"SIZED": image_size is not None, "SCALED": pair_scale is not None, "OF_POINTS": mask[1], "OF_LOGITS": mask[3]}
         _run(_backward, logits, tensors, **flags)
-    inputs = points, projection, logits, image_size, pair_scale
-    return grad_value, grad_points, _grad_projection(inputs, others) if mask[2] else projection.new_empty(0), grad_logits
-
-
-def _grad_projection(inputs: Sequence[Any], grad_samples: Sequence[Tensor]) -> Tensor:
-    samples = composition.Aggregation(*(None, *(t if t is None else t.float() for t in inputs)))  # pyright: ignore
-    (gradient,) = composition.like_inputs(samples.gradients([False, False, True, False], *grad_samples)[1:2], inputs[1:2])
-    return gradient
+    grad_projection = projection.new_empty(0)
+    if mask[2]:
+        inputs = (t if t is None else t.float() for t in (points, projection, logits, image_size, pair_scale))
+        gradients = composition.Aggregation(None, *inputs).gradients([False, False, True, False], *others)  # pyright: ignore
+        (grad_projection,) = composition.like_inputs(gradients[1:2], (projection,))
+    return grad_value, grad_points, grad_projection, grad_logits

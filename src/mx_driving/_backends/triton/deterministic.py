@@ -67,9 +67,6 @@ class Sums:
             return self.buffer.to(self.value.dtype)
         if self.how == NOT_NEEDED.value:
             return torch.empty(0, dtype=self.value.dtype, device=self.value.device)
-        return self._ordered(grad, weights)
-
-    def _ordered(self, grad: Tensor, weights: Tensor) -> Tensor:
         channels = self.value.shape[-1]
         rows = self.value.numel() // channels
         targets, order = torch.sort(self.targets, stable=True)

@@ -144,7 +144,10 @@ def run(
             return run(kernel, programs, tensors, numbers, options, **flags)
     key = (id(kernel), device, *options.values(), *flags.values(), *map(_dtype, tensors))
     addresses = functools.reduce(operator.or_, map(Tensor.data_ptr, tensors))
-    usual = not (addresses & 15 or sum(numbers) >> 31 or _launches_are_watched())
+    # A profiler's hook is a function in Triton 3.4, and a list of functions later.
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    watched = getattr(hooks[0], "calls", hooks[0]) or getattr(hooks[1], "calls", hooks[1])
+    usual = not (addresses & 15 or sum(numbers) >> 31 or watched)
     if usual and (entry := _compiled.get(key)):
         compiled, constants = entry
         if from_cpp.keep_kernel:
@@ -158,12 +161,6 @@ def run(
         _compiled[key] = compiled, [(options | flags)[name] for name in names]
         if from_cpp.keep_kernel:
             from_cpp.keep_kernel(compiled, options)
-
-
-def _launches_are_watched() -> bool:
-    """Return whether a profiler has set hooks. A hook is a function in Triton 3.4, and a list of functions later."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(hooks[0], "calls", hooks[0]) or getattr(hooks[1], "calls", hooks[1]))
 
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
