@@ -46,10 +46,15 @@ def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
     names = tuple(p.name for p in parameters)
     most = len(names) if len(names) == len(signature.parameters) else sys.maxsize
+    defaults = {p.name: p.default for p in parameters}
     required = sum(p.default is p.empty for p in parameters)
     if operator:
         check = functools.partial(checks.check_call, operator)
     modules = sys.modules
+
+    def bind(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Return all arguments in their order. torch 2.6 cannot compile inspect.Signature.bind."""
+        return (*args, *(named[name] if name in named else defaults[name] for name in names[len(args) :]))
 
     @functools.wraps(public)
     def call(*args: Any, **named: Any) -> Any:
@@ -57,23 +62,17 @@ def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
             _check_binding(public.__name__.removeprefix("_"), names, required, most, args, named)
         try:
             if operator and (CALL_CHECKS or (distributed.MODULE in modules and distributed.skips_autograd())):
-                args, named = prepare(operator, _bind(signature, args, named)), {}
+                args, named = prepare(operator, bind(args, named)), {}
             return public(*args, **named) if named else public(*args)
         except Exception:
             if check and not torch.compiler.is_compiling():
                 try:
-                    check(*_bind(signature, args, named))
+                    check(*bind(args, named))
                 except (TypeError, ValueError) as refusal:
                     raise refusal from None
             raise
 
     return call  # pyright: ignore[reportReturnType]
-
-
-def _bind(signature: inspect.Signature, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    bound = signature.bind(*args, **named)
-    bound.apply_defaults()
-    return bound.args
 
 
 _NO_STEP = "; mmcv's im2col_step has no use here: MultiScaleDeformableAttnFunction.apply takes and ignores it"
