@@ -16,6 +16,7 @@ import builtins
 import copy
 import dataclasses
 import dis
+import functools
 import hashlib
 import inspect
 import itertools
@@ -39,7 +40,12 @@ _HARMLESS = {"size", "sum", "dim", "len", "isinstance", "numel", "prod", "item",
 # A key leaves out an assert whose test calls only these functions and those of _HARMLESS.
 _ASSERTED = {"set", "list", "sorted", "min", "max", "hasattr", "allclose", "equal", "isfinite", "is_floating_point", "issubset"}
 _WORDS = {"print", "warn", "torch_compilable_check"}  # functions that only print or check
-_KNOWN_PACKAGES = {"torch", "math", "numpy", "typing", "builtins", "torchvision", "functools", "itertools", "warnings"}
+_KNOWN_PACKAGES = {
+    *("torch", "numpy", "torchvision", "einops", "math", "typing", "builtins", "functools", "itertools", "warnings"),
+    *("collections", "contextlib", "copy", "importlib"),
+}
+# LibreYOLO's registry of kernels: a function there computes the same operator, or says that there is no kernel.
+KERNELS = "libreyolo.kernels"
 _STATEMENT = re.compile(r"[^\s#)\]}]")  # the first character of a statement at the top level of a file
 _DEFINES = ("@", "def ", "class ", "async ")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -225,6 +231,9 @@ class Reader:
         """Return the code of the wrappers around a function. A wrapper of torch, such as no_grad's, must be in the source."""
         parts, wrapper, source, of_torch = [], getattr(function, "__func__", function), find_source(function), 0
         while wrapper is not source and hasattr(wrapper, "__wrapped__") and unwrap(wrapper) is not wrapper:
+            if isinstance(wrapper, functools._lru_cache_wrapper) and tree.decorator_list:  # A cache computes the same.
+                wrapper = wrapper.__wrapped__
+                continue
             if not isinstance(wrapper, types.FunctionType):
                 raise NoKey(f"{source.__qualname__} is wrapped by a {type(wrapper).__name__}")
             if str(wrapper.__globals__.get("__name__")).partition(".")[0] in _KNOWN_PACKAGES:
@@ -279,7 +288,10 @@ class Reader:
         file = self._files[function.__code__.co_filename]
         bindings = file.find_bindings(name)
         if value is not _ABSENT and isinstance(value, _CONSTANTS):
-            literals = [_evaluate(b.value) if isinstance(b, ast.Assign) else _ABSENT for b in bindings]
+            literals = [
+                _evaluate(b.value) if isinstance(b, ast.Assign) and isinstance(b.targets[0], ast.Name) else _ABSENT
+                for b in bindings
+            ]
             if bindings and _ABSENT not in literals and value not in literals:
                 raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
             if not bindings:
@@ -372,7 +384,8 @@ class _File:
                 aliases = [alias for alias in statement.names if (alias.asname or alias.name) == name]
                 bindings += [(getattr(statement, "module", ""), alias) for alias in aliases]
             elif isinstance(statement, ast.Assign):
-                bindings += [statement for target in statement.targets if isinstance(target, ast.Name) and target.id == name]
+                names = [t.id for target in statement.targets for t in ast.walk(target) if isinstance(t, ast.Name)]
+                bindings += [statement] * (name in names)
         return bindings
 
 
@@ -417,7 +430,7 @@ def is_of_known_library(value: Any) -> bool:
         module = value.__globals__.get("__name__")
     else:
         module = value.__module__ if callable(value) and hasattr(value, "__name__") else ""
-    return str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"}
+    return str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"} or str(module).startswith(KERNELS)
 
 
 class _Text:

@@ -19,7 +19,7 @@ import torch
 
 from .._operator import rules
 from ._attention import Attention, find_passed_limits
-from ._code import Code, Reader
+from ._code import KERNELS, Code, Reader
 from ._compare import compare_runs
 from ._forms import MODULE
 from ._layers import find_layers, list_cores
@@ -287,7 +287,8 @@ class Replacements:
         if fit is None or group[name].original in self._named:
             return None
         others = [group[other].original for other in fits]
-        return next((c for c in fit.code.cores if not _is_replaced(c) and not any(c is other for other in others)), None)
+        cores = [core for core in fit.code.cores if not core.__module__.startswith(KERNELS)]
+        return next((c for c in cores if not _is_replaced(c) and not any(c is other for other in others)), None)
 
     def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
         original = candidate.original
