@@ -475,7 +475,7 @@ class Recorder:
         self.why = ""  # the reason why sampling has ended
         self.failed = self._stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
-        self.watched: dict[int, _WrappedFunction] = {}  # id of a wrapper -> its function
+        self._watched: dict[int, _WrappedFunction] = {}  # id of a wrapper -> its function
         self._finder = _WrappingFinder(self)
 
     def start(self) -> Recorder:
@@ -577,15 +577,15 @@ class Recorder:
 
     def _watch(self, wrapper: Any, name: str, entry: Function) -> None:
         """Record the calls of a wrapper under the first of its names."""
-        if id(wrapper) not in self.watched:
-            self.watched[id(wrapper)] = self.functions.setdefault(name, _WrappedFunction(name, entry))
+        if id(wrapper) not in self._watched:
+            self._watched[id(wrapper)] = self.functions.setdefault(name, _WrappedFunction(name, entry))
 
     def _replace_imported_names(self) -> None:
         """Replace the originals in the modules that imported them with `from mx_driving import ...`."""
         for module in list(sys.modules.values()):
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 original, wrapper = _wrappers.get(id(value), (None, None))
-                if original is value and id(wrapper) in self.watched and isinstance(module, types.ModuleType):
+                if original is value and id(wrapper) in self._watched and isinstance(module, types.ModuleType):
                     _set(module, name, original, wrapper)
 
     def _call(self, function: _WrappedFunction, original: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -714,8 +714,8 @@ def _call_recorders(wrapper: Any, original: Any, args: Any, kwargs: dict[str, An
     """Call the original through each recorder that watches the wrapper."""
     call = original
     for recorder in list(_recorders):
-        if id(wrapper) in recorder.watched:
-            call = functools.partial(recorder._call, recorder.watched[id(wrapper)], call)
+        if id(wrapper) in recorder._watched:
+            call = functools.partial(recorder._call, recorder._watched[id(wrapper)], call)
     return call(*args, **kwargs)
 
 

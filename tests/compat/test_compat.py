@@ -27,19 +27,29 @@ def test_stand_ins_are_those_that_record_and_replay_know():
 # The original repositories call their extensions like this: an autograd function for each operator, a submodule as extension.
 ATTENTION = """
 class {name}(Function):
-    @staticmethod
+    @staticmethod{forward}
     def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
         inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
         ctx.save_for_backward(*inputs)
         return {function}_forward(*inputs, im2col_step)
 
-    @staticmethod
+    @staticmethod{backward}
     def backward(ctx, grad):
         value, *locations, weights = {function}_backward(*ctx.saved_tensors, grad, 64)
         return value, None, None, *(locations or [None]), weights, None
 """
-MSDA = ATTENTION.format(name="MSDeformAttnFunction", function="MSDA.ms_deform_attn")
-GKA = ATTENTION.format(name="GeometricKernelAttentionFunc", function="GKA.geometric_kernel_attn_cuda")
+PLAIN = {"forward": "", "backward": ""}
+MSDA = ATTENTION.format(name="MSDeformAttnFunction", function="MSDA.ms_deform_attn", **PLAIN)
+GKA = ATTENTION.format(name="GeometricKernelAttentionFunc", function="GKA.geometric_kernel_attn_cuda", **PLAIN)
+BEVFORMER = "".join(
+    ATTENTION.format(
+        name=f"MultiScaleDeformableAttnFunction_{kind}",
+        function="MSDA.ms_deform_attn",
+        forward=f"\n    @torch.amp.custom_fwd(device_type='cpu', cast_inputs=torch.{dtype})",
+        backward="\n    @torch.amp.custom_bwd(device_type='cpu')",
+    )
+    for kind, dtype in (("fp16", "float16"), ("fp32", "float32"))
+)
 PACKAGE = f"""
 import torch
 from torch.autograd import Function
@@ -76,19 +86,13 @@ class MultiScaleDeformableAttnFunction(MSDeformAttnFunction):  # mmcv
         inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
         ctx.save_for_backward(*inputs)
         return MSDA.ms_deform_attn_forward(*inputs, im2col_step)
-
-for kind, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):  # BEVFormer
-    forward = torch.amp.custom_fwd(MSDeformAttnFunction.forward, device_type="cpu", cast_inputs=dtype)
-    backward = torch.amp.custom_bwd(MSDeformAttnFunction.backward, device_type="cpu")
-    name = f"MultiScaleDeformableAttnFunction_{{kind}}"
-    methods = {{"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}}
-    globals()[name] = type(name, (MSDeformAttnFunction,), methods)
+{BEVFORMER}
 """
 
 
 @pytest.fixture
 def repository(unbuilt, monkeypatch):
-    """Return a repository. The table of known code has its functions that convert inputs, like Sparse4D's and mmcv's."""
+    """Return a repository. The table of known code has its functions."""
     unbuilt("someones_ops", PACKAGE)
     module = importlib.import_module("someones_ops")
     for name, (form, casts) in CASTS.items():
@@ -98,6 +102,9 @@ def repository(unbuilt, monkeypatch):
 
 
 CASTS = {
+    **dict.fromkeys(("MSDeformAttnFunction", "MultiScaleDeformableAttnFunction_fp16"), ("attention", "")),
+    "MultiScaleDeformableAttnFunction_fp32": ("attention", ""),
+    "GeometricKernelAttentionFunc": ("geometric", ""),
     "DeformableAggregationFunction": ("aggregation", "float32"),
     "DoubleDeformableAggregationFunction": ("aggregation", "float64"),
     "MultiScaleDeformableAttnFunction": ("attention", "value"),
@@ -157,7 +164,7 @@ MIXTURES = list(itertools.product([torch.float16, torch.bfloat16, torch.float32,
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("name", "operator"), NAMES)
 def test_patched_functions_keep_the_originals_dtypes(repository, monkeypatch, name, operator, autocast):
-    """Functions are replaced by name. For every mixture of dtypes, the replacement has the results of the original over the
+    """For every mixture of dtypes, the replacement has the results of the original over the
     stand-in. After the block the original is back."""
     function, arguments = getattr(repository, name), [extension_arguments(operator, two) for two in MIXTURES]
 

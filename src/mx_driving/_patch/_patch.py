@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -27,7 +29,6 @@ from ._parameters import find_wrapper, unwrap
 from ._replace import Fit, add_fit, find_holder, is_ours, reads_starts, replace
 from ._search import Candidate, find, find_elsewhere, find_network, is_core
 from ._trial import FORMS, GROUPS, find_nearest, recognize
-from ._workers import patch_in_workers
 
 
 @dataclass
@@ -179,7 +180,7 @@ def patch(
             done = Patch(replacements.originals, replacements.skipped, model)
             kinds = [o for o in replacements.originals.values() if isinstance(o, type) and issubclass(o, torch.nn.Module)]
             layers = [model.get_submodule(name) for name in done.layers] if model is not None else []
-            patch_in_workers({*kinds, *map(type, layers)}, modules, named)
+            _patch_in_workers({*kinds, *map(type, layers)}, modules, named)
             if check is not None:
                 names = (*done.layers, *done._others)
                 with _own_code() as use_own_code:
@@ -329,9 +330,42 @@ def _is_served(member: Any, layer: Any) -> bool:
     return change is not None and is_ours(change.holder) and any(serves(layer) for serves in change.serving)
 
 
-def is_layer_replaced(layer: Any) -> bool:
+def _is_layer_replaced(layer: Any) -> bool:
     """Return whether a layer's forward, or a core that its class names, is replaced."""
     return any(map(_is_replaced, [*type(layer).__mro__[:-1], *list_cores(type(layer))]))
+
+
+def _patch_in_workers(kinds: Iterable[type], modules: bool, forms: Mapping[Any, str]) -> None:
+    """Let workers that get a layer of one of these classes call `patch` with these options, as long as the class is patched.
+
+    A worker that is spawned imports the model's file anew, so the file has its own code there. The pickle of multiprocessing,
+    torch.multiprocessing and DataLoader takes reducers by type. Other pickles (torch.save, cloudpickle) are as without `patch`.
+    """
+    for kind in kinds:
+        names = tuple(
+            dict.fromkeys(
+                base.__module__
+                for base in kind.__mro__
+                if issubclass(base, torch.nn.Module) and base.__module__.partition(".")[0] != "torch"
+            )
+        )
+
+        def reduce(layer: Any, names: tuple[str, ...] = names) -> Any:
+            make, arguments, *state = layer.__reduce_ex__(2)
+            if not _is_layer_replaced(layer):
+                return make, arguments, *state
+            return _make_patched, (make, arguments, names, modules, dict(forms)), *state
+
+        ForkingPickler.register(kind, reduce)
+
+
+def _make_patched(make: Any, arguments: Any, names: Iterable[str], modules: bool, forms: Mapping[Any, str]) -> Any:
+    """Return what `make` makes, after a patch of the modules with these names. The first layer of a model patches them all."""
+    layer = make(*arguments)
+    if not _is_layer_replaced(layer):
+        for name in names:
+            patch(importlib.import_module(name), modules=modules, forms=forms)
+    return layer
 
 
 def _is_replaced(member: Any) -> bool:
