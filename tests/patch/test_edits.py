@@ -159,8 +159,6 @@ def list_cases():
                     continue
                 plain, hides = "own multi_scale_deformable_attn_pytorch", edit in ("rebind", "partial", "object")
                 marks = [pytest.mark.xfail(reason="its layer is said to be replaced")] if target == plain and hides else []
-                if (target, edit) == ("own cumsum_trick", "reload"):
-                    marks = [pytest.mark.xfail(reason="an autograd function does not look at the code of a pool that it calls")]
                 yield pytest.param(row, target, edit, id=f"{row[1]}, {target}, {edit}", marks=marks)
 
 

@@ -270,7 +270,14 @@ class Replacements:
             for name, core in left:
                 del fits[name]
                 self._skip(name, group[name], f"it calls {core.__qualname__}, which is not replaced")
-        for name, fit in fits.items():
+        # A fit notices changes of the cores that its code calls. So replace these cores first.
+        order: list[str] = []
+        while waiting := [name for name in fits if name not in order]:
+            originals = [group[name].original for name in waiting]
+            ready = [n for n in waiting if not any(c is o for c in _list_cores(fits[n], group[n]) for o in originals)]
+            order += ready or waiting
+        for name in order:
+            fit = fits[name]
             self.originals[name] = original = group[name].original
             holder = find_holder(original)
             change = _changes.get(id(holder))
@@ -303,6 +310,10 @@ class Replacements:
             words = ", ".join(f'{word}: "{form}"' for word, form in names.items())
             reason += f". To replace it, try: mx_driving.patch(..., forms={{{words}}})"
         self.skipped[name] = reason
+
+
+def _list_cores(fit: Fit | None, candidate: Candidate) -> list[Any]:
+    return [] if fit is None else [core for core in fit.code.cores if core is not candidate.original]
 
 
 def _put_over_cores(fit: Fit, is_named: bool) -> Fit:

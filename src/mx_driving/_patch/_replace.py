@@ -197,7 +197,7 @@ def replace(fit: Fit, holder: Any) -> tuple[Callable[[], None], Callable[[], Non
     call is served."""
     if fit.form.kind == AUTOGRAD:
         originals, replacements = dict(vars(holder)), _make_methods(fit, holder)
-        is_unchanged = fit.code.watch(None)
+        is_unchanged = fit.code.watch(None, fit.cores)
         serves = lambda layer: is_unchanged(None)  # noqa: E731
     else:
         original = types.FunctionType(
@@ -282,7 +282,7 @@ def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
 def _make_methods(fit: Fit, kind: Any) -> dict[str, Any]:
     """Return the new methods of an autograd function. A subclass keeps its own, and so does a function whose globals change."""
     form: Any = fit.form
-    is_unchanged, own_forward, own_backward = fit.code.watch(None), kind.forward, kind.backward
+    is_unchanged, own_forward, own_backward = fit.code.watch(None, fit.cores), kind.forward, kind.backward
     run, answer_forward, answer_backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
 
     def apply(cls: Any, *args: Any) -> Any:
