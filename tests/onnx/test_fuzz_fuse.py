@@ -125,6 +125,7 @@ KEPT = [
     ("summed", 3762913),  # one query's weights for all queries
     ("summed", 1768623638),  # two queries' weights, and locations of one
     ("stacked", 5155),  # value with another name of its batch, written in one form and then in the next
+    ("padded", 171),  # a Cast to -1, which is no dtype
 ]
 
 

@@ -54,8 +54,8 @@ def find_returned(node: ir.Node, opset: int) -> int | None:
         returns = len(node.outputs) == 1
     elif op_type in ("Cast", "CastLike"):
         other = node.inputs[1] if op_type == "CastLike" else None
-        target = ir.DataType(read_attribute(node, "to", 0)) if op_type == "Cast" else other and other.dtype
-        returns = value.dtype is not None and value.dtype == target
+        target = read_attribute(node, "to", 0) if op_type == "Cast" else other and other.dtype
+        returns = value.dtype is not None and value.dtype == target  # a number that names no dtype equals none
     elif op_type == "Dropout":
         mode = node.inputs[2] if len(node.inputs) > 2 else None
         returns = (
