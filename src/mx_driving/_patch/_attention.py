@@ -32,9 +32,8 @@ from ._forms import (
     Arguments,
     Form,
     ValueLayout,
-    do_tables_agree,
     put_keys_last,
-    read_tables,
+    read_levels,
     repeat_levels,
 )
 from ._parameters import find_source
@@ -49,6 +48,7 @@ READ = LINEAR_LAYERS | {
 }
 # output [bs, num_queries, channels]; logits, whose last axis has all samples of a head; the shape of the samples of a head
 Sampled = tuple[Tensor, Tensor, tuple[int, ...]]
+Sides = tuple[int, int, Any]  # the number of heads, of levels and of points of a layer
 
 
 def has_layers(kind: type) -> bool:
@@ -73,7 +73,7 @@ class Attention(Form):
         layout: how value lies in memory. In all layouts but ROWS, value already has an axis of heads.
     """
 
-    sample: Callable[[Any, Arguments], Sampled]
+    sample: Callable[[Any, Arguments, Sides], Sampled]
     keeps: bool = False
     weights: bool = False
     residual: bool = False
@@ -93,36 +93,36 @@ class Attention(Form):
         ]
     )
 
-    def serves(self, module: Any, arguments: Arguments) -> bool:
+    def answer(self, module: Any, arguments: dict[str, Any]) -> Any:
+        original, memory, mask = arguments["query"], arguments.get("value"), arguments.get("mask")
         # Refuse a mask that is not boolean: some libraries multiply value by it. Refuse a table of floats: some libraries
         # compute with fractions of sizes.
-        mask = arguments.get("mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
-            return False
-        for role in ("shapes", "starts"):
-            table = arguments.get(role)
-            if isinstance(table, Tensor) and table.dtype not in INDEX:
-                return False
+            return None
+        shapes = arguments.get("shapes")
+        if isinstance(shapes, Tensor) and shapes.dtype not in INDEX:
+            return None
         reference = arguments.get("reference", arguments.get("trajectories"))
-        if not isinstance(reference, Tensor) or not reference.is_floating_point() or not do_tables_agree(arguments):
-            return False
+        if not isinstance(reference, Tensor) or not reference.is_floating_point():
+            return None
+        sides = heads, levels, points = get_sizes(module)
         if "trajectories" in self.needs:
-            return reference.dim() == 6
-        if self.layout is not ROWS and not _has_levels_apart(module, arguments["value"]):
-            return False
-        if reference.dim() != 4:
-            return False
-        count, last = reference.shape[2:]
-        if self.sample is _sample_pillars:  # count is the number of heights of a pillar. It must divide the number of points.
-            return last == 2 and _get_sizes(module)[2] % max(count, 1) == 0
-        for number, width in self.references:
-            if width == last and count == (_get_sizes(module)[1] if number == LEVELS else number):
-                return True
-        return False
-
-    def answer(self, module: Any, arguments: dict[str, Any]) -> Any:
-        original, identity, position = arguments["query"], arguments.get("identity"), arguments.get("position")
-        memory, mask = arguments.get("value"), arguments.get("mask")
+            if reference.dim() != 6:
+                return None
+        elif reference.dim() != 4:
+            return None
+        else:
+            count, last = reference.shape[2:]
+            if self.sample is _sample_pillars:  # count, the number of heights of a pillar, must divide the number of points.
+                if last != 2 or points % max(count, 1):
+                    return None
+            elif not any(w == last and count == (levels if n == LEVELS else n) for n, w in self.references):
+                return None
+        if self.layout is not ROWS and not _has_levels_apart(module, memory):
+            return None
+        if (tables := read_levels(arguments, original.device)) is None:
+            return None
+        identity, position = arguments.get("identity"), arguments.get("position")
         # Batches may be the second axis of the module's inputs. UniAD's module ignores its `batch_first`.
         swaps = not module.__dict__.get("batch_first", True) and self.sample is not _sample_trajectories
         memory = original.repeat_interleave(self.queue, 0) if memory is None else memory
@@ -130,9 +130,10 @@ class Attention(Form):
         if swaps:
             query, memory = query.transpose(0, 1), memory.transpose(0, 1)
         if self.layout is not ROWS:
-            memory = self.layout.ours(memory, _get_sizes(module)[0])
+            memory = self.layout.ours(memory, heads)
         mask = ~mask if mask is not None and self.keeps else mask
-        out, logits, sides = self.sample(module, {**arguments, "query": query, "value": memory, "mask": mask})
+        arguments.update(query=query, value=memory, mask=mask, tables=tables)
+        out, logits, shape = self.sample(module, arguments, sides)
         if out.dtype != logits.dtype:
             out = out.to(torch.promote_types(out.dtype, logits.dtype))  # Plain torch multiplies values by weights.
         if (project := getattr(module, "output_proj", None)) is not None:
@@ -140,14 +141,14 @@ class Attention(Form):
         out = out.transpose(0, 1) if swaps else out
         if self.residual:
             out = module.dropout(out.reshape(original.shape)) + (original if identity is None else identity)
-        return (out, logits.softmax(-1).unflatten(-1, sides)) if self.weights else out
+        return (out, logits.softmax(-1).view(*logits.shape[:-1], *shape)) if self.weights else out
 
     def reads_points_of(self, module: Any) -> bool:
         """Return whether the form is for modules like this one: with a number of points per level, or one for all levels."""
         return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
 
 
-def _get_sizes(module: Any) -> tuple[int, int, Any]:
+def get_sizes(module: Any) -> Sides:
     """Return the number of heads, of levels and of points of a layer. Libraries have two names for each attribute.
 
     Look into the layer's own dictionary first: to ask a layer for an attribute that it does not have takes a microsecond.
@@ -157,14 +158,6 @@ def _get_sizes(module: Any) -> tuple[int, int, Any]:
         is_second = second in module.__dict__ or (first not in module.__dict__ and not hasattr(module, first))
         sizes.append(getattr(module, second if is_second else first, None))
     return sizes[0], sizes[1], sizes[2]
-
-
-def get_heads(module: Any) -> int:
-    return _get_sizes(module)[0]
-
-
-def get_levels(module: Any) -> int:
-    return _get_sizes(module)[1]
 
 
 def _get_counts(module: Any) -> list[int]:
@@ -183,7 +176,7 @@ def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             with contextlib.suppress(StopIteration, AttributeError, TypeError):
-                heads, levels, points = _get_sizes(module)
+                heads, levels, points = get_sizes(module)
                 widths = ("d_model", "embed_dims", "embed_dim", "hidden_size")
                 project = getattr(module, "value_proj", None)
                 width = project.out_features if project else next(getattr(module, n) for n in widths if hasattr(module, n))
@@ -199,86 +192,80 @@ def _make_inputs(module: Any, arguments: Arguments, heads: int) -> tuple[Tensor,
     value is projected if the module has a value_proj, and is 0 for hidden keys. A mask that hides no key is dropped: the check
     takes a hundredth of the time of masking.
     """
-    value, hidden = arguments["value"], arguments["mask"]
+    value, hidden, (shapes, starts, rows) = arguments["value"], arguments["mask"], arguments["tables"]
     if value.dim() != 4:
         if hidden is not None and checks.is_readable(hidden) and not hidden.any():
             hidden = None
         value = value if (project := getattr(module, "value_proj", None)) is None else project(value)
         # masked_fill is slower than where, most of all in the backward.
         value = value if hidden is None else torch.where(hidden[..., None], 0, value)
-        value = value.unflatten(2, (heads, -1))
-    sizes = arguments["shapes"] if arguments.get("sizes") is None else arguments["sizes"]
-    if not isinstance(sizes, Tensor):
-        rows = 0
-        for height, width in sizes:
-            rows += height * width
-        if rows != value.shape[1]:
-            checks.check_rows_of_levels(rows, value.shape[1])
-    elif checks.is_readable(sizes):
-        checks.check_rows_of_levels(int(sizes.prod(-1).sum()), value.shape[1])
-    return value, *read_tables(arguments, value.device)
+        value = value.view(*value.shape[:2], heads, -1)
+    if rows is not None and rows != value.shape[1]:
+        checks.check_rows_of_levels(rows, value.shape[1])
+    return value, shapes, starts
 
 
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
     """Call the operator. Some libraries pass one reference point for all batches or queries: expand the points first."""
-    reference = reference.expand(*offsets.shape[:2], -1, -1)
+    if reference.shape[:2] != offsets.shape[:2]:
+        reference = reference.expand(*offsets.shape[:2], -1, -1)
     if torch.is_grad_enabled() and not _torch_private.is_tracing():
         # The operator saves the reference for its backward. The module's code does not, so a caller may write to the reference.
         reference = reference.clone()
     return multi_scale_deformable_attn_with_logits(*inputs, reference, offsets, logits, axis)  # pyright: ignore
 
 
-def _sample_evenly(module: Any, arguments: Arguments, axis: str = "level") -> Sampled:
+def _sample_evenly(module: Any, arguments: Arguments, sides: Sides, axis: str = "level") -> Sampled:
     """Sample the same number of points on each level, as nearly all libraries do."""
     # Call the layers in the module's own order, so that dropout in a layer draws the same random numbers.
-    heads, *sides = _get_sizes(module)
-    inputs, query = _make_inputs(module, arguments, heads), arguments["query"]
-    offsets = module.sampling_offsets(query).unflatten(-1, (heads, *sides, 2))
-    logits = module.attention_weights(query).unflatten(-1, (heads, -1))
-    return _sample(inputs, arguments["reference"], offsets, logits, axis), logits, tuple(sides)
+    heads, query = sides[0], arguments["query"]
+    inputs, front = _make_inputs(module, arguments, heads), query.shape[:-1]
+    offsets = module.sampling_offsets(query).view(*front, *sides, 2)
+    logits = module.attention_weights(query).view(*front, heads, -1)
+    return _sample(inputs, arguments["reference"], offsets, logits, axis), logits, sides[1:]
 
 
-def _sample_pillars(module: Any, arguments: Arguments) -> Sampled:
+def _sample_pillars(module: Any, arguments: Arguments, sides: Sides) -> Sampled:
     """Sample as BEVFormer's MSDeformableAttention3D: a query has a reference point for each height of a pillar."""
-    return _sample_evenly(module, arguments, "point")
+    return _sample_evenly(module, arguments, sides, "point")
 
 
-def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
+def _sample_unevenly(module: Any, arguments: Arguments, sides: Sides) -> Sampled:
     """Sample as RT-DETR v2, D-FINE and DEIM: each level has its own number of points, and the reference is a box.
 
     The operator takes equally many points on each level, so a level with more points is passed several times. The operator
     divides a box by twice the number of points of a passed level. These modules multiply the box by offset_scale, and divide it
     by all points of the level. Most of them have a buffer with the inverse of each level's number of points.
     """
-    counts = _get_counts(module)
+    counts, heads = _get_counts(module), sides[0]
     points, order = math.gcd(*counts), repeat_levels(counts)
-    value, shapes, starts = _make_inputs(module, arguments, get_heads(module))
+    value, shapes, starts = _make_inputs(module, arguments, heads)
     value = value if hasattr(module, "value_proj") else put_keys_last(value)
-    offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), len(order), points, 2))
+    offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (heads, len(order), points, 2))
     factor = 2 * points * getattr(module, "offset_scale", 0.5)  # OTX's modules have 0.5 in their code.
     inverses = getattr(module, "num_points_scale", getattr(module, "n_points_scale", None))
     if inverses is not None:
         offsets = offsets * (inverses.to(offsets) * factor).view(-1, points, 1)
     elif any(factor != counts[level] for level in order):
         offsets = offsets * offsets.new_tensor([factor / counts[level] for level in order])[:, None, None]
-    logits = module.attention_weights(arguments["query"]).unflatten(-1, (get_heads(module), -1))
+    logits = module.attention_weights(arguments["query"]).unflatten(-1, (heads, -1))
     out = _sample((value, shapes[order], starts[order]), arguments["reference"], offsets, logits)
     return out, logits, (sum(counts),)
 
 
-def _sample_two_maps(module: Any, arguments: Arguments) -> Sampled:
+def _sample_two_maps(module: Any, arguments: Arguments, sides: Sides) -> Sampled:
     """Sample as BEVFormer's TemporalSelfAttention: sample an earlier map and the current map, and return the mean of both."""
     query, maps = arguments["query"], module.num_bev_queue
-    sides, both = (get_heads(module), maps), torch.cat([arguments["value"][: len(query)], query], -1)
-    inputs = _make_inputs(module, arguments, get_heads(module))
-    offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *_get_sizes(module)[1:], 2))
-    logits = module.attention_weights(both).unflatten(-1, (*sides, -1))
+    both, heads = torch.cat([arguments["value"][: len(query)], query], -1), sides[0]
+    inputs = _make_inputs(module, arguments, heads)
+    offsets = module.sampling_offsets(both).unflatten(-1, (heads, maps, *sides[1:], 2))
+    logits = module.attention_weights(both).unflatten(-1, (heads, maps, -1))
     offsets, logits = (t.movedim(3, 1).flatten(0, 1) for t in (offsets, logits))
     out = _sample(inputs, arguments["reference"], offsets, logits)
-    return out.unflatten(0, (-1, maps)).mean(1), logits, _get_sizes(module)[1:]
+    return out.unflatten(0, (-1, maps)).mean(1), logits, sides[1:]
 
 
-def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
+def _sample_trajectories(module: Any, arguments: Arguments, sides: Sides) -> Sampled:
     """Sample as UniAD's MotionDeformableAttention: each query samples around every step of its trajectory.
 
     Queries are [bs, agents, modes, channels], values [keys, bs, channels], trajectories [bs, agents, modes, T, levels, 2] in
@@ -289,11 +276,10 @@ def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
     metres = module.agent_coords_to_ego_coords(chosen, arguments["boxes"]).detach()
     low, high = (metres.new_tensor(module.bev_range[k : k + 2]) for k in (0, 3))
     reference = ((metres - low) / (high - low)).flatten(1, 2).expand(-1, -1, steps, -1, -1).flatten(1, 2)
-    sides = get_heads(module), steps, *_get_sizes(module)[1:]
     inputs = _make_inputs(module, {**arguments, "value": arguments["value"].transpose(0, 1)}, sides[0])
-    offsets = module.sampling_offsets(query).unflatten(-1, (*sides, 2)).transpose(2, 3).flatten(1, 2)
-    logits = module.attention_weights(query).unflatten(-1, (*sides[:2], -1)).transpose(2, 3).flatten(1, 2)
-    return _sample(inputs, reference, offsets, logits).unflatten(1, (-1, steps)).flatten(2), logits, sides[2:]
+    offsets = module.sampling_offsets(query).unflatten(-1, (sides[0], steps, *sides[1:], 2)).transpose(2, 3).flatten(1, 2)
+    logits = module.attention_weights(query).unflatten(-1, (sides[0], steps, -1)).transpose(2, 3).flatten(1, 2)
+    return _sample(inputs, reference, offsets, logits).unflatten(1, (-1, steps)).flatten(2), logits, sides[1:]
 
 
 def _has_levels_apart(module: Any, value: Any) -> bool:

@@ -104,11 +104,14 @@ class Code:
 
         A name that stands for None now may get a compiled module later. That is no change.
         """
-        spaces = [
-            (space, [name for name in sorted(names) if name not in space or space[name] is not None])
-            for space, names in self.names.values()
-        ]
-        values = [tuple(copy.deepcopy(v) if isinstance(v, _MUTABLE) else v for v in map(space.get, n)) for space, n in spaces]
+        spaces = []
+        for space, names in self.names.values():
+            absent = [name for name in names if name not in space]  # builtins, as a rule
+            # With one name, an itemgetter would not return a tuple.
+            present = [name for name in names if space.get(name) is not None]
+            get = operator.itemgetter(*present, present[0]) if present else lambda space: ()
+            objects = tuple(copy.deepcopy(o) if isinstance(o, _MUTABLE) else o for o in get(space))
+            spaces.append((space, absent, get, objects))
         plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
         functions = [*self.functions[1:], *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
         codes = list(map(_get_code, functions))
@@ -121,8 +124,11 @@ class Code:
         methods = [get(kind) for get, kind in kinds]
 
         def is_unchanged(kind: Any) -> bool:
-            for (space, names), objects in zip(spaces, values, strict=True):
-                if tuple(map(space.get, names)) != objects:
+            for space, absent, get, objects in spaces:
+                try:
+                    if get(space) != objects or not space.keys().isdisjoint(absent):
+                        return False
+                except KeyError:
                     return False
             for (get, known), objects in zip(kinds, methods, strict=True):
                 if get(kind if known is owner else known) != objects:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._operator.geometry import starts_of
-from ._attention import LEVELS, Attention, get_heads, get_levels
+from ._attention import LEVELS, Attention, get_sizes
 from ._forms import CORES, FUNCTION, ROWS, SPLIT, Arguments, Core, find_role, make_shapes
 from ._parameters import Parameters
 
@@ -87,7 +87,7 @@ class Example(NamedTuple):
 def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Example]:
     """Return an example of every kind of call that the form serves."""
     if isinstance(form, Attention):
-        maps = list(SMALL.maps[: get_levels(module)])
+        maps = list(SMALL.maps[: get_sizes(module)[1]])
         yield from (_make_trajectories if "trajectories" in form.needs else _make_module_calls)(form, module, parameters, maps)
     elif getattr(form, "example", None) is not None:
         yield Example([dict(zip(map(find_role, form.parameters), form.example(), strict=True))])
@@ -133,7 +133,7 @@ def _make_module_calls(form: Attention, module: Any, parameters: Parameters, map
     """
     rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), _get_width(form, module)
     batches = SMALL.batches
-    heads = (width,) if form.layout is ROWS else (get_heads(module), width // get_heads(module))
+    heads = (width,) if form.layout is ROWS else (get_sizes(module)[0], width // get_sizes(module)[0])
     memories, tables = batches * form.queue, _make_tables(parameters, maps)
 
     def rows(batches: int, count: int, *sides: int) -> Tensor:

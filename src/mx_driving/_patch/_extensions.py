@@ -17,7 +17,7 @@ from torch import Tensor
 from .._foreign.stand_ins import differentiable
 from .._foreign_functions import AUTOGRAD_FUNCTIONS, AutogradFunction, find_autograd_function
 from .._operator.description import AGGREGATION, POOL
-from ._forms import AUTOGRAD, Arguments, ExactForm
+from ._forms import AUTOGRAD, ExactForm
 from ._parameters import Parameters
 from ._pools import have_pool_dtypes, make_frustum, make_image, make_lifted, make_runs, make_sorted_rows, make_sorted_xyzb
 
@@ -45,14 +45,11 @@ class OverExtension(ExactForm):
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         return super().fits(name, kind, parameters) and find_autograd_function(name, parameters.all) is self.foreign
 
-    def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether the operators take the call. Pooling operators sum points: refuse a call with another `method`."""
-        if self.foreign.operator != POOL:
-            return True
-        named = dict(zip(self.foreign.words.split(), arguments.values(), strict=True))
-        return named.get("method", "sum") == "sum" and have_pool_dtypes(named)
-
-    def answer(self, module: Any, arguments: Arguments) -> Any:
+    def answer(self, module: Any, arguments: dict[str, Any]) -> Any:
+        if self.foreign.operator == POOL:  # Pooling operators sum points: refuse a call with another `method`.
+            named = dict(zip(self.foreign.words.split(), arguments.values(), strict=True))
+            if named.get("method", "sum") != "sum" or not have_pool_dtypes(named):
+                return None
         return differentiable(self.foreign)(*arguments.values())
 
 

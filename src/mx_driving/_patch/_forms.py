@@ -86,12 +86,8 @@ class Form:
         is_known = all(find_role(name) in self.roles or parameters.has_option(name) for name in read)
         return is_known and self.needs <= collect_roles(parameters.all) and len(collect_roles(read)) == len(read)
 
-    def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether the form can answer a call with these arguments. If not, the original code runs."""
-        raise NotImplementedError
-
-    def answer(self, module: Any, arguments: Arguments) -> Any:
-        """Return what the original returns for such arguments."""
+    def answer(self, module: Any, arguments: dict[str, Any]) -> Any:
+        """Return what the original returns for such arguments; None if the original code must run."""
         raise NotImplementedError
 
 
@@ -110,40 +106,45 @@ def is_table(t: Any) -> bool:
     return isinstance(t, Tensor) and t.dtype in INDEX
 
 
-def do_tables_agree(arguments: Arguments) -> bool:
-    """Return whether the list and the table of shapes have the same numbers, as far as the numbers can be read.
+def read_levels(arguments: Arguments, device: torch.device, reads_list: bool = False) -> tuple[Tensor, Tensor, Any] | None:
+    """Return spatial_shapes, level_start_index and the number of rows of all levels (None if it cannot be read).
 
-    Libraries pass both. If they differ, the original code reads one of them here, and the other one there.
+    Return None if the list and the table of shapes differ: libraries pass both, and the original code reads one of them here,
+    and the other one there.
     """
-    shapes, sizes = arguments.get("shapes"), arguments.get("sizes")
-    if sizes is None or type(shapes) is not Tensor or not shapes.is_cpu or torch.compiler.is_compiling():
-        return True
-    if _torch_private.is_tracing() or _torch_private.count_dispatch_modes() or _torch_private.are_transforms_active():
-        return True
-    return [*map(tuple, shapes.tolist())] == [*map(tuple, sizes)]
-
-
-def read_tables(arguments: Arguments, device: torch.device, prefer_list: bool = False) -> tuple[Tensor, Tensor]:
-    """Return spatial_shapes and level_start_index. Libraries give the shapes as a list, as a tensor, or as both."""
-    shapes: Any = arguments.get("shapes")
-    sizes, starts = arguments.get("sizes"), arguments.get("starts")
-    is_table = isinstance(shapes, Tensor) and shapes.dtype in INDEX and not (prefer_list and sizes is not None)
+    shapes, sizes, starts = arguments.get("shapes"), arguments.get("sizes"), arguments.get("starts")
+    if isinstance(starts, Tensor) and starts.dtype not in INDEX:
+        return None
     is_eager = not (torch.compiler.is_compiling() or _torch_private.is_tracing())
-    if not is_table:
-        shapes = make_shapes(shapes if sizes is None else sizes, device)
-    elif is_eager and torch.is_grad_enabled():
-        # The operator saves its tables for the backward. A caller may write to a table until then, and autograd cannot save an
-        # inference tensor.
+    readable = is_eager and not (_torch_private.count_dispatch_modes() or _torch_private.are_transforms_active())
+    given = shapes if sizes is None else sizes
+    has_table = isinstance(shapes, Tensor) and shapes.dtype in INDEX
+    listed = None if isinstance(given, Tensor) else given
+    if readable and has_table and shapes.is_cpu and type(shapes) is Tensor and shapes.dim() == 2 and shapes.shape[1] == 2:
+        listed = shapes.tolist()
+        if sizes is not None and [*map(tuple, listed)] != [*map(tuple, sizes)]:
+            return None
+    # The operator saves its tables for the backward. A caller may write to a table until then, and autograd cannot save an
+    # inference tensor.
+    copies = is_eager and torch.is_grad_enabled()
+    if not has_table or (reads_list and sizes is not None):
+        shapes = make_shapes(given, device)
+    elif copies:
         shapes = shapes.clone()
-    if isinstance(starts, Tensor) and starts.dtype in INDEX:
-        return shapes, starts.clone() if is_eager and torch.is_grad_enabled() else starts
-    if is_eager and type(sizes) is list and device.type == "cpu":  # a fifth of the time of starts_of
-        starts, total = [], 0
-        for height, width in sizes:
-            starts.append(total)
-            total += height * width
-        return shapes, torch.tensor(starts)
-    return shapes, geometry.starts_of(shapes)
+    rows, dense = None, []
+    if listed is not None:
+        rows = 0
+        for height, width in listed:
+            dense.append(rows)
+            rows += height * width
+    if not isinstance(starts, Tensor):
+        if not (is_eager and dense and device.type == "cpu"):
+            return shapes, geometry.starts_of(shapes), rows
+        # A table that the original does not read mostly has the numbers. To compare it takes a tenth of the time of a new one.
+        starts = arguments.get("unread starts")
+        if not (readable and is_table(starts) and starts.is_cpu and type(starts) is Tensor and starts.tolist() == dense):
+            return shapes, torch.tensor(dense, dtype=torch.int64), rows
+    return shapes, starts.clone() if copies else starts, rows
 
 
 def make_shapes(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -273,30 +274,29 @@ class Core(Form):
         """Whether each level has its own number of points."""
         return "counts" in self.needs
 
-    def serves(self, module: Any, arguments: Arguments) -> bool:
-        locations, starts = arguments["locations"], arguments.get("starts")
+    def answer(self, module: Any, arguments: dict[str, Any]) -> Tensor | None:
+        value, locations, weights = arguments["value"], arguments["locations"], arguments["weights"]
         known = arguments.get("value_shape", "default") == "default" and arguments.get("method", "default") in self.methods
-        known = known and (starts is None or is_table(starts))
+        known = known and (arguments.get("starts") is None or is_table(arguments["starts"]))
         # Refuse fractions of pixels: MapTR's code in plain torch rounds them, but its compiled kernel truncates them.
         whole = not self.pixels or not locations.is_floating_point()
-        if not (known and whole and locations.dim() in self.axes and do_tables_agree(arguments)):
-            return False
+        if not (known and whole and locations.dim() in self.axes):
+            return None
         # A core in plain torch may broadcast batches and heads; the operator does not.
-        value, weights, sides = arguments["value"], arguments["weights"], (locations.shape[0], locations.shape[2])
+        sides = locations.shape[0], locations.shape[2]
         if isinstance(value, Tensor) and (value.dim() != 4 or (value.shape[0], value.shape[self.layout.heads]) != sides):
-            return False
-        return weights.shape[:3] == locations.shape[:3] and 2 * weights.numel() == locations.numel()
-
-    def answer(self, module: Any, arguments: Arguments) -> Tensor:
-        locations = arguments["locations"]
-        value = self.layout.ours(arguments["value"], locations.shape[2])
-        shapes, starts = read_tables(arguments, value.device, self.kind == FUNCTION)
+            return None
+        if weights.shape[:3] != locations.shape[:3] or 2 * weights.numel() != locations.numel():
+            return None
+        if (levels := read_levels(arguments, locations.device, self.kind == FUNCTION)) is None:
+            return None
+        value, (shapes, starts, _) = self.layout.ours(value, locations.shape[2]), levels
         if self.uneven:  # The operator has equally many points on all levels. So list a level with more points several times.
             value, order = put_keys_last(value), repeat_levels(arguments["counts"])
             shapes, starts = shapes[order], starts[order]
         if locations.dim() == _MERGED:
             locations = locations.unflatten(3, (len(shapes), -1))
-        weights = arguments["weights"].reshape(locations.shape[:-1])
+        weights = weights.reshape(locations.shape[:-1])
         discrete = arguments.get("method") == "discrete"
         if not (discrete or self.pixels):
             out = multi_scale_deformable_attn(value, shapes, starts, locations, weights)

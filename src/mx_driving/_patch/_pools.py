@@ -38,13 +38,10 @@ class Pool(ExactForm):
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         return re.search(self.pattern, name) is not None and super().fits(name, kind, parameters)
 
-    def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether the operators take the call. They need coordinates for each row of features."""
-        return have_pool_dtypes(arguments) and (
-            "coords" not in arguments or len(arguments["coords"]) == len(arguments["feats"])
-        )
-
-    def answer(self, module: Any, arguments: Arguments) -> Any:
+    def answer(self, module: Any, arguments: dict[str, Any]) -> Tensor | None:
+        # The operators need coordinates for each row of features.
+        if not have_pool_dtypes(arguments) or ("coords" in arguments and len(arguments["coords"]) != len(arguments["feats"])):
+            return None
         output = self.run(*arguments.values())
         if self.single:
             return output

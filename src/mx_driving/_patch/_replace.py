@@ -77,28 +77,32 @@ class Fit:
     starts: bool = True
     starts_on_cpu: bool = True
 
-    def knows(self, layer: Any) -> bool:
-        """Return whether an instance has the class, flags and cores that the form serves, and no method of its own."""
-        if self.form.kind != MODULE:
-            return True
-        if not isinstance(layer, self.owner):  # type: ignore[arg-type]
-            return False
-        for name in self.code.methods:
-            if name in layer.__dict__:
-                return False
-        for name, values in self.flags.items():
-            if not _has_value(getattr(layer, name, None), values):
-                return False
-        for name in self.holders:
-            core = getattr(layer, name)
-            if isinstance(core, functools.partial):
-                if core.func not in self.cores or core.args or core.keywords not in ({}, {"method": "default"}):
+    def make_check(self) -> Callable[[Any], bool]:
+        """Return a function that says whether the form serves a call of a layer now: nothing that the code reaches has changed,
+        and the layer has the class, the flags and the cores that the form serves, and no method of its own."""
+        is_unchanged = self.code.watch(self.owner, self.cores)
+        owner, cores, holders, methods, flags = self.owner, self.cores, self.holders, self.code.methods, [*self.flags.items()]
+
+        def serves(layer: Any) -> bool:
+            if owner is not None:
+                if not isinstance(layer, owner) or not methods.isdisjoint(layer.__dict__):
                     return False
-            elif core in self.cores:
-                continue
-            elif type(core) not in self.cores or "forward" in core.__dict__ or _torch_private.has_hooks(core):
-                return False
-        return True
+                for name, values in flags:
+                    if not _has_value(getattr(layer, name, None), values):
+                        return False
+                for name in holders:
+                    core = getattr(layer, name)
+                    if isinstance(core, functools.partial):
+                        if core.func not in cores or core.args or core.keywords not in ({}, {"method": "default"}):
+                            return False
+                    elif type(core) in cores:
+                        if "forward" in core.__dict__ or _torch_private.has_hooks(core):
+                            return False
+                    elif core not in cores:
+                        return False
+            return is_unchanged(type(layer))
+
+        return serves
 
 
 def _has_value(value: Any, values: Any) -> bool:
@@ -142,28 +146,27 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
     names = set(parameters.all if form.reads_all else parameters.read)
     names |= {name for name in parameters.all if find_role(name) == "shapes" and form.kind != FUNCTION}
     names -= {name for name in names if find_role(name) == "starts" and not fit.starts}
-    keys = {n: (n if n in fit.options else find_role(n)) if n in names else f"unread {n}" for n in parameters.all}
+    keys = {n: (n if n in fit.options else find_role(n)) if n in names else f"unread {find_role(n)}" for n in parameters.all}
     places = [*(["self"] if bound else []), *(keys[name] for name in parameters.names)]
     ignores_more = any(v[:2] == "**" and v[2:] not in parameters.names_read for v in parameters.variadic)
-    options, widths, masked, is_module = fit.options, fit.widths, fit.masked, form.kind == MODULE
-    drops_starts = fit.starts and not fit.starts_on_cpu
-    is_unchanged = fit.code.watch(fit.owner, fit.cores)
+    options, widths, masked = [*fit.options.items()], fit.widths, fit.masked
+    drops_starts, serves = fit.starts and not fit.starts_on_cpu, fit.make_check()
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > len(places):  # *args has arguments.
-            return fallback(*args, **kwargs)
-        arguments = dict(zip(places, args, strict=True))
+        arguments = dict(zip(places, args, strict=False))
+        served = len(args) <= len(places)  # Otherwise *args has arguments.
         for name in kwargs:
             if name in keys:
                 arguments[keys[name]] = kwargs[name]
             elif not ignores_more:
-                return fallback(*args, **kwargs)
-        layer = arguments.pop("self", None)
+                served = False
         # torch.onnx's older exporter, by tracing, does not know our operators.
-        served = not (_torch_private.is_tracing() and torch.onnx.is_in_onnx_export())
-        served = served and (not is_module or fit.knows(layer)) and is_unchanged(type(layer))
-        for name, values in options.items():
+        if not served or (_torch_private.is_tracing() and torch.onnx.is_in_onnx_export()):
+            return fallback(*args, **kwargs)
+        layer = arguments.pop("self", None)
+        served = serves(layer)
+        for name, values in options:
             served = served and _has_value(arguments[name], values)
         if not masked and arguments.get("mask") is not None:
             served = False
@@ -171,12 +174,11 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
         if reference is not None and reference.shape[-1] not in widths:
             served = False
         if drops_starts and arguments["query"].is_cpu:
-            arguments["starts"] = None
-        if served and form.serves(layer, arguments):
-            return form.answer(layer, arguments)
-        return fallback(*args, **kwargs)
+            arguments["unread starts"] = arguments.pop("starts", None)
+        output = form.answer(layer, arguments) if served else None
+        return fallback(*args, **kwargs) if output is None else output
 
-    call.serves = lambda layer: fit.knows(layer) and is_unchanged(type(layer))  # type: ignore[attr-defined]
+    call.serves = serves  # type: ignore[attr-defined]
     return call
 
 
