@@ -157,9 +157,7 @@ def list_cases():
                     continue  # Nobody reloads torch.
                 if edit == "partial" and target.startswith("torch.Tensor"):
                     continue
-                plain, hides = "own multi_scale_deformable_attn_pytorch", edit in ("rebind", "partial", "object")
-                marks = [pytest.mark.xfail(reason="its layer is said to be replaced")] if target == plain and hides else []
-                yield pytest.param(row, target, edit, id=f"{row[1]}, {target}, {edit}", marks=marks)
+                yield pytest.param(row, target, edit, id=f"{row[1]}, {target}, {edit}")
 
 
 @functools.cache

@@ -328,8 +328,10 @@ class Reader:
                 continue  # compat's functions stand for those of a compiled module
             elif isinstance(value, types.FunctionType):
                 parts.append([path, self._read_wrapped(value, None, code)])
-            elif callable(value) and not isinstance(value, (type, types.BuiltinFunctionType)):
-                raise NoKey(f"{path} is a {type(value).__name__}, not a function")
+            elif isinstance(value, _CONSTANTS):
+                parts.append([path, repr(value)])
+            elif not isinstance(value, types.BuiltinFunctionType):
+                raise NoKey(f"{path} is a {'class' if isinstance(value, type) else type(value).__name__}, not a function")
         originals = _torch_private.ORIGINALS[torch.Tensor]
         for name in sorted(text.members):
             if vars(torch.Tensor).get(name, _ABSENT) is not originals.get(name, _ABSENT):

@@ -30,6 +30,14 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
     A layer calls an operator if its forward is replaced and serves the layer, or if all cores that it calls are replaced.
     Layers inside a layer that samples are not counted.
     """
+
+    def is_core_served(core: Any) -> bool:
+        if not isinstance(core, torch.nn.Module):
+            return is_served(core, None)
+        # A core that is a layer may have a forward of its own, such as a wrapper.
+        forward = core.__dict__.get("forward", type(core).forward)
+        return any(is_served(function, core) for function in _search(list(_list_callables(forward)), type(core), {})[1])
+
     served: list[str] = []
     others: list[str] = []
     for name, module in model.named_modules():
@@ -41,27 +49,20 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
         # On a CPU a layer calls the cores in plain torch, if it has any.
         plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
         cores = cores if not plain or any(p.is_cuda for p in module.parameters()) else plain
-        if any(is_served(f, module) for f in functions) or (cores and all(_is_core_served(c, is_served) for c in cores)):
+        if any(is_served(f, module) for f in functions) or (cores and all(map(is_core_served, cores))):
             served.append(name)
         elif cores or is_core(type(module)) or all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             others.append(name)
     return tuple(served), tuple(others)
 
 
-def _is_core_served(core: Any, is_served: Callable[[Any, Any], bool]) -> bool:
-    """Return whether a core is replaced. A core that is a layer may have a forward of its own, such as a wrapper."""
-    if not isinstance(core, torch.nn.Module):
-        return is_served(core, None)
-    forward = core.__dict__.get("forward", type(core).forward)
-    return any(is_served(function, core) for function in _search(list(_list_callables(forward)), type(core), {})[1])
-
-
 def _list_callables(function: Any) -> Iterator[Any]:
-    """Return a function, and the functions that it holds: below decorators, in partial objects, defaults and closures."""
+    """Return a function, and the functions that it holds: below decorators, in partial objects, defaults, closures and the
+    attributes of callable objects."""
     waiting, seen = [function], set()
     while waiting:
         member = waiting.pop()
-        if id(member) in seen or not callable(member):
+        if id(member) in seen or not callable(member) or isinstance(member, (type, torch.nn.Module)):
             continue
         seen.add(id(member))
         if isinstance(member, functools.partial):
@@ -74,7 +75,10 @@ def _list_callables(function: Any) -> Iterator[Any]:
             for cell in member.__closure__ or ():
                 with contextlib.suppress(ValueError):  # The cell is empty.
                     waiting.append(cell.cell_contents)
-        waiting.append(getattr(member, "__wrapped__", None))
+        else:
+            waiting += getattr(member, "__dict__", {}).values()
+        if unwrap(member) is not member:  # The original of a replaced function is no wrapped function.
+            waiting.append(getattr(member, "__wrapped__", None))
 
 
 def list_cores(kind: type) -> list[Any]:
@@ -102,20 +106,21 @@ def _search(members: list[Any], kind: type, attributes: Mapping[str, Any]) -> tu
 
 def _list_named(function: Any, kind: type, attributes: Mapping[str, Any]) -> Iterator[Any]:
     """Return the objects that a function's code names: globals, members of the Python modules among its globals, and attributes
-    of the layer. The name `forward` alone, without super() or a class, is the forward of another layer."""
+    of the layer, and the functions that these objects hold. The name `forward` alone, without super() or a class, is the
+    forward of another layer."""
     names, own = collect_words(function), getattr(find_source(function), "__globals__", {})
     spaces = [own, attributes, *(vars(own[name]) for name in names if isinstance(own.get(name), types.ModuleType))]
     calls_base = "super" in names or any(base.__name__ in names for base in kind.__mro__)
     for name in names:
         members = [space[name] for space in spaces if name in space]
         members += list_attributes(kind, name) if name != "forward" or calls_base else []
-        yield from map(_resolve, members)
-
-
-def _resolve(member: Any) -> Any:
-    """Return the function of a functools.partial, or the class of an autograd function's `apply`."""
-    while isinstance(member, functools.partial):
-        member = member.func
-    if isinstance(member, (types.MethodType, types.BuiltinMethodType)) and isinstance(member.__self__, type):
-        return member.__self__
-    return unwrap(member) if isinstance(member, _FUNCTIONS) else member
+        for member in members:
+            bound = member.__self__ if isinstance(member, (types.MethodType, types.BuiltinMethodType)) else None
+            if isinstance(bound, type):  # the `apply` of an autograd function
+                yield bound
+            elif isinstance(member, (staticmethod, classmethod)):
+                yield unwrap(member.__func__)
+            elif isinstance(member, (type, torch.nn.Module)):
+                yield member
+            else:
+                yield from map(unwrap, _list_callables(member))
