@@ -112,7 +112,9 @@ def read_levels(arguments: Arguments, device: torch.device, reads_list: bool = F
     Return None if the list and the table of shapes differ: libraries pass both, and the original code reads one of them here,
     and the other one there.
     """
-    shapes, sizes, starts = arguments.get("shapes"), arguments.get("sizes"), arguments.get("starts")
+    shapes: Any = arguments.get("shapes")
+    sizes: Any = arguments.get("sizes")
+    starts: Any = arguments.get("starts")
     if isinstance(starts, Tensor) and starts.dtype not in INDEX:
         return None
     is_eager = not (torch.compiler.is_compiling() or _torch_private.is_tracing())
@@ -131,7 +133,8 @@ def read_levels(arguments: Arguments, device: torch.device, reads_list: bool = F
         shapes = make_shapes(given, device)
     elif copies:
         shapes = shapes.clone()
-    rows, dense = None, []
+    rows: Any = None
+    dense: list[Any] = []
     if listed is not None:
         rows = 0
         for height, width in listed:

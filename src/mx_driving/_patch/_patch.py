@@ -183,8 +183,15 @@ def patch(
             _patch_in_workers({*kinds, *map(type, layers)}, modules, named)
             if check is not None:
                 names = (*done.layers, *done._others)
-                with _own_code() as use_own_code:
+
+                def use_own_code(own: bool) -> None:
+                    for change in _changes.values():
+                        (change.undo if own else change.redo)()
+
+                try:
                     agreement, called, ran = compare_runs(model, check, names, use_own_code)
+                finally:
+                    use_own_code(False)
                 done.layers = tuple(name for name in names if name in called)
                 done._others = tuple(name for name in names if name not in called)
                 total, own = len(names), len(ran - called)
@@ -212,20 +219,6 @@ def patched(
         yield done
     finally:
         done.restore()
-
-
-@contextlib.contextmanager
-def _own_code() -> Iterator[Callable[[bool], None]]:
-    """Yield a function that switches all changes off or on. They are on afterwards."""
-
-    def use_own_code(own: bool) -> None:
-        for change in _changes.values():
-            (change.undo if own else change.redo)()
-
-    try:
-        yield use_own_code
-    finally:
-        use_own_code(False)
 
 
 class Replacements:
@@ -265,17 +258,26 @@ class Replacements:
                     self._skip(name, group[name], f"its core {core.__qualname__} is wrapped by {wrapper}")
                     del fits[name]
                     break
-        # Known code that calls a core which is not replaced keeps its own code, and so does the code that calls this code.
-        while left := [(name, core) for name, fit in fits.items() if (core := self._find_own_core(name, fit, group, fits))]:
-            for name, core in left:
-                del fits[name]
-                self._skip(name, group[name], f"it calls {core.__qualname__}, which is not replaced")
+        # Known code that calls a core which is not replaced keeps its own code, and so does the code that calls this code. A
+        # trial has tried named code with its cores.
+        found = True
+        while found:
+            found, others = False, [group[name].original for name in fits]
+            for name, fit in list(fits.items()):
+                for core in fit.code.cores if fit is not None and group[name].original not in self._named else ():
+                    is_ours_or_kernel = core.__module__.startswith(KERNELS) or _is_replaced(core)
+                    if name in fits and not is_ours_or_kernel and not any(core is other for other in others):
+                        found = True
+                        del fits[name]
+                        self._skip(name, group[name], f"it calls {core.__qualname__}, which is not replaced")
         # A fit notices changes of the cores that its code calls. So replace these cores first.
         order: list[str] = []
         while waiting := [name for name in fits if name not in order]:
-            originals = [group[name].original for name in waiting]
-            ready = [n for n in waiting if not any(c is o for c in _list_cores(fits[n], group[n]) for o in originals)]
-            order += ready or waiting
+            originals = {id(group[name].original) for name in waiting}
+            cores = {
+                n: {id(c) for c in fit.code.cores} - {id(group[n].original)} if (fit := fits[n]) else set() for n in waiting
+            }
+            order += [name for name in waiting if originals.isdisjoint(cores[name])] or waiting
         for name in order:
             fit = fits[name]
             self.originals[name] = original = group[name].original
@@ -290,14 +292,6 @@ class Replacements:
                 change.serving.append(add_fit(fit, holder))
             change.originals.append(original)
 
-    def _find_own_core(self, name: str, fit: Fit | None, group: Mapping[str, Candidate], fits: Mapping[str, Any]) -> Any:
-        """Return a core that the code calls and that is not replaced, or None. A trial has tried named code with its cores."""
-        if fit is None or group[name].original in self._named:
-            return None
-        others = [group[other].original for other in fits]
-        cores = [core for core in fit.code.cores if not core.__module__.startswith(KERNELS)]
-        return next((c for c in cores if not _is_replaced(c) and not any(c is other for other in others)), None)
-
     def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
         original = candidate.original
         names = {original.__name__: find_nearest(candidate)}
@@ -310,10 +304,6 @@ class Replacements:
             words = ", ".join(f'{word}: "{form}"' for word, form in names.items())
             reason += f". To replace it, try: mx_driving.patch(..., forms={{{words}}})"
         self.skipped[name] = reason
-
-
-def _list_cores(fit: Fit | None, candidate: Candidate) -> list[Any]:
-    return [] if fit is None else [core for core in fit.code.cores if core is not candidate.original]
 
 
 def _put_over_cores(fit: Fit, is_named: bool) -> Fit:

@@ -22,7 +22,21 @@ def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
 
     Unknown cores and attention modules are tried.
     """
-    candidates = _find_in_folder(pathlib.Path(target)) if pathlib.Path(str(target)).is_dir() else find(target, True)
+    candidates = Candidates(True)
+    folder, arguments = pathlib.Path(str(target)), sys.argv
+    if not folder.is_dir():
+        candidates = find(target, True)
+    else:
+        sys.path.insert(0, str(folder.resolve()))
+        for module_name in find_marked([folder], "**/*.py", ""):
+            sys.argv = [module_name]  # A file may parse the command's arguments.
+            try:
+                with contextlib.redirect_stdout(sys.stderr):  # What imported code prints is no result.
+                    candidates.search(importlib.import_module(module_name))
+            except (Exception, SystemExit) as error:  # The import of an unknown file may raise anything.
+                candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
+            finally:
+                sys.argv = arguments
     replacements, reader = Replacements({}, {}), Reader(is_core)
 
     def examine(group: dict[str, Candidate]) -> list[Finding]:
@@ -35,20 +49,3 @@ def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
         return findings + examine(candidates.modules), candidates.unknown
     finally:
         Patch(replacements.originals, {}).restore()
-
-
-def _find_in_folder(folder: pathlib.Path) -> Candidates:
-    """Import the files of a folder that mention a core or an attention module, and search them."""
-    candidates = Candidates(True)
-    sys.path.insert(0, str(folder.resolve()))
-    arguments = sys.argv
-    for module_name in find_marked([folder], "**/*.py", ""):
-        sys.argv = [module_name]  # A file may parse the command's arguments.
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # What imported code prints is no result.
-                candidates.search(importlib.import_module(module_name))
-        except (Exception, SystemExit) as error:  # The import of an unknown file may raise anything.
-            candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
-        finally:
-            sys.argv = arguments
-    return candidates

@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,7 +255,15 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
         if not code.key:  # Byte code does not tell a layer's attributes from those of tensors.
             held = {*vars(module), *module._modules, *module._parameters, *module._buffers}
             code = dataclasses.replace(code, attributes=code.attributes & held)
-        flags = _find_flags(module, code.attributes - READ - form.reads, [*code.cores, *cores])
+        held_cores = [*code.cores, *cores]
+        for name in sorted(code.attributes - READ - form.reads):
+            value = getattr(module, name, None)
+            core = getattr(value, "func", value)
+            if any(core is other or type(core) is other for other in held_cores):
+                continue
+            if not isinstance(value, (bool, int, float, str, type(None))):
+                raise Differs(f"its code reads the attribute {name}, which no form has")
+            flags[name] = (value,)
     elif form.kind == MODULE:
         module = candidate.original()
     fit = make_fit(form, candidate, code, flags, tuple(cores))
@@ -268,20 +276,6 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
         module.bfloat16()
     _check_dtypes(fit, candidate, module)
     return fit, difference
-
-
-def _find_flags(module: Any, names: Set[str], cores: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-    """Return name -> value for the attributes in `names` that hold no core."""
-    flags = {}
-    for name in sorted(names):
-        value = getattr(module, name, None)
-        core = getattr(value, "func", value)
-        if any(core is other or type(core) is other for other in cores):
-            continue
-        if not isinstance(value, (bool, int, float, str, type(None))):
-            raise Differs(f"its code reads the attribute {name}, which no form has")
-        flags[name] = (value,)
-    return flags
 
 
 def _widen(fit: Fit, candidate: Candidate, module: Any, name: str, value: bool) -> Fit:
@@ -411,7 +405,10 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
         raise Differs("its results have other shapes")
     pairs = [*zip(results, expected, strict=True), *zip(gradients, expected_gradients, strict=True)]
     # The operator's locations of a pool, or geometric_kernel_attention's, have no gradient. An original may have zeros or None.
-    difference = max(_measure(a, b) for a, b in pairs)
+    difference = 0.0
+    for our, their in ((a.detach().double(), b.detach().double()) for a, b in pairs if b.numel()):
+        largest = float((our - their).abs().max())  # of two elements, divided by the largest element if that is above 1
+        difference = max(difference, largest / max(float(their.abs().max()), 1.0) if math.isfinite(largest) else math.inf)
     is_single = any(out.dtype != torch.float64 for out in expected)
     if not difference < (_SINGLE if is_single else CLOSE):
         raise DiffersBy(difference)
@@ -436,12 +433,3 @@ def _compute(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> tupl
     gradients = torch.autograd.grad(ends, leaves, directions, allow_unused=True)
     gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
     return outputs, name, gradients
-
-
-def _measure(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of two elements, divided by the largest element of `theirs` if that is above 1."""
-    ours, theirs = ours.detach().double(), theirs.detach().double()
-    if not theirs.numel():
-        return 0.0
-    largest = float((ours - theirs).abs().max())
-    return largest / max(float(theirs.abs().max()), 1.0) if math.isfinite(largest) else math.inf
