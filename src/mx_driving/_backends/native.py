@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .._operator import checks
+from .._operator.composition import autocast_dtype, empty_gradients
 from .._operator.description import OPERATORS, Operator
-from .._operator.outputs import autocast_dtype, empty_gradients
 from ._loading import loaded, why_by_ctypes, why_not
 
 __all__ = ["available_isas", "describe_plan", "isa", "kernel", "serves", "threads", "use_isa", "why_by_ctypes", "why_not"]

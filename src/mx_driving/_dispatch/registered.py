@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from .. import _backends, _data_checks, _torch_private, reference
 from .._backends.triton import from_cpp
 from .._operator import checks, rules
+from .._operator.composition import autocast_dtype, empty_gradients
 from .._operator.description import OPERATORS, Operator
-from .._operator.outputs import autocast_dtype, empty_gradients
 from . import decompositions, distributed, flops, vmap
 from .choose import choose
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._operator.composition import empty_gradients
 from ..._operator.description import Operator
-from ..._operator.outputs import empty_gradients
 from . import deterministic, launch
 
 
