@@ -47,13 +47,6 @@ Options = dict[str, str]
 Shapes = Sequence[tuple[Input, tuple[int, ...]]]
 
 
-def reference_count_fits(R: int, num_levels: int, num_points: int, reference_axis: str) -> bool:
-    """Return whether a query of multi_scale_deformable_attn_with_logits can have R reference points."""
-    if reference_axis == "level":
-        return R in (num_levels, 1)
-    return R > 0 and num_points % R == 0
-
-
 def check_inputs(operator: Operator, *args: Any) -> None:
     """Check inputs, sizes and options; raise the sentence about the first rule that the call breaks. Kernels check again,
     because callers of torch.ops bypass the public function."""
@@ -154,9 +147,10 @@ def _fits(axes: Sequence[str], shape: Sequence[int], sizes: Sizes, options: Opti
     and an unknown axis any size."""
     fits = len(axes) == len(shape)
     for axis, size in zip(axes, shape, strict=False):
-        if axis == "R":
-            counts = [sizes[name] for name in ("num_levels", "num_points") if name in sizes]
-            fits = fits and (len(counts) < 2 or reference_count_fits(size, *counts, **options))
+        if axis == "R":  # the reference points of a query, in multi_scale_deformable_attn_with_logits
+            if fits and "num_levels" in sizes and "num_points" in sizes:
+                by_level = options["reference_axis"] == "level"
+                fits = size in (sizes["num_levels"], 1) if by_level else size > 0 and sizes["num_points"] % size == 0
         elif axis.endswith(" or more"):
             fits = fits and size >= int(axis.removesuffix(" or more"))
         elif axis[0].isdigit():
@@ -341,23 +335,19 @@ def check_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
     Reading tensors is free only on a CPU.
     """
     if operator.kind == "pooling":
-        check_ranks(*inputs)
+        feat, depth, ranks_feat, ranks_depth, ranks_bev, *sizes = inputs
+        for name, t, rows, noun in (
+            ("ranks_feat", ranks_feat, feat.shape[0], "rows of feat"),
+            ("ranks_depth", ranks_depth, depth.shape[0], "elements of depth"),
+            ("ranks_bev", ranks_bev, math.prod(sizes), "cells"),
+        ):
+            wrong = (t < 0) | (t.long() >= rows)  # int64, because `rows` may exceed int32
+            if wrong.any():
+                first = int(wrong.int().argmax())
+                fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {noun}", int(t[first]))
         return
     shape = inputs[0].shape
     check_levels(*operator.tables, inputs[1], inputs[2], shape[1], shape[2] if len(shape) == 3 else 0)
-
-
-def check_ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> None:
-    """Check that every rank of bev_pool_v3 is the index of a row, an element or a cell."""
-    for name, t, rows, noun in (
-        ("ranks_feat", ranks_feat, feat.shape[0], "rows of feat"),
-        ("ranks_depth", ranks_depth, depth.shape[0], "elements of depth"),
-        ("ranks_bev", ranks_bev, math.prod(sizes), "cells"),
-    ):
-        wrong = (t < 0) | (t.long() >= rows)  # int64, because `rows` may exceed int32
-        if wrong.any():
-            first = int(wrong.int().argmax())
-            fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {noun}", int(t[first]))
 
 
 def check_levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:
