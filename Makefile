@@ -106,7 +106,6 @@ test-page: $(VENV)/page
 TORCH := 2.6.0
 OLDEST := build/oldest-$(TORCH)
 FILES := tests
-RECORD := docs/support/tests.csv
 OLDEST_PIP := $(OLDEST)/bin/python -m pip --disable-pip-version-check install --prefer-binary --constraint constraints-oldest.txt
 $(OLDEST)/installed: constraints-oldest.txt pyproject.toml $(NATIVE) | compiler
 	$(PYTHON) -m venv $(OLDEST)
@@ -116,7 +115,7 @@ $(OLDEST)/installed: constraints-oldest.txt pyproject.toml $(NATIVE) | compiler
 
 .PHONY: test-oldest
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup --record $(RECORD) --packages oldest $(FILES)
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup --record docs/support/tests.csv --packages oldest $(FILES)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png
@@ -172,7 +171,7 @@ test-transformers: $(OWN_TESTS)/installed
 	@for way in plain patched; do \
 		PYTHONPATH=$(CURDIR)/tests/libraries:$(CURDIR)/$(OWN_TESTS)/tools:$(CHECKOUT) MX_DRIVING_PATCH=$${way#plain} HF_HUB_OFFLINE=1 \
 			$(BIN)/python -m pytest -p transformers_plugin -c /dev/null --rootdir $(CHECKOUT) -q -rf -W ignore --tb no \
-			$(foreach m,$(or $(ONLY),$(DEFORMABLE)),$(CHECKOUT)/tests/models/$m/test_modeling_$m.py) | tee $(OWN_TESTS)/$$way.log; \
+			$(foreach m,$(DEFORMABLE),$(CHECKOUT)/tests/models/$m/test_modeling_$m.py) | tee $(OWN_TESTS)/$$way.log; \
 		grep -o '^FAILED [^ ]*' $(OWN_TESTS)/$$way.log | sort > $(OWN_TESTS)/$$way.failed; \
 	done; diff $(OWN_TESTS)/plain.failed $(OWN_TESTS)/patched.failed && tail -1 $(OWN_TESTS)/patched.log | grep passed
 

@@ -1,13 +1,18 @@
-"""The files of the package that are no modules: the native library and texts. A tool that packs a program may lose them.
+"""The files of the package that are no modules: the native library and texts. A tool that packs a program may lose them. Also
+the commands that install missing packages.
 
 These functions are not in config.py, because `python -m mx_driving.config` warns if config.py is imported already.
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
 import pkgutil
+import shlex
 import sys
+
+_OURS = "mx-driving-portable"
 
 
 def library_path() -> pathlib.Path:
@@ -38,3 +43,16 @@ def read_text(name: str) -> str:
     if content is None:
         raise FileNotFoundError(f"{path} must be a file of the package; got none: {why_absent(path)}")
     return content.decode()
+
+
+def pip_install(*packages: str) -> str:
+    """Return the command that installs packages. A name such as "[demo]" is an extra of ours."""
+    import importlib.metadata  # here, because few programs lack a package
+
+    # In a clone, the package runs from a source tree, or was installed from a folder, editable or not.
+    try:
+        direct_url = importlib.metadata.distribution(_OURS).read_text("direct_url.json")
+        ours = "." if "dir_info" in json.loads(direct_url or "{}") else _OURS
+    except importlib.metadata.PackageNotFoundError:
+        ours = "."
+    return "pip install " + " ".join(shlex.quote(ours + name if name.startswith("[") else name) for name in packages)

@@ -83,3 +83,14 @@ def skip_unless_every_kernel(implementation: str) -> None:
     """Skip a Triton kernel without a GPU: `make test-ptx` compiles it, because each kernel takes a third of a second."""
     if implementation == "triton" and not cases.EVERY_KERNEL:
         pytest.skip("make test-ptx compiles this kernel")
+
+
+class Through(torch.nn.Module):
+    """Call a function or a layer. Modules cannot read a layer's weights through this class, so that they must call it."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from programs import python
 from values import first
 
-from mx_driving._vendor import aclnn
+from mx_driving import aclnn
 from mx_driving.aclnn import Status
 
 
@@ -177,7 +177,7 @@ def test_determinism_may_be_asked_for():
 
 FORK = """
 import os, signal, torch
-from mx_driving._vendor import aclnn
+from mx_driving import aclnn
 signal.alarm(120)  # ends one that hangs
 torch.set_num_threads(1)
 one = torch.ones

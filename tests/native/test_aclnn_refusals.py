@@ -11,7 +11,7 @@ from aclnn_calls import DTYPES, FAULT, INVALID, NAMES, NULLPTR, OK, nine, phase_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx_driving._vendor import aclnn
+from mx_driving import aclnn
 
 forward_phase_one = aclnn.multi_scale_deformable_attn_function_get_workspace_size
 LIBRARY = aclnn._library()

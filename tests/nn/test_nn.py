@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from values import Through
 
 import mx_driving
 from mx_driving import nn
@@ -520,17 +521,6 @@ CHANGES = {
     "compiled call": lambda layer: setattr(layer, "_compiled_call_impl", lambda x: layer.forward(x).clamp(-0.1, 0.1)),
     "no bias": lambda layer: setattr(layer, "bias", None),
 }
-
-
-class Through(torch.nn.Module):
-    """Call a layer. Modules cannot read the weights of this class, so that they must call it."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)
 
 
 @pytest.mark.parametrize("change", CHANGES)

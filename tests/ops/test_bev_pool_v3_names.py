@@ -291,6 +291,9 @@ REFUSED = [
     (lambda: _C.npu_bev_pool_v3_backward(torch.rand(2, 8), *lifted()), "grad_out must have shape (B, D, H, W, C); got (2, 8)"),
     (lambda: _C.npu_bev_pool_v3_backward(torch.rand(B, D, H, W, 3), *lifted()),
      "feat must have shape (..., C=3); got (2, 3, 2, 3, 8)"),
+    (lambda: _C.npu_bev_pool_v3(None, torch.rand(8), None, None, THREE, 1, 1, 2, 2), "feat must have shape (n, C); got (8,)"),
+    (lambda: _C.npu_bev_pool_v3(torch.rand(1), torch.tensor(1.0), *[FIRST] * 3, 1, 1, 2, 2),
+     "feat must have shape (..., C); got ()"),
     # bev_pool_v3 alone reads the first rows of a longer view.
     *((lambda name=name, shape=shape: PLACED[name](torch.rand(shape), THREE), "feat must have shape (n=3, C); got ")
       for name in ("bev_pool", "_C.npu_bev_pool") for shape in ((4, C), (2, C), (3, 1, C), (3 * C,), (3, C, 1))),
@@ -376,11 +379,3 @@ def test_vmap_over_nothing_is_refused_in_a_sentence(name):
     assert torch.vmap(call)(mapped.expand(2, *mapped.shape)).shape[0] == 2
     with pytest.raises(ValueError, match=r"^in_dims must name axes with entries where vmap calls .* for each; got size 0$"):
         torch.vmap(call)(mapped.expand(0, *mapped.shape))
-
-
-def test_extensions_name_a_feat_of_too_few_axes():
-    rank = torch.zeros(1, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"^feat must have shape \(n, C\); got \(8,\)$"):
-        mx_driving._C.npu_bev_pool_v3(None, torch.rand(8), None, None, torch.zeros(1, 4).long(), 1, 1, 2, 2)
-    with pytest.raises(ValueError, match=r"^feat must have shape \(\.\.\., C\); got \(\)$"):
-        mx_driving._C.npu_bev_pool_v3(torch.rand(1), torch.tensor(1.0), rank, rank, rank, 1, 1, 2, 2)

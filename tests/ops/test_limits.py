@@ -15,6 +15,7 @@ import torch
 from programs import python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from values import Through
 
 import mx_driving
 from mx_driving._operator.rules import flag
@@ -184,18 +185,9 @@ WAYS = {
     "jvp": lambda call, at, args: torch.func.jvp(call, (args[at],), (args[at],)),
     "compile": lambda call, at, args: torch.compile(call, fullgraph=True, backend="eager")(args[at]),
     "dynamic": lambda call, at, args: torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")(args[at]),
-    "export": lambda call, at, args: torch.export.export(Called(call), (args[at],)).module()(args[at]),
+    "export": lambda call, at, args: torch.export.export(Through(call), (args[at],)).module()(args[at]),
     "make_fx": lambda call, at, args: make_fx(call)(args[at])(args[at]),
 }
-
-
-class Called(torch.nn.Module):
-    def __init__(self, call):
-        super().__init__()
-        self.call = call
-
-    def forward(self, t):
-        return self.call(t)
 
 
 @pytest.mark.parametrize("way", WAYS)

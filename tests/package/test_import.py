@@ -69,7 +69,7 @@ def test_without_the_library_the_reference_serves_and_says_why():
     code = (
         "import pathlib, torch, mx_driving\n"
         "from mx_driving import _backends\n"
-        "_backends._loading.library_path = lambda: pathlib.Path('/nowhere/libmx_driving.so')\n"
+        "_backends.native.library_path = lambda: pathlib.Path('/nowhere/libmx_driving.so')\n"
         "print(mx_driving.backends()['cpu']['multi_scale_deformable_attn'])\n"
         "args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))\n"
         "rest = (torch.full((1, 1, 1, 1, 1, 2), 0.5), torch.ones(1, 1, 1, 1, 1))\n"
@@ -166,8 +166,8 @@ from mx_driving._operator.description import OPERATORS
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
 for path in map(pathlib.Path, sys.argv[1:]):
-    _backends._loading.library_path = lambda: path
-    _backends._loading._load.cache_clear()
+    _backends.native.library_path = lambda: path
+    _backends.native._load.cache_clear()
     print(mx_driving.backends()["cpu"]["geometric_kernel_attention"])
     assert mx_driving.geometric_kernel_attention(*args).item() == 1
 """
@@ -210,7 +210,7 @@ def test_a_library_of_somebody_else_or_of_another_version_is_not_used(tmp_path):
     assert served_beside(built("int other(void) { return 0; }")) == [missing + "mxd_version"]
     stub = 'const char *mxd_version(void) { return "0.0.1"; }\n'
     assert served_beside(built(stub)) == [missing + "mxd_run"]
-    stub += "".join(f"int {function}(void) {{ return 0; }}\n" for function in _backends._loading._FUNCTIONS[1:])
+    stub += "".join(f"int {function}(void) {{ return 0; }}\n" for function in _backends.native._FUNCTIONS[1:])
     version = f"was built for version 0.0.1 of the package, which is {mx_driving.__version__}"
     assert served_beside(built(stub)) == [f"reference: {LIBRARY.name} {version}"]
 

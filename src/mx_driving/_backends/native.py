@@ -1,4 +1,4 @@
-"""The native library: Python bindings of the C interface (native/include/mx_driving.h).
+"""The native library, loaded once per process, and Python bindings of its C interface (native/include/mx_driving.h).
 
 torch 2.10 and later call the kernels from C++, without Python. Older versions call the kernels through this file, by ctypes.
 """
@@ -7,20 +7,35 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import os
+import pathlib
 import struct
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import _needs
 from .._operator import checks
+from .._operator.composition import autocast_dtype, empty_gradients
 from .._operator.description import OPERATORS, Operator
-from .._operator.outputs import autocast_dtype, empty_gradients
-from ._loading import loaded, why_by_ctypes, why_not
+from .._operator.rules import flag
+from .._package_files import library_path, why_absent
 
-__all__ = ["available_isas", "describe_plan", "isa", "kernel", "serves", "threads", "use_isa", "why_by_ctypes", "why_not"]
-
+_IMPORTED_IN = os.getpid()
+_BY_CTYPES = flag("MX_DRIVING_CTYPES")  # tests and measurements turn it on, so that torch calls the kernels through Python
+_OLDEST_STABLE = "2.10"  # the first torch with a stable C interface for kernels
+_REGISTER_KERNELS, _REGISTER_NOTHING = 1, 2  # values of enum mxd_torch: what C++ shall register with torch
+_FUNCTIONS = (
+    "mxd_version",
+    *("mxd_run", "mxd_last_error", "mxd_describe_plan"),
+    "mxd_register_with_torch",
+    *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
+)
 _DTYPE = {torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bfloat16: 27}
 _ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL, _BAD_RANK = 3, 7
@@ -31,6 +46,75 @@ _NOT_GIVEN = struct.pack("qq96x", 0, -1)  # for an optional input that is None, 
 
 # The most rows of value: row indices, and the exclusive bound of a range of rows, are 32-bit integers.
 MOST_ROWS = 2**31 - 2
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """Return the library, or why it cannot be loaded. Warn once in the latter case, because the reference is slow."""
+    library = _try_to_load(library_path())
+    if isinstance(library, str):
+        warnings.warn(
+            f"mx_driving computes with plain PyTorch on a CPU, which is slow: {library}", RuntimeWarning, stacklevel=2
+        )
+    return library
+
+
+def _try_to_load(path: pathlib.Path) -> ctypes.CDLL | str:
+    if not path.exists():
+        return why_absent(path)
+    try:
+        # Linux would load a library that ends too early, and kill the process when it touches a missing part. Linkers write the
+        # table of sections last. Loaders of other systems check the size themselves. Do not compare size or hash with the
+        # build's: strip, patchelf and signatures change both.
+        with path.open("rb") as file:
+            header = file.read(64)
+        if len(header) == 64 and header[:5] == b"\x7fELF\2":
+            table, entry_bytes, entries = struct.unpack("=40xQ10xHH2x", header)
+            if path.stat().st_size < table + entry_bytes * entries:
+                return f"{path.name} is damaged: it ends before what its header promises"
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path.name} cannot be loaded: {error}"
+    missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
+    if missing:
+        return f"{path.name} is not this package's, or older: it has no function {missing}"
+    texts = ("mxd_version", "mxd_isa", "mxd_threads", "mxd_last_error", "mxd_register_with_torch")
+    for function in (getattr(library, text) for text in texts):
+        function.restype = ctypes.c_char_p
+    built, version = library.mxd_version().decode(), sys.modules["mx_driving"].__version__
+    if built != version:
+        return f"{path.name} was built for version {built} of the package, which is {version}"
+    if _BY_CTYPES:
+        library.mxd_register_with_torch(_REGISTER_NOTHING)
+    if os.getpid() != _IMPORTED_IN:  # this process was forked before the library could install its fork handler
+        library.mxd_use_own_threads(1)
+    return library
+
+
+def why_not() -> str | None:
+    """Return why the native kernels cannot be used, or None if they can."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+@functools.cache
+def why_by_ctypes() -> str | None:
+    """Register the kernels with torch in C++. Return None, or why this is impossible and torch calls them through Python."""
+    if _BY_CTYPES:
+        return "MX_DRIVING_CTYPES is on"
+    if _needs.is_older_than(_OLDEST_STABLE):
+        return f"torch {torch.__version__} is older than {_OLDEST_STABLE}"
+    library = _load()
+    problem = library if isinstance(library, str) else library.mxd_register_with_torch(_REGISTER_KERNELS)
+    return problem.decode() if isinstance(problem, bytes) else problem
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL:
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
 
 
 def serves(value: Tensor) -> bool:
@@ -69,17 +153,7 @@ def threads() -> str:
 
 
 def _pack(t: Tensor | None) -> bytes:
-    if t is None:
-        return _NOT_GIVEN
-    shape = t.shape
-    return _PACK[len(shape)](t.data_ptr(), _DTYPE[t.dtype], *shape, *t.stride())
-
-
-def _pack_apart(t: Tensor, sizes: tuple[int, ...]) -> bytes:
-    """Pack a tensor as if its last axis were two axes of `sizes`. To make a view of the tensor would take longer."""
-    *shape, _ = t.shape
-    *strides, last = t.stride()
-    return _PACK[len(shape) + 2](t.data_ptr(), _DTYPE[t.dtype], *shape, *sizes, *strides, sizes[1] * last, last)
+    return _NOT_GIVEN if t is None else _PACK[len(t.shape)](t.data_ptr(), _DTYPE[t.dtype], *t.shape, *t.stride())
 
 
 # A function (name of a C function, packed tensors, options) -> status. It calls the C function and returns its status.
@@ -114,8 +188,13 @@ class _Function:
         for i, (axes, factors) in self.products.items():
             t = tensors[i]
             if t is not None and t.dim() == axes:
+                # Pack the tensor as if its last axis were two axes. To make a view of the tensor would take longer.
                 sizes = checks.sizes_of(self.operator, inputs)
-                apart[i], tensors[i] = _pack_apart(t, tuple(sizes[factor] for factor in factors)), None
+                (*shape, _), (*strides, last) = t.shape, t.stride()
+                outer, inner = (sizes[factor] for factor in factors)
+                address = t.data_ptr(), _DTYPE[t.dtype]
+                apart[i] = _PACK[axes + 1](*address, *shape, outer, inner, *strides, inner * last, last)
+                tensors[i] = None
         packed = [*map(_pack, tensors)]
         for i, t in apart.items():
             packed[i] = t

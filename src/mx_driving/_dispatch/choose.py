@@ -41,21 +41,21 @@ def backends() -> dict[str, dict[str, str]]:
     import mx_driving_portable  # imported here, so that `import mx_driving` does not wait for importlib.metadata
 
     beside = mx_driving_portable.beside()
-    end = f"; {beside}" if beside else ""
-    return {
-        device: {name: _describe(device, *choose(operator, device)) + end for name, operator in OPERATORS.items()}
-        for device in ("cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else []), "other")
-    }
-
-
-def _describe(device: str, backend: str, reason: str) -> str:
-    if backend == "reference":
-        return f"reference: {reason}"
-    if backend == "native":
-        by_ctypes = _backends.native.why_by_ctypes()
-        way = f", called by ctypes ({by_ctypes})" if by_ctypes else ""
-        isa, threads = _backends.native.isa(), _backends.native.threads()
-        return f"native C++, {isa}, {threads}{way}; float32, float64, float16, bfloat16"
-    label = ", compiled but never run on AMD" if torch.version.hip else ", never run on Intel's GPUs" if device == "xpu" else ""
-    label += from_cpp.describe() if device == "cuda" else ""
-    return f"Triton{label}; float32, float16, bfloat16; float64: reference"
+    sentences: dict[str, dict[str, str]] = {}
+    for device in ("cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else []), "other"):
+        sentences[device] = {}
+        for name, operator in OPERATORS.items():
+            backend, reason = choose(operator, device)
+            sentence = f"reference: {reason}"
+            if backend == "native":
+                by_ctypes = _backends.native.why_by_ctypes()
+                way = f", called by ctypes ({by_ctypes})" if by_ctypes else ""
+                isa, threads = _backends.native.isa(), _backends.native.threads()
+                sentence = f"native C++, {isa}, {threads}{way}; float32, float64, float16, bfloat16"
+            elif backend == "triton":
+                label = ", compiled but never run on AMD" if torch.version.hip else ""
+                label = ", never run on Intel's GPUs" if device == "xpu" else label
+                label += from_cpp.describe() if device == "cuda" else ""
+                sentence = f"Triton{label}; float32, float16, bfloat16; float64: reference"
+            sentences[device][name] = f"{sentence}; {beside}" if beside else sentence
+    return sentences

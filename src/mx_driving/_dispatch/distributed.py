@@ -12,7 +12,6 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import _needs, _torch_private
 from .._operator.description import OPERATORS, Operator
@@ -39,16 +38,12 @@ def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
     if isinstance(_torch_private.local_tensor(sharded), _torch_private.FakeTensor):
         _needs.check("DTensor under torch.compile")
     _register()
-    return tuple(_replicate(a, mesh) if i in shared else a for i, a in enumerate(args))
-
-
-def _replicate(table: Tensor, mesh: Any) -> Tensor:
-    """Return an index table as a replicated DTensor. Nothing is sent or compared: every process has computed the same table."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if isinstance(table, DTensor):
-        return table
-    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    # Nothing is sent or compared: every process has computed the same tables.
+    replicated = [_placement(None)] * mesh.ndim
+    return tuple(
+        DTensor.from_local(a, mesh, replicated, run_check=False) if i in shared and not isinstance(a, DTensor) else a  # pyright: ignore
+        for i, a in enumerate(args)
+    )
 
 
 @functools.cache
@@ -63,25 +58,6 @@ def _register() -> None:
         register_sharding(autocast)(functools.partial(_forward_rules, name))
         register_sharding(backward)(functools.partial(_backward_rules, name))
         _torch_private.cache_shardings_by_mask(backward, 1 + len(operator.inputs))
-
-
-def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
-    """Return the dimensions of all axes that can be sharded. The axis of blocks (heads or groups) needs shards of equal size:
-    DTensor shards the output by channels, and would cut it at other places than inputs with unequal shards of blocks."""
-    return [dims for axis, dims in operator.axes.items() if axis != operator.blocks or _has_even_shards(operator, dims, inputs)]
-
-
-def _has_even_shards(operator: Operator, dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
-    """Return whether an input is sharded along the block axis, with shards of equal size."""
-    from torch.distributed.tensor import Shard
-
-    mesh = inputs[0].mesh
-    cut = set()
-    for spec, dim in zip(inputs, dims, strict=False):
-        if spec is not None and dim is not None:
-            cut |= {i for i, placement in enumerate(spec.placements) if placement == Shard(dim)}
-    size = inputs[operator.weights].shape[dims[operator.weights]]
-    return bool(cut) and size % math.prod(mesh.size(i) for i in cut) == 0
 
 
 def _placement(dim: int | None) -> Any:
@@ -99,10 +75,20 @@ def _partial_sum(dim: int | None) -> Any:
 def _rules(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[tuple[int | None, ...], list[Any]]]:
     """Return (dimensions, placements of the inputs that are not None) for every axis that can be sharded. The first entry
     shards nothing."""
-    return [
-        (dims, [_placement(dim) for dim, spec in zip(dims, inputs, strict=False) if spec is not None])
-        for dims in ((None,) * (len(inputs) + 1), *_axes(operator, inputs))
-    ]
+    sharded: list[tuple[int | None, ...]] = [(None,) * (len(inputs) + 1)]
+    for axis, dims in operator.axes.items():
+        if axis == operator.blocks:
+            # DTensor shards the output by channels, and would cut it at other places than inputs with unequal shards of heads
+            # or groups. So an input must be sharded along the axis already, with shards of equal size.
+            cut = set()
+            for spec, dim in zip(inputs, dims, strict=False):
+                if spec is not None and dim is not None:
+                    cut |= {i for i, placement in enumerate(spec.placements) if placement == _placement(dim)}
+            size = inputs[operator.weights].shape[dims[operator.weights]]
+            if not cut or size % math.prod(inputs[0].mesh.size(i) for i in cut):
+                continue
+        sharded.append(dims)
+    return [(dims, [_placement(dim) for dim, spec in zip(dims, inputs, strict=False) if spec is not None]) for dims in sharded]
 
 
 def _forward_rules(name: str, *args: Any) -> list[tuple[list[Any], list[Any]]]:

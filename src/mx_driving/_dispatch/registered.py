@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from .. import _backends, _data_checks, _torch_private, reference
 from .._backends.triton import from_cpp
 from .._operator import checks, rules
+from .._operator.composition import autocast_dtype, empty_gradients
 from .._operator.description import OPERATORS, Operator
-from .._operator.outputs import autocast_dtype, empty_gradients
 from . import decompositions, distributed, flops, vmap
 from .choose import choose
 
@@ -106,10 +106,14 @@ class Registered:
         args = distributed.prepare(args, self.shared)
         transformed = _torch_private.are_transforms_active()
         # a compiled torch.func.jvp is only seen in `transformed`: it sets no level in forward_ad
-        if (transformed or _torch_private.is_forward_mode_active()) and _any_tangent(args):
+        if (transformed or _torch_private.is_forward_mode_active()) and any(
+            isinstance(a, Tensor) and forward_ad.unpack_dual(a, level=0).tangent is not None for a in args
+        ):
             self.check(*args)
             checks.check_readable_numbers(self.operator, args[self.value : len(args) - self.value])
-            return self.reference(*(a if i in self.differentiable else _detach(a) for i, a in enumerate(args)))
+            # forward mode ignores the tangent of an input that is not differentiable
+            detached = (a if i in self.differentiable or not isinstance(a, Tensor) else a.detach() for i, a in enumerate(args))
+            return self.reference(*detached)
         if torch.is_grad_enabled():
             for i in self.differentiable:
                 if args[i] is not None and args[i].requires_grad:  # the kernel refuses None
@@ -168,7 +172,10 @@ class Registered:
         options = ctx.options if self.operator.options else ()  # an OperatorFunction saves no options
         inputs = ctx.saved_tensors
         args = (*grads, *inputs, *options, mask)
-        if is_recorded(inputs[0]):
+        # The call needs our Autograd kernel if grad mode, torch.compile or a transform of torch.func is active; or if value is
+        # of a subclass of Tensor, or may have too many rows for C++.
+        is_recorded = type(inputs[0]) not in _PLAIN or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if is_recorded or _torch_private.are_transforms_active() or inputs[0].numel() > _backends.native.MOST_ROWS:
             gradients = backward(*args)
         else:
             with _torch_private.below_autograd():
@@ -295,23 +302,6 @@ class RegisteredBackward(Registered):
 
     def register_decomposition(self) -> None:
         pass
-
-
-def is_recorded(value: Tensor) -> bool:
-    """Return whether a call needs our Autograd kernel: value is of a subclass of Tensor, or may have too many rows for C++; or
-    grad mode, torch.compile or a transform of torch.func is active."""
-    if type(value) not in _PLAIN or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return True
-    return _torch_private.are_transforms_active() or value.numel() > _backends.native.MOST_ROWS
-
-
-def _any_tangent(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a, level=0).tangent is not None for a in args)
-
-
-def _detach(a: Any) -> Any:
-    """Return a tensor without its tangent. If an input is not differentiable, forward mode ignores its tangent, too."""
-    return a.detach() if isinstance(a, Tensor) else a
 
 
 def _widen(args: tuple[Any, ...]) -> Iterator[Any]:

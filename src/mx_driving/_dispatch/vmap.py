@@ -25,7 +25,21 @@ def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int 
     """
     shared = [value + i for i in operator.shared]
     if operator.kind == "pooling" or any(dims[i] is not None for i in shared):
-        return _call_for_each(operator, op, value, size, dims, args)
+        if size == 0:
+            name = op.name().partition("::")[2]
+            rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {name} for each", "size 0")
+        entry_results = []
+        for entry in range(size):
+            inputs = [a if d is None else a.select(d, entry) for a, d in zip(args, dims, strict=True)]
+            try:
+                entry_results.append(op(*inputs))
+            except RuntimeError:  # check the numbers in index tensors here: callers cannot read those of vmapped tensors
+                (checks.check_backward if value else checks.check_inputs)(operator, *inputs)
+                checks.check_readable_numbers(operator, inputs[value : len(args) - value])
+                raise
+        if value == 0:
+            return torch.stack(entry_results), 0
+        return tuple(map(torch.stack, zip(*entry_results, strict=True))), (0,) * len(entry_results[0])
     mask = args[-1] if value else None
     needed = [value + i for i, need in zip(operator.differentiable, mask or (), strict=False) if need]
     read_by_all = [value + i for i, axis in enumerate(operator.axes[operator.queries][:-1]) if axis is None]
@@ -49,25 +63,3 @@ def _move_to(t: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
     if dim is not None:
         return t.movedim(dim, axis)
     return t.unsqueeze(axis).expand(*t.shape[:axis], size, *t.shape[axis:])
-
-
-def _call_for_each(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
-    if size == 0:
-        name = op.name().partition("::")[2]
-        rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {name} for each", "size 0")
-    entries = ([a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)] for i in range(size))
-    results = [_call(operator, op, value, entry) for entry in entries]
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
-
-
-def _call(operator: Operator, op: Any, value: int, args: list[Any]) -> Any:
-    """Call the operator for an entry. After an error, check the entry and the numbers in its index tensors here: callers cannot
-    read those of vmapped tensors."""
-    try:
-        return op(*args)
-    except RuntimeError:
-        (checks.check_backward if value else checks.check_inputs)(operator, *args)
-        checks.check_readable_numbers(operator, args[value : len(args) - value])
-        raise

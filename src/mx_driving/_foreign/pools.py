@@ -46,14 +46,6 @@ def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> 
             need_one_device(("the input", result), (name, out))
 
 
-def write_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any], add: bool = False) -> None:
-    """Copy the results to the caller's outputs, or `add` them to the outputs. Write nothing if an output has a wrong shape."""
-    check_outputs(results, outputs)
-    for out, result in zip(outputs.values(), results, strict=True):
-        if result is not None:
-            out.add_(result) if add else out.copy_(result)
-
-
 def _channels_last(out: Tensor) -> Tensor:
     return out.permute(0, 2, 3, 4, 1)
 
@@ -107,15 +99,7 @@ def bev_pool_v2_forward(
 @torch.no_grad()
 @explain_arguments
 def bev_pool_v3_forward(
-    depth: Tensor | None,
-    feat: Tensor,
-    ranks_depth: Tensor | None,
-    ranks_feat: Tensor | None,
-    ranks_bev: Tensor,
-    b: int,
-    d: int,
-    h: int,
-    w: int,
+    depth: Any, feat: Tensor, ranks_depth: Any, ranks_feat: Any, ranks_bev: Tensor, b: int, d: int, h: int, w: int
 ) -> Tensor:
     """Return [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
     need_tensors(("feat", feat))
@@ -128,13 +112,7 @@ def bev_pool_v3_forward(
 @torch.no_grad()
 @explain_arguments
 def bev_pool_v3_backward(
-    grad_out: Tensor,
-    depth: Tensor | None,
-    feat: Tensor,
-    ranks_depth: Tensor | None,
-    ranks_feat: Tensor | None,
-    ranks_bev: Tensor,
-    *intervals_and_sizes: Any,
+    grad_out: Tensor, depth: Any, feat: Tensor, ranks_depth: Any, ranks_feat: Any, ranks_bev: Tensor, *intervals_and_sizes: Any
 ) -> tuple[Any, Tensor]:
     """Return the gradients of depth (None without depth) and feat, for the extensions of bev_pool_v2 and bev_pool_v3."""
     _check_intervals(*intervals_and_sizes)

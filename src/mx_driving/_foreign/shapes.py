@@ -24,15 +24,13 @@ def sampling_inputs(operator: str, facts: Mapping[str, Any]) -> Inputs:
     missing, the maps lie one after the other without gaps."""
     if facts.get("starts") is None and isinstance(facts["shapes"], Tensor):
         facts = {**facts, "starts": geometry.starts_of(facts["shapes"])}
-    to_inputs = aggregation_inputs if operator == AGGREGATION else attention_inputs
-    return to_inputs(*(facts[name] for name in SamplingInputs._fields))
-
-
-def attention_inputs(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Inputs:
-    """Return the inputs of an attention operator. The weights may be [bs, num_queries, num_heads, num_levels * num_points]."""
+    value, shapes, starts, locations, weights = (facts[name] for name in SamplingInputs._fields)
+    if operator == AGGREGATION:
+        return aggregation_inputs(value, shapes, starts, locations, weights)
     if isinstance(shapes, Tensor) and shapes.dim() == 2 and shapes.shape[1] == 3:
         fact = f"{tuple(shapes.shape)}: three sizes, of volumes, and the operator samples maps"
         fail(ValueError, "value_spatial_shapes", "have shape (num_levels, 2), (H, W) of each level", fact)
+    # The weights of attention may be [bs, num_queries, num_heads, num_levels * num_points].
     if isinstance(weights, Tensor) and isinstance(locations, Tensor) and (weights.dim(), locations.dim()) == (4, 6):
         sides = locations.shape[:-1]
         if weights.shape == (*sides[:3], sides[3] * sides[4]):
@@ -54,25 +52,23 @@ def aggregation_inputs(
             )
             fail(ValueError, "spatial_shape", "have shape (cam, scale, 2) where feature_maps are [bs, num_feat, c]", fact)
         return inputs
-    _check_maps_apart(*inputs)
-    cameras, rows = feature_maps.shape[1:3]
+    need_tensors(("spatial_shape", spatial_shape), ("scale_start_index", scale_start_index))
+    need_tensors(("sample_locations", sample_locations), ("weights", weights))
+    need_dtype("scale_start_index", scale_start_index, INDEX, INDEX_RULE)
+    bs, cameras, rows, _ = feature_maps.shape
+    if spatial_shape.dim() == 3:
+        fact = (
+            f"{tuple(feature_maps.shape)}, as the older interface has them, beside spatial_shape {tuple(spatial_shape.shape)}"
+        )
+        fail(ValueError, "feature_maps", "have shape (bs, num_feat, c) where spatial_shape is [cam, scale, 2]", fact)
+    need_shape("spatial_shape", spatial_shape, "scale, 2", None, 2)
+    scales = spatial_shape.shape[0]
+    need_shape("scale_start_index", scale_start_index, "scale", scales)
+    need_shape("sample_locations", sample_locations, "bs, pts, cam, 2", bs, None, cameras, 2)
+    need_shape("weights", weights, "bs, pts, cam, scale, group", bs, sample_locations.shape[1], cameras, scales, None)
+    if checks.is_readable(spatial_shape) and checks.is_readable(scale_start_index):
+        # The operator sees the maps of all cameras as one table, and would not notice a level that runs into the next camera.
+        checks.check_levels("spatial_shape", "scale_start_index", spatial_shape, scale_start_index, rows)
     first = torch.arange(cameras, dtype=torch.int64, device=scale_start_index.device)[:, None] * rows
     tables = spatial_shape.expand(cameras, -1, -1), scale_start_index + first
     return feature_maps.flatten(1, 2), *tables, sample_locations.unsqueeze(2), weights.unsqueeze(2)
-
-
-def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:
-    need_tensors(("spatial_shape", shapes), ("scale_start_index", starts))
-    need_tensors(("sample_locations", locations), ("weights", weights))
-    need_dtype("scale_start_index", starts, INDEX, INDEX_RULE)
-    bs, cameras, rows, _ = maps.shape
-    if shapes.dim() == 3:
-        fact = f"{tuple(maps.shape)}, as the older interface has them, beside spatial_shape {tuple(shapes.shape)}"
-        fail(ValueError, "feature_maps", "have shape (bs, num_feat, c) where spatial_shape is [cam, scale, 2]", fact)
-    need_shape("spatial_shape", shapes, "scale, 2", None, 2)
-    need_shape("scale_start_index", starts, "scale", shapes.shape[0])
-    need_shape("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)
-    need_shape("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, shapes.shape[0], None)
-    if checks.is_readable(shapes) and checks.is_readable(starts):
-        # The operator sees the maps of all cameras as one table, and would not notice a level that runs into the next camera.
-        checks.check_levels("spatial_shape", "scale_start_index", shapes, starts, rows)

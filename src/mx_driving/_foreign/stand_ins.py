@@ -1,5 +1,5 @@
 """Functions that replace compiled extensions and their autograd functions. The table of foreign functions has several layouts
-of arguments. For each layout, a function here (an adaptor) converts the arguments and calls ours."""
+of arguments, which are converted here to those of our functions."""
 
 from __future__ import annotations
 
@@ -40,72 +40,12 @@ FORWARDS = {
 _BACKWARDS = {operator: backward_as_compiled(operator, list) for operator in FORWARDS}
 
 
-def _sample(entry: Function, arguments: Arguments) -> Any:
-    """Return the output of a sampling operator, or the list of its gradients in the shapes of the caller's inputs."""
-    inputs = sampling_inputs(entry.operator, arguments)
-    if not entry.backward:
-        return FORWARDS[entry.operator](*inputs)
-    gradients = _BACKWARDS[entry.operator](*inputs, arguments["grad_output"])
-    return [g.view(arguments[name].shape) for name, g in zip(DIFFERENTIABLE[entry.operator], gradients, strict=True)]
-
-
-def _pool_places(entry: Function, arguments: Arguments) -> Any:
-    function = pools.bev_pool_backward if entry.backward else pools.bev_pool_forward
-    return function(*arguments.values())
-
-
-def _pool_xyzb(entry: Function, arguments: Arguments) -> Any:
-    """Pool points whose cells are (x, y, z, b), as in FlashOCC. Exchange x and y for bev_pool, whose cells begin with H."""
-    places = arguments["geom_xyzb"]
-    need_tensors(("geom_xyzb", places))
-    need_shape("geom_xyzb", places, "n, 4", None, 4)
-    return _pool_places(entry, {**arguments, "geom_xyzb": places[:, [1, 0, 2, 3]]})
-
-
-def _pool_ranks(entry: Function, arguments: Arguments) -> Any:
-    """Pool points that have ranks. Take the sizes from the caller's output [b, d, h, w, c]."""
-    inputs = [argument for name, argument in arguments.items() if name not in entry.outputs]
-    if entry.backward:
-        return pools.bev_pool_v3_backward(*inputs)
-    need_tensors(("output", arguments["output"]))
-    need_axes("output", arguments["output"], "B, D, H, W, C")
-    return pools.bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
-
-
 def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
     """Return the points as [*sizes, 3]. Callers may pass any shape, because the compiled functions ignore shapes."""
     need_tensors(("geom_xyz", geom_xyz))
     if geom_xyz.numel() != 3 * math.prod(sizes):
         fail(ValueError, "geom_xyz", f"hold {math.prod(sizes)} points (x, y, z)", f"shape {tuple(geom_xyz.shape)}")
     return geom_xyz.reshape(*sizes, 3)
-
-
-def _pool_points(entry: Function, arguments: Arguments) -> Tensor:
-    """Return [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3]."""
-    B, n, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:6], "six", "B, n, C, X, Y, Z")
-    coords, memo = _view_points(arguments["geom_xyz"], B, n), arguments["memo"]
-    need_tensors(("input_features", arguments["feat"]))
-    if arguments["feat"].shape[-1:] != (C,):
-        fail(ValueError, "input_features", f"have shape (B, n, C={C})", tuple(arguments["feat"].shape))
-    pooled = npu_voxel_pooling_train(coords, arguments["feat"], (X, Y, Z)).permute(0, 2, 3, 1)
-    need_tensors(("memo", memo))
-    need_shape("memo", memo, "B, n, 3", B, n, 3)
-    need_dtype("memo", memo, INDEX, INDEX_RULE)
-    need_one_device(("geom_xyz", coords), ("memo", memo))
-    pools.check_outputs([pooled], {"output": arguments["output"]})
-    inside, cells = _pooling.points_inside(coords, (X, Y, Z))
-    memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
-    return pooled
-
-
-def _pool_frustum(entry: Function, arguments: Arguments) -> Tensor:
-    """Return [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W]."""
-    axes = "B, cams, D, H, W, C, X, Y, Z"
-    B, *pixels, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:9], "nine", axes)
-    coords, depth, feat = _view_points(arguments["geom_xyz"], B, *pixels), arguments["depth"], arguments["feat"]
-    need_tensors(("depth", depth), ("context", feat))
-    need_shape("context", feat, "B * cams, C, H, W", None, C, None, None)
-    return _lift_frustum(coords, depth, feat, (X, Y, Z)).permute(0, 2, 3, 1)
 
 
 def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -118,26 +58,76 @@ def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[i
     return bev_pool_v3(depth, feat.permute(0, 2, 3, 1), points, rows, cells, shape).squeeze(2)
 
 
-# parameter -> adaptor for the pooling functions that have this parameter. Each parameter here occurs in a single layout.
-_POOLS = {"geom_feat": _pool_places, "geom_xyzb": _pool_xyzb, "ranks_bev": _pool_ranks, "memo": _pool_points}
+def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
+    """Return the results of a compiled pooling function. Its parameters say which layout of arguments it has."""
+    names = entry.names
+    if "geom_feat" in names or "geom_xyzb" in names:
+        if "geom_xyzb" in names:
+            # FlashOCC's cells are (x, y, z, b), and those of bev_pool begin with H. So exchange x and y.
+            places = arguments["geom_xyzb"]
+            need_tensors(("geom_xyzb", places))
+            need_shape("geom_xyzb", places, "n, 4", None, 4)
+            arguments = {**arguments, "geom_xyzb": places[:, [1, 0, 2, 3]]}
+        return (pools.bev_pool_backward if entry.backward else pools.bev_pool_forward)(*arguments.values())
+
+    if "ranks_bev" in names:
+        inputs = [argument for name, argument in arguments.items() if name not in entry.outputs]
+        if entry.backward:
+            return pools.bev_pool_v3_backward(*inputs)
+        need_tensors(("output", arguments["output"]))  # the sizes are those of the caller's output [b, d, h, w, c]
+        need_axes("output", arguments["output"], "B, D, H, W, C")
+        return pools.bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
+
+    if "memo" in names:
+        # Return [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3].
+        B, n, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:6], "six", "B, n, C, X, Y, Z")
+        coords, memo = _view_points(arguments["geom_xyz"], B, n), arguments["memo"]
+        need_tensors(("input_features", arguments["feat"]))
+        if arguments["feat"].shape[-1:] != (C,):
+            fail(ValueError, "input_features", f"have shape (B, n, C={C})", tuple(arguments["feat"].shape))
+        pooled = npu_voxel_pooling_train(coords, arguments["feat"], (X, Y, Z)).permute(0, 2, 3, 1)
+        need_tensors(("memo", memo))
+        need_shape("memo", memo, "B, n, 3", B, n, 3)
+        need_dtype("memo", memo, INDEX, INDEX_RULE)
+        need_one_device(("geom_xyz", coords), ("memo", memo))
+        pools.check_outputs([pooled], {"output": arguments["output"]})
+        inside, cells = _pooling.points_inside(coords, (X, Y, Z))
+        memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
+        return pooled
+
+    # Return [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W].
+    axes = "B, cams, D, H, W, C, X, Y, Z"
+    B, *pixels, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:9], "nine", axes)
+    coords, depth, feat = _view_points(arguments["geom_xyz"], B, *pixels), arguments["depth"], arguments["feat"]
+    need_tensors(("depth", depth), ("context", feat))
+    need_shape("context", feat, "B * cams, C, H, W", None, C, None, None)
+    return _lift_frustum(coords, depth, feat, (X, Y, Z)).permute(0, 2, 3, 1)
 
 
 def stand_in(entry: Function) -> Callable[..., Any]:
     """Return our function for an entry of the table of foreign functions."""
-    is_pool = entry.operator == POOL
-    adapt = next((adapt for name, adapt in _POOLS.items() if name in entry.names), _pool_frustum) if is_pool else _sample
+    operator, is_pool = entry.operator, entry.operator == POOL
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in entry.names]
     parameters = [parameter.replace(default=64) if parameter.name == "step" else parameter for parameter in parameters]
 
     def call(*args: Any, **named: Any) -> Any:
         arguments = dict(zip(entry.names, args if is_pool else insert_starts(args), strict=False)) | named
         arguments = {name: arguments[name] for name in entry.names if name in arguments}
-        results = adapt(entry, arguments)
+        if is_pool:
+            results = _pool_as_extension(entry, arguments)
+        elif not entry.backward:
+            results = FORWARDS[operator](*sampling_inputs(operator, arguments))
+        else:  # the gradients have the shapes of the caller's inputs
+            gradients = _BACKWARDS[operator](*sampling_inputs(operator, arguments), arguments["grad_output"])
+            results = [g.view(arguments[n].shape) for n, g in zip(DIFFERENTIABLE[operator], gradients, strict=True)]
         if not entry.outputs:
             return results
         outputs = {name: arguments[name] for name in entry.outputs}
         results = [results] if isinstance(results, Tensor) else results
-        pools.write_outputs(results, outputs, add=f"{entry.outputs[0]}+" in entry.parameters)
+        pools.check_outputs(results, outputs)  # write nothing if an output has a wrong shape
+        for out, result in zip(outputs.values(), results, strict=True):
+            if result is not None:
+                out.add_(result) if f"{entry.outputs[0]}+" in entry.parameters else out.copy_(result)
         return 1 if entry.layout == "BYXC" else None
 
     call.__name__, call.__signature__ = entry.name, inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]

@@ -227,22 +227,15 @@ def _draw_sparse4d_with_logits(generator: torch.Generator, anchors: int, points:
     while is_near_jump.any():
         offsets = (torch.rand(1, anchors, points, 3, generator=generator) - 0.5) * torch.tensor([4.6, 1.9, 1.7])
         key_points = torch.where(is_near_jump[..., None], _round_to_sixteen_bits(centres + offsets), key_points)
-        is_near_jump = _find_points_near_a_jump(shapes, key_points, projection, logits, image_size)
+        # Draw points again that lie at the border of a camera's image, or within 0.002 pixel of a jump of the gradient.
+        inputs = (key_points.double(), projection.double(), logits, image_size.double())
+        locations = composition.Aggregation(shapes, *inputs).locations  # [bs, anchor, pts, cam, 2]
+        seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)
+        border = ((locations.abs() < 1e-4) | ((locations - 1).abs() < 1e-4)).any(-1)
+        pixels = geometry.pixels(locations[..., None, :], shapes.flip(-1))
+        lattice = ((pixels - pixels.round()).abs() < 0.002).any(-1).any(-1)
+        is_near_jump = (seen & (border | lattice)).any(-1)
     return features, shapes, starts, key_points, projection, logits, image_size, None
-
-
-def _find_points_near_a_jump(
-    shapes: Tensor, key_points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor
-) -> Tensor:
-    """Return True for points at the border of a camera's image, or within 0.002 pixel of a jump of the location's
-    gradient."""
-    inputs = (key_points.double(), projection.double(), logits, image_size.double())
-    locations = composition.Aggregation(shapes, *inputs).locations  # [bs, anchor, pts, cam, 2]
-    seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)
-    border = ((locations.abs() < 1e-4) | ((locations - 1).abs() < 1e-4)).any(-1)
-    pixels = geometry.pixels(locations[..., None, :], shapes.flip(-1))
-    lattice = ((pixels - pixels.round()).abs() < 0.002).any(-1).any(-1)
-    return (seen & (border | lattice)).any(-1)
 
 
 def draw_lifted(

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,17 +47,36 @@ Options = dict[str, str]
 Shapes = Sequence[tuple[Input, tuple[int, ...]]]
 
 
-def reference_count_fits(R: int, num_levels: int, num_points: int, reference_axis: str) -> bool:
-    """Return whether a query of multi_scale_deformable_attn_with_logits can have R reference points."""
-    if reference_axis == "level":
-        return R in (num_levels, 1)
-    return R > 0 and num_points % R == 0
-
-
 def check_inputs(operator: Operator, *args: Any) -> None:
-    """Check inputs, sizes and options. Kernels check again, because callers of torch.ops bypass the public function."""
-    if not _keeps_rules(_fit, operator, args):
-        _refuse(operator, *args)
+    """Check inputs, sizes and options; raise the sentence about the first rule that the call breaks. Kernels check again,
+    because callers of torch.ops bypass the public function."""
+    if _keeps_rules(_fit, operator, args):
+        return
+    options = _options(operator, args)
+    for option, choices in operator.choices.items():
+        if options[option] not in choices:
+            fail(ValueError, option, f"be {' or '.join(map(repr, choices))}", repr(options[option]))
+    present = [(t, a) for t, a in zip(operator.tensors, args, strict=False) if not (t.optional and a is None)]
+    need_tensors(*((t.name, a) for t, a in present))
+    shapes = [(t, tuple(a.shape)) for t, a in present]
+    sizes = _majority(shapes)
+    for t, shape in shapes:
+        _need_shape(t.name, shape, _axes(t, shape), shapes, sizes, options)
+    if not _divides(operator, sizes):
+        axis, whole = operator.divides
+        name = next(t.name for t in operator.tensors if axis in t.axes)
+        fail(ValueError, name, f"have a {axis} count that divides {whole}={sizes[whole]}", sizes[axis])
+    sizes |= _numbers(operator, args)
+    for name in operator.sizes:
+        if sizes[name] < 0:
+            fail(ValueError, name, "not be negative", sizes[name])
+    if not _memory_holds(operator, sizes):
+        shape = tuple(sizes[axis] for axis in operator.output)
+        fail(ValueError, "output", "have fewer than 2**48 elements" + ", an axis of 0 counted as 1" * (0 in shape), shape)
+    for t, a in present:
+        need_dtype(t.name, a, *_ELEMENTS[t.elements])
+    need_one_device(*((t.name, a) for t, a in present))
+    raise AssertionError(f"the check of {operator.name} refuses what no rule does")
 
 
 def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
@@ -124,23 +143,21 @@ def _axes(t: Input, shape: Sequence[int]) -> Sequence[str]:
 
 
 def _fits(axes: Sequence[str], shape: Sequence[int], sizes: Sizes, options: Options) -> bool:
-    return len(axes) == len(shape) and all(
-        _size_fits(axis, size, sizes, options) for axis, size in zip(axes, shape, strict=True)
-    )
-
-
-def _size_fits(axis: str, size: int, sizes: Sizes, options: Options) -> bool:
-    """Return whether an axis may have this size. `2 or 4` allows both, `8 or more` at least 8, `a * b` the product, and an
-    unknown axis any size."""
-    if axis == "R":
-        counts = [sizes[name] for name in ("num_levels", "num_points") if name in sizes]
-        return len(counts) < 2 or reference_count_fits(size, *counts, **options)
-    if axis.endswith(" or more"):
-        return size >= int(axis.removesuffix(" or more"))
-    if axis[0].isdigit():
-        return any(size == int(number) for number in axis.split(" or "))
-    expected = _product(axis, sizes)
-    return expected is None or size == expected
+    """Return whether the axes may have the sizes of `shape`. `2 or 4` allows both, `8 or more` at least 8, `a * b` the product,
+    and an unknown axis any size."""
+    fits = len(axes) == len(shape)
+    for axis, size in zip(axes, shape, strict=False):
+        if axis == "R":  # the reference points of a query, in multi_scale_deformable_attn_with_logits
+            if fits and "num_levels" in sizes and "num_points" in sizes:
+                by_level = options["reference_axis"] == "level"
+                fits = size in (sizes["num_levels"], 1) if by_level else size > 0 and sizes["num_points"] % size == 0
+        elif axis.endswith(" or more"):
+            fits = fits and size >= int(axis.removesuffix(" or more"))
+        elif axis[0].isdigit():
+            fits = fits and any(size == int(number) for number in axis.split(" or "))
+        elif (expected := _product(axis, sizes)) is not None:
+            fits = fits and size == expected
+    return bool(fits)
 
 
 def _product(axis: str, sizes: Sizes) -> int | None:
@@ -166,35 +183,6 @@ def _memory_holds(operator: Operator, sizes: Sizes) -> bool:
     shape = [sizes[axis] for axis in operator.output] if operator.sizes else []
     in_graph = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in shape)
     return in_graph or math.prod(max(size, 1) for size in shape) < _MOST_ELEMENTS
-
-
-def _refuse(operator: Operator, *args: Any) -> NoReturn:
-    """Raise the sentence about the first rule that a call breaks."""
-    options = _options(operator, args)
-    for option, choices in operator.choices.items():
-        if options[option] not in choices:
-            fail(ValueError, option, f"be {' or '.join(map(repr, choices))}", repr(options[option]))
-    present = [(t, a) for t, a in zip(operator.tensors, args, strict=False) if not (t.optional and a is None)]
-    need_tensors(*((t.name, a) for t, a in present))
-    shapes = [(t, tuple(a.shape)) for t, a in present]
-    sizes = _majority(shapes)
-    for t, shape in shapes:
-        _need_shape(t.name, shape, _axes(t, shape), shapes, sizes, options)
-    if not _divides(operator, sizes):
-        axis, whole = operator.divides
-        name = next(t.name for t in operator.tensors if axis in t.axes)
-        fail(ValueError, name, f"have a {axis} count that divides {whole}={sizes[whole]}", sizes[axis])
-    sizes |= _numbers(operator, args)
-    for name in operator.sizes:
-        if sizes[name] < 0:
-            fail(ValueError, name, "not be negative", sizes[name])
-    if not _memory_holds(operator, sizes):
-        shape = tuple(sizes[axis] for axis in operator.output)
-        fail(ValueError, "output", "have fewer than 2**48 elements" + ", an axis of 0 counted as 1" * (0 in shape), shape)
-    for t, a in present:
-        need_dtype(t.name, a, *_ELEMENTS[t.elements])
-    need_one_device(*((t.name, a) for t, a in present))
-    raise AssertionError(f"the check of {operator.name} refuses what no rule does")
 
 
 def _majority(shapes: Shapes) -> Sizes:
@@ -289,8 +277,16 @@ def output_shape(operator: Operator, args: Sequence[Any]) -> tuple[int, ...]:
 def check_backward(operator: Operator, grad: Tensor, *rest: Any) -> None:
     """Check the arguments of an operator's backward: grad_output, the inputs, output_mask."""
     *inputs, mask = rest
-    if not _keeps_rules(_fit_backward, operator, (len(mask), grad, *inputs)):
-        _refuse_backward(operator, grad, inputs, len(mask))
+    if _keeps_rules(_fit_backward, operator, (len(mask), grad, *inputs)):
+        return
+    check_inputs(operator, *inputs)
+    if len(mask) != len(operator.differentiable):
+        fail(ValueError, "output_mask", f"have {len(operator.differentiable)} entries, one for each gradient", len(mask))
+    need_tensors(("grad_output", grad))
+    shapes = [(t, tuple(a.shape)) for t, a in zip(operator.tensors, inputs, strict=False) if a is not None]
+    _need_shape("grad_output", tuple(grad.shape), operator.output, shapes, _majority(shapes) | _numbers(operator, inputs), {})
+    need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
+    need_one_device((operator.inputs[0], inputs[0]), ("grad_output", grad))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -300,17 +296,6 @@ def _fit_backward(operator: Operator, gradients: int, grad: Any, *inputs: Any) -
     shape, dtype, device = grad
     expected = output_shape(operator, [a[0] if isinstance(a, tuple) else a for a in inputs])
     return shape == expected and dtype in FLOATING and device == inputs[0][2]
-
-
-def _refuse_backward(operator: Operator, grad: Tensor, inputs: Sequence[Any], gradients: int) -> None:
-    check_inputs(operator, *inputs)
-    if gradients != len(operator.differentiable):
-        fail(ValueError, "output_mask", f"have {len(operator.differentiable)} entries, one for each gradient", gradients)
-    need_tensors(("grad_output", grad))
-    shapes = [(t, tuple(a.shape)) for t, a in zip(operator.tensors, inputs, strict=False) if a is not None]
-    _need_shape("grad_output", tuple(grad.shape), operator.output, shapes, _majority(shapes) | _numbers(operator, inputs), {})
-    need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
-    need_one_device((operator.inputs[0], inputs[0]), ("grad_output", grad))
 
 
 def is_readable(t: Tensor) -> bool:
@@ -350,23 +335,19 @@ def check_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
     Reading tensors is free only on a CPU.
     """
     if operator.kind == "pooling":
-        check_ranks(*inputs)
+        feat, depth, ranks_feat, ranks_depth, ranks_bev, *sizes = inputs
+        for name, t, rows, noun in (
+            ("ranks_feat", ranks_feat, feat.shape[0], "rows of feat"),
+            ("ranks_depth", ranks_depth, depth.shape[0], "elements of depth"),
+            ("ranks_bev", ranks_bev, math.prod(sizes), "cells"),
+        ):
+            wrong = (t < 0) | (t.long() >= rows)  # int64, because `rows` may exceed int32
+            if wrong.any():
+                first = int(wrong.int().argmax())
+                fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {noun}", int(t[first]))
         return
     shape = inputs[0].shape
     check_levels(*operator.tables, inputs[1], inputs[2], shape[1], shape[2] if len(shape) == 3 else 0)
-
-
-def check_ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> None:
-    """Check that every rank of bev_pool_v3 is the index of a row, an element or a cell."""
-    for name, t, rows, noun in (
-        ("ranks_feat", ranks_feat, feat.shape[0], "rows of feat"),
-        ("ranks_depth", ranks_depth, depth.shape[0], "elements of depth"),
-        ("ranks_bev", ranks_bev, math.prod(sizes), "cells"),
-    ):
-        wrong = (t < 0) | (t.long() >= rows)  # int64, because `rows` may exceed int32
-        if wrong.any():
-            first = int(wrong.int().argmax())
-            fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {noun}", int(t[first]))
 
 
 def check_levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:

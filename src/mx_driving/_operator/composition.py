@@ -27,6 +27,19 @@ def compute_dtype(*inputs: Any) -> torch.dtype:
     return torch.float64 if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in inputs) else torch.float32
 
 
+def autocast_dtype(value: Tensor) -> torch.dtype:
+    """Return the dtype of an output under autocast: float32 if value has 16 bits."""
+    return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+
+
+def empty_gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
+    """Return uninitialised memory for the gradients of tensors; an empty tensor where `mask` is False."""
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if needed else t.new_empty((0,))
+        for t, needed in zip(tensors, mask, strict=True)
+    ]
+
+
 def autocasts(device: str) -> bool:
     # Older torch.compile cannot trace is_autocast_available. All devices of torch.compile have autocast.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
@@ -80,21 +93,20 @@ class MultiScale:
         return self.shapes.flip(-1)[:, None].to(self.offsets.dtype)
 
     def gradients(self, mask: Sequence[bool], grad_locations: Tensor, grad_weights: Tensor) -> Gradients:
-        return (
-            self._grad_reference(grad_locations) if mask[1] else None,
-            self._grad_offsets(grad_locations) if mask[2] else None,
-            _softmax_gradient(self.weights.flatten(3), grad_weights.flatten(3), -1) if mask[3] else None,
-        )
-
-    def _grad_offsets(self, grad_locations: Tensor) -> Tensor:
-        return grad_locations * _finite(self.box) / (2 * self.points) if self.box.shape[-1] else grad_locations / self.size()
-
-    def _grad_reference(self, grad_locations: Tensor) -> Tensor:
-        parts = [grad_locations.sum_to_size(self.centre.shape)]
-        if self.box.shape[-1]:
-            parts.append((grad_locations * _finite(self.offsets) / (2 * self.points)).sum_to_size(self.box.shape))
-        gradient = torch.cat(parts, -1).flatten(2, -2)  # [bs, queries, levels or points, 2 or 4]
-        return gradient.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
+        grad_reference = grad_offsets = grad_logits = None
+        has_boxes = bool(self.box.shape[-1])
+        if mask[1]:
+            parts = [grad_locations.sum_to_size(self.centre.shape)]
+            if has_boxes:
+                parts.append((grad_locations * _finite(self.offsets) / (2 * self.points)).sum_to_size(self.box.shape))
+            by_repeat = torch.cat(parts, -1).flatten(2, -2)  # [bs, queries, levels or points, 2 or 4]
+            grad_reference = by_repeat.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
+        if mask[2]:
+            box_step = grad_locations * _finite(self.box) / (2 * self.points) if has_boxes else None
+            grad_offsets = grad_locations / self.size() if box_step is None else box_step
+        if mask[3]:
+            grad_logits = _softmax_gradient(self.weights.flatten(3), grad_weights.flatten(3), -1)
+        return grad_reference, grad_offsets, grad_logits
 
 
 NEAREST = 1e-5  # the least depth; smaller depths, and points behind a camera, are clamped to it
@@ -132,28 +144,23 @@ class Aggregation:
         return softmax, weights if scale is None else weights * scale
 
     def gradients(self, mask: Sequence[bool], grad_locations: Tensor, grad_weights: Tensor) -> Gradients:
-        grad_projected = self._grad_projected(grad_locations)[..., None] if mask[1] or mask[2] else grad_locations
-        return (
-            (grad_projected * _finite(self.matrix[..., :3])).sum((3, 4)) if mask[1] else None,
-            self._grad_projection(grad_projected) if mask[2] else None,
-            self._grad_logits(grad_weights) if mask[3] else None,
-        )
-
-    def _grad_projected(self, grad_locations: Tensor) -> Tensor:
-        """Return the gradient of (u, v, d), 0 where the camera does not see the point."""
-        seen = geometry.inside(self.locations)[..., None]
-        grad_plane = grad_locations if self.image_size is None else grad_locations / self.image_size
-        depth, plane = torch.where(seen, self.depth, 1), torch.where(seen, self.plane, 0)
-        grad_depth = torch.where(self.in_front, -(grad_plane * plane).sum(-1, keepdim=True), 0)
-        return torch.where(seen, torch.cat([grad_plane, grad_depth], -1) / depth, 0)
-
-    def _grad_projection(self, grad_projected: Tensor) -> Tensor:
-        points = torch.cat([self.points, torch.ones_like(self.points[..., :1])], -1)
-        return torch.nn.functional.pad((grad_projected * _finite(points)).sum((1, 2)), (0, 0, 0, 1))
-
-    def _grad_logits(self, grad_weights: Tensor) -> Tensor:
-        scaled = grad_weights if self.pair_scale is None else grad_weights * self.pair_scale
-        return _softmax_gradient(self.softmax, scaled.permute(0, 1, 3, 4, 2, 5).flatten(2, 4), 2)
+        grad_points = grad_projection = grad_logits = None
+        if mask[1] or mask[2]:
+            # the gradient of (u, v, d), 0 where the camera does not see the point
+            seen = geometry.inside(self.locations)[..., None]
+            grad_plane = grad_locations if self.image_size is None else grad_locations / self.image_size
+            depth, plane = torch.where(seen, self.depth, 1), torch.where(seen, self.plane, 0)
+            grad_depth = torch.where(self.in_front, -(grad_plane * plane).sum(-1, keepdim=True), 0)
+            grad_projected = torch.where(seen, torch.cat([grad_plane, grad_depth], -1) / depth, 0)[..., None]
+            if mask[1]:
+                grad_points = (grad_projected * _finite(self.matrix[..., :3])).sum((3, 4))
+            if mask[2]:
+                points = torch.cat([self.points, torch.ones_like(self.points[..., :1])], -1)
+                grad_projection = torch.nn.functional.pad((grad_projected * _finite(points)).sum((1, 2)), (0, 0, 0, 1))
+        if mask[3]:
+            scaled = grad_weights if self.pair_scale is None else grad_weights * self.pair_scale
+            grad_logits = _softmax_gradient(self.softmax, scaled.permute(0, 1, 3, 4, 2, 5).flatten(2, 4), 2)
+        return grad_points, grad_projection, grad_logits
 
 
 def _over_weights(pair_scale: Tensor | None) -> Tensor | None:

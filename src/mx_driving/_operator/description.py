@@ -101,15 +101,17 @@ class Operator:
     def axes(self) -> dict[str, tuple[int | None, ...]]:
         """Return the dimensions of every axis of `sharded` in the inputs and in the output. None for an input: every process
         needs the whole input. None for the output: the output is a sum over the axis."""
-        tensors = (*(t.axes for t in self.tensors), self.output)
-        return {axis: tuple(self._dimension(axis, axes) for axes in tensors) for axis in self.sharded}
-
-    def _dimension(self, axis: str, axes: tuple[str, ...]) -> int | None:
-        """Return the index of `axis` in `axes`, or of the channels if `axis` divides the channels into blocks; else None."""
-        if axis in axes:
-            return axes.index(axis)
-        whole = self.divides[1] if self.divides[:1] == (axis,) else None
-        return next((i for i, other in enumerate(axes) if other == whole or other.split(" * ")[0] == axis), None)
+        dimensions = {}
+        for axis in self.sharded:
+            # An axis that divides the channels into blocks is sharded with the channels.
+            whole = self.divides[1] if self.divides[:1] == (axis,) else None
+            dimensions[axis] = tuple(
+                axes.index(axis)
+                if axis in axes
+                else next((i for i, other in enumerate(axes) if other == whole or other.split(" * ")[0] == axis), None)
+                for axes in (*(t.axes for t in self.tensors), self.output)
+            )
+        return dimensions
 
     @cached_property
     def shared(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .._installing import pip_install
+from .._package_files import pip_install
 from .rules import first_line
 
 

@@ -47,7 +47,14 @@ def need_tensors(*named: Named) -> None:
     """Check that every argument is a strided torch.Tensor, neither nested nor masked."""
     for name, t in named:
         if not isinstance(t, Tensor):
-            fail(TypeError, name, "be a torch.Tensor" + _advice(name, t), type(t).__name__)
+            advice = ""
+            if isinstance(t, (list, tuple)) and not any(isinstance(element, Tensor) for element in t):
+                advice = f", as torch.tensor({name}) makes it"
+            elif type(t).__name__ == "Proxy":
+                advice = (
+                    " (torch.fx.symbolic_trace takes functions that torch.fx.wrap names; torch.export takes this one as it is)"
+                )
+            fail(TypeError, name, f"be a torch.Tensor{advice}", type(t).__name__)
         if t.is_nested and t.layout == torch.strided:
             rule = "have one size in each axis, as torch.nested.to_padded_tensor makes it"
             fail(ValueError, name, rule, "a nested tensor")
@@ -56,14 +63,6 @@ def need_tensors(*named: Named) -> None:
         # In a backward, torch.compile can read the layout of a nested tensor only.
         if (t.is_nested or not torch.compiler.is_compiling()) and t.layout != torch.strided:
             fail(ValueError, name, "have the layout torch.strided", t.layout)
-
-
-def _advice(name: str, argument: object) -> str:
-    if isinstance(argument, (list, tuple)) and not any(isinstance(element, Tensor) for element in argument):
-        return f", as torch.tensor({name}) makes it"
-    if type(argument).__name__ == "Proxy":
-        return " (torch.fx.symbolic_trace takes functions that torch.fx.wrap names; torch.export takes this one as it is)"
-    return ""
 
 
 def need_one_device(first: Named, *others: Named) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,9 @@ class RecordedCall:
 
     def shape_of(self, result: str) -> tuple[int, ...]:
         if result in ("output", "grad_output"):
-            return find_output_shape(self.description, self.inputs, self.sizes)
+            if self.description.kind == "pooling":
+                return (self.sizes[0], self.inputs[0].shape[1], *self.sizes[1:])
+            return (self.inputs[0].shape[0], self.inputs[3].shape[1], math.prod(self.inputs[0].shape[2:]))
         return tuple(self.inputs[self.input_names.index(result.removeprefix("grad_"))].shape)
 
 
@@ -116,7 +118,26 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
         except Problem as problem:
             problems.append(str(problem))
     call = RecordedCall(name, about, inputs, {}, sizes)
-    return call, problems + _take_results(call, tensors)
+
+    # Add the results that fit the call's inputs.
+    names = [result for result in ("output", *call.gradients) if result in tensors]
+    if not names:
+        raise Problem(f"{name} must hold an output or gradients; got {', '.join(tensors)}")
+    if names != ["output"] and "grad_output" not in tensors:
+        problems.append(f"{name} must hold grad_output for its gradients to be judged; got none")
+        names = [result for result in names if result == "output"]
+    for result in (["grad_output"] if "grad_output" in tensors else []) + names:
+        shape = call.shape_of(result)
+        t = to_operator_shape(about, result, tensors[result], shape)
+        if t.shape == shape and t.is_floating_point():
+            call.results[result] = t
+        else:
+            dtype = str(t.dtype).removeprefix("torch.")
+            problems.append(f"{result} of {name} must be floating, of shape {shape}; got {tuple(t.shape)} {dtype}")
+    call.grad_output = call.results.pop("grad_output", None)
+    if call.grad_output is None:
+        call.results = {result: t for result, t in call.results.items() if result == "output"}
+    return call, problems
 
 
 def _load(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -154,31 +175,6 @@ def _check_dict(name: str, value: Any, kind: type = object) -> None:
         raise Problem(f"{name} must be a dict{entries}; got {type(wrong[0]).__name__}")
 
 
-def _take_results(call: RecordedCall, tensors: dict[str, Tensor]) -> list[str]:
-    """Add results to the call if they fit its inputs. Return reasons for the results that are left out."""
-    problems = []
-    names = [name for name in ("output", *call.gradients) if name in tensors]
-    if not names:
-        raise Problem(f"{call.name} must hold an output or gradients; got {', '.join(tensors)}")
-    if names != ["output"] and "grad_output" not in tensors:
-        problems.append(f"{call.name} must hold grad_output for its gradients to be judged; got none")
-        names = [name for name in names if name == "output"]
-    if "grad_output" in tensors:
-        names = ["grad_output", *names]
-    for name in names:
-        shape = call.shape_of(name)
-        t = to_operator_shape(call.about, name, tensors[name], shape)
-        if t.shape == shape and t.is_floating_point():
-            call.results[name] = t
-        else:
-            dtype = str(t.dtype).removeprefix("torch.")
-            problems.append(f"{name} of {call.name} must be floating, of shape {shape}; got {tuple(t.shape)} {dtype}")
-    call.grad_output = call.results.pop("grad_output", None)
-    if call.grad_output is None:
-        call.results = {name: t for name, t in call.results.items() if name == "output"}
-    return problems
-
-
 class _Captured(Exception):
     """Carries the arguments of an operator out of the function that calls the operator."""
 
@@ -195,10 +191,20 @@ class _Capture(TorchDispatchMode):
 def read_inputs(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Return the operator's input tensors and its sizes."""
     facts = {**_ABSENT, **about.get("sizes", {}), **tensors}
-    is_pooling = OPERATORS[about["operator"]].kind == "pooling"
     try:
-        if is_pooling:
-            inputs = _pool(name, about.get("form", POOL), facts)
+        if OPERATORS[about["operator"]].kind == "pooling":
+            # Call our pooling function with the recorded arguments, and take the inputs of the operator that it calls.
+            function = about.get("form", POOL)
+            if function not in _POOLS:
+                raise Problem(f"the form of {name} must be one of {', '.join(_POOLS)}; got {function}")
+            arguments, inputs = [facts[parameter] for parameter in _POOLS[function].names], None
+            try:
+                with torch.no_grad(), _Capture():
+                    find_pool(function)(*arguments)
+            except _Captured as captured:
+                inputs = captured.args[0][1:-1] if _POOLS[function].backward else captured.args[0]
+            if inputs is None:
+                raise Problem(f"{name} must call {POOL}; got none")
         else:
             tables = {name: facts[name] for name in ("shapes", "starts") if name in facts}
             tables = {name: t if t.dtype in (torch.int32, torch.int64) else t.long() for name, t in tables.items()}
@@ -209,32 +215,12 @@ def read_inputs(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[tu
     return tuple(inputs[:5]), tuple(inputs[5:])
 
 
-def _pool(name: str, function: str, facts: Facts) -> Sequence[Any]:
-    """Call our pooling function for `function` with the recorded arguments. Return the inputs of the operator that it calls."""
-    if function not in _POOLS:
-        raise Problem(f"the form of {name} must be one of {', '.join(_POOLS)}; got {function}")
-    arguments = [facts[parameter] for parameter in _POOLS[function].names]
-    try:
-        with torch.no_grad(), _Capture():
-            find_pool(function)(*arguments)
-    except _Captured as captured:
-        (inputs,) = captured.args
-        return inputs[1:-1] if _POOLS[function].backward else inputs
-    raise Problem(f"{name} must call {POOL}; got none")
-
-
 def find_pool(function: str) -> Callable[..., Any]:
     """Return our pooling function for a name in the table of foreign functions. For BEVPoolV3.apply, return bev_pool_v3, which
     takes the same arguments."""
     if _POOLS[function].module != "mx_driving":
         return stand_in(_POOLS[function])
     return getattr(ops, "bev_pool_v3" if function == "BEVPoolV3.apply" else function)
-
-
-def find_output_shape(operator: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
-    if operator.kind == "pooling":
-        return (sizes[0], inputs[0].shape[1], *sizes[1:])
-    return (inputs[0].shape[0], inputs[3].shape[1], math.prod(inputs[0].shape[2:]))
 
 
 def to_operator_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, ...]) -> Tensor:

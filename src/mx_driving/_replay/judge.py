@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .calls import RecordedCall
-from .compute import Core, compute, compute_by_kernel, make_core
-from .error_bound import ErrorBound
+from .error_bound import Core, ErrorBound, compute, compute_by_kernel, make_core
 from .known_mistakes import list_mistakes
 
 RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
@@ -106,13 +105,25 @@ def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 def explain(bound: ErrorBound) -> dict[str, str]:
     """Return result -> sentence for the wrong results that have an explanation."""
-    wrong = [name for name, entries in bound.wrong.items() if entries.any()]
-    if not any(bool(bound.call.results[name].any()) for name in wrong):
+    call, wrong = bound.call, [name for name, entries in bound.wrong.items() if entries.any()]
+    if not any(bool(call.results[name].any()) for name in wrong):
         return dict.fromkeys(wrong, _ZERO)
     reasons: dict[str, str] = {}
-    for sentence, call, core in _make_suspicions(bound.call):
-        if unexplained := [name for name in wrong if name not in reasons]:
-            reasons.update(dict.fromkeys(_find_explained(bound, call, core, unexplained), sentence))
+    for sentence, suspect, core in _make_suspicions(call):
+        unexplained = [name for name in wrong if name not in reasons]
+        if not unexplained:
+            break
+        by_query = [name for name in unexplained if call.is_by_query(name)]
+        if call.num_queries > _SOME and by_query:  # try some wrong queries before all
+            queries = bound.wrong[by_query[0]].movedim(1, 0).flatten(1).any(1).nonzero().flatten()[:_SOME]
+            results = compute(suspect, torch.float64, core, queries)
+            if not any(_agrees(bound, name, results[name], queries) for name in by_query):
+                continue
+        results = compute(suspect, torch.float64, core)
+        explained = [name for name in unexplained if _agrees(bound, name, results[name])]
+        # If all wrong entries are zero, `_describe_error` has the better explanation.
+        if any(bool(call.results[name][bound.wrong[name]].any()) for name in explained):
+            reasons.update(dict.fromkeys(explained, sentence))
     return {name: reasons.get(name) or _describe_error(bound, name) for name in wrong}
 
 
@@ -123,41 +134,15 @@ def _make_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
     for sentence, core in list_mistakes(call.description.name, call.inputs):
         yield sentence, call, core
     for i, name in enumerate(call.input_names):
-        order = _find_memory_order(call.inputs[i], call.about.get("strides", {}).get(name, ()))
-        if order is not None:
-            misread = call.inputs[i].flatten()[order].view(call.inputs[i].shape)
-            inputs = (*call.inputs[:i], misread, *call.inputs[i + 1 :])
-            yield (
-                f"{name} is not contiguous, and is read as if it were",
-                replace(call, inputs=inputs),
-                make_core(call.description.name),
-            )
-
-
-def _find_memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
-    """Return the indices of t's entries in the order in which a tensor of these strides has them in memory. Return None if such
-    a tensor has gaps or overlaps."""
-    if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
-        return None
-    memory = torch.full((t.numel(),), -1)
-    memory.as_strided(t.shape, strides).copy_(torch.arange(t.numel()).view(t.shape))
-    return memory if bool((memory >= 0).all()) else None
-
-
-def _find_explained(bound: ErrorBound, suspect: RecordedCall, core: Core, wrong: list[str]) -> list[str]:
-    """Return the wrong results that the suspected mistake reproduces. In a large call, try some wrong queries before all."""
-    call = bound.call
-    by_query = [name for name in wrong if call.is_by_query(name)]
-    if call.num_queries > _SOME and by_query:
-        entries = bound.wrong[by_query[0]]
-        queries = entries.movedim(1, 0).flatten(1).any(1).nonzero().flatten()[:_SOME]
-        results = compute(suspect, torch.float64, core, queries)
-        if not any(_agrees(bound, name, results[name], queries) for name in by_query):
-            return []
-    results = compute(suspect, torch.float64, core)
-    explained = [name for name in wrong if _agrees(bound, name, results[name])]
-    # If all wrong entries are zero, `_describe_error` has the better explanation.
-    return explained if any(bool(call.results[name][bound.wrong[name]].any()) for name in explained) else []
+        t, strides = call.inputs[i], call.about.get("strides", {}).get(name, ())
+        if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
+            continue
+        # the indices of t's entries in the order in which a tensor of these strides has them in memory
+        order = torch.full((t.numel(),), -1)
+        order.as_strided(t.shape, strides).copy_(torch.arange(t.numel()).view(t.shape))
+        if bool((order >= 0).all()):  # a tensor of these strides has neither gaps nor overlaps
+            misread = replace(call, inputs=(*call.inputs[:i], t.flatten()[order].view(t.shape), *call.inputs[i + 1 :]))
+            yield f"{name} is not contiguous, and is read as if it were", misread, make_core(call.description.name)
 
 
 def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | None = None) -> bool:
@@ -199,24 +184,22 @@ def _describe_error(bound: ErrorBound, name: str) -> str:
 
 
 def describe_place(call: RecordedCall, name: str, entries: Tensor, state: str) -> str:
-    """Return "<number> of <total> entries are <state>", the box of their indices, and their levels, cameras, heads ..."""
+    """Return "<number> of <total> entries are <state>", the box of their indices, and for each axis the indices with such
+    entries, such as "level 1", unless all indices have such entries."""
     indices = entries.nonzero()
     box = zip(indices.amin(0).tolist(), indices.amax(0).tolist(), strict=True)
     text = ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in box)
-    parts = "".join(f", at {part}" for part in _list_parts(call, name, entries))
-    return f"{len(indices)} of {entries.numel()} entries are {state}, in [{text}]{parts}"
-
-
-def _list_parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
-    """Yield for each axis the indices with wrong entries, such as "level 1", unless all indices have wrong entries."""
+    parts = ""
     for axis, dim in _AXES[call.description.kind].items():
         count = call.sampling.weights.shape[dim]
-        if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < wrong.dim() - (name == "grad_locations")):
-            by_part = wrong.movedim(dim, 0)
+        if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < entries.dim() - (name == "grad_locations")):
+            by_part = entries.movedim(dim, 0)
         elif axis in ("head", "group") and name in ("output", "grad_value"):
-            by_part = wrong.flatten(2).unflatten(2, (count, -1)).movedim(2, 0)
+            by_part = entries.flatten(2).unflatten(2, (count, -1)).movedim(2, 0)
         else:
             continue  # the result is a sum over this axis
         numbers = [str(i) for i in by_part.flatten(1).any(1).nonzero().flatten().tolist()]
         if 0 < len(numbers) < count:
-            yield f"{axis}{'s' * (len(numbers) > 1)} {' and '.join(filter(None, [', '.join(numbers[:-1]), numbers[-1]]))}"
+            listed = " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
+            parts += f", at {axis}{'s' * (len(numbers) > 1)} {listed}"
+    return f"{len(indices)} of {entries.numel()} entries are {state}, in [{text}]{parts}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._measure import plain
 from .._operator import geometry
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, POOL
-from .compute import Core, as_attention, make_core
+from .error_bound import Core, as_attention, make_core
 
 Mistake = Callable[..., Tensor]
 
@@ -154,15 +154,12 @@ def list_mistakes(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str
     """Yield (sentence, core with the mistake) for the mistakes that an implementation can make on these inputs."""
     tables = [mistakes for operators, mistakes in _MISTAKES.items() if operator in operators]
     mistakes = [item for table in tables for item in table.items()]
-    for sentence, mistake in (*mistakes, *_permute_levels(operator, len(inputs[1]))):
+    for sentence, mistake in mistakes:
         yield sentence, partial(mistake, make_core(operator))
-
-
-def _permute_levels(operator: str, levels: int) -> Iterator[tuple[str, Mistake]]:
-    """Yield mistakes of attention: weights, locations or both are read with the levels in a wrong order. Yield at most 23
-    orders, because four levels have 23 wrong orders."""
-    orders = itertools.permutations(range(levels)) if operator in (MULTI_SCALE, GEOMETRIC) else ()
+    # In attention, weights, locations or both may be read with the levels in a wrong order. Four levels have 23 wrong orders.
+    orders = itertools.permutations(range(len(inputs[1]))) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
         for name, i, j in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):
             sentence = f"levels of {name} are read in the order {', '.join(map(str, order))}"
-            yield sentence, lambda core, v, s, t, l, w, i=i, j=j: core(v, s, t, l[:, :, :, i], w[:, :, :, j])
+            core = make_core(operator)
+            yield sentence, lambda v, s, t, l, w, i=i, j=j, core=core: core(v, s, t, l[:, :, :, i], w[:, :, :, j])

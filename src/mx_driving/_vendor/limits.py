@@ -48,19 +48,6 @@ class Limit(NamedTuple):
     last: str = NEWEST
     when: str = ""
 
-    def in_force(self, release: str) -> bool:
-        return RELEASES.index(self.first) <= RELEASES.index(release) <= RELEASES.index(self.last)
-
-    def broken_by(self, sizes: Sizes, release: str) -> tuple[str, Any] | None:
-        """Return the rule and the fact if the sizes break the limit, else None."""
-        quantities = sizes[self.argument]
-        value = quantities.get(self.quantity + self.when)
-        bound = quantities.get(self.bound, self.bound)
-        if value is None or _RELATIONS[self.relation](value, bound):
-            return None
-        shown = f"{self.bound} ({bound})" if self.bound in quantities else self.bound
-        return f"have {self.quantity} {self.relation} {shown}{self.when} (Atlas A2 limit of {release})", value
-
 
 # Paths of the vendor's documents: before release 26.0, and from 26.0 on.
 _OLD, _NEW = ("docs/api/context/{}.md".format, "docs/zh/api/context/{}.md".format)
@@ -160,11 +147,9 @@ def current() -> str:
 def hold(name: str, *args: Any) -> None:
     """Raise ValueError if a call breaks a limit of an open release."""
     bare = OPERATORS[name].bare or name
-    if bare not in _SIZES:  # the vendor documents no limits
-        return
     with torch.no_grad():
         inputs = composition.bare_inputs(name, *args) if bare != name else args
-        _refuse(bare, sizes := _SIZES[bare](*inputs))
+        _refuse(bare, sizes := _find_sizes(bare, *inputs))
         if bare == AGGREGATION and inputs[3].numel() and not torch.compiler.is_compiling():
             locations = _torch_private.without_transforms(inputs[3])  # of all entries of a vmapped axis
             if checks.has_numbers(locations):
@@ -176,20 +161,27 @@ def hold(name: str, *args: Any) -> None:
 
 def _refuse(name: str, sizes: Sizes) -> None:
     for release in dict.fromkeys(open_releases):
-        for limit, (rule, fact) in _broken(name, sizes, release):
-            rules.fail(ValueError, limit.argument, rule, fact)
+        for broken in _broken(name, sizes, release):
+            rules.fail(ValueError, *broken)
 
 
-def _broken(name: str, sizes: Sizes, release: str) -> Iterator[tuple[Limit, tuple[str, Any]]]:
+def _broken(name: str, sizes: Sizes, release: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield (argument, rule, fact) for each limit of the release that the sizes break."""
     for limit in LIMITS:
-        if limit.operator == name and limit.in_force(release) and (broken := limit.broken_by(sizes, release)):
-            yield limit, broken
+        in_force = RELEASES.index(limit.first) <= RELEASES.index(release) <= RELEASES.index(limit.last)
+        if limit.operator == name and in_force:
+            quantities = sizes[limit.argument]
+            value = quantities.get(limit.quantity + limit.when)
+            bound = quantities.get(limit.bound, limit.bound)
+            if value is not None and not _RELATIONS[limit.relation](value, bound):
+                shown = f"{limit.bound} ({bound})" if limit.bound in quantities else limit.bound
+                rule = f"have {limit.quantity} {limit.relation} {shown}{limit.when} (Atlas A2 limit of {release})"
+                yield limit.argument, rule, value
 
 
 def first_broken(name: str, sizes: Sizes) -> str:
     """Return a sentence about the first limit that the sizes break in the `current` release; "" if they keep all limits."""
-    broken = _broken(name, sizes, current())
-    return next((f"{limit.argument} must {rule}; got {fact}" for limit, (rule, fact) in broken), "")
+    return next((f"{argument} must {rule}; got {fact}" for argument, rule, fact in _broken(name, sizes, current())), "")
 
 
 def attention_sizes(heads: int, channels: int, samples: int) -> Sizes:
@@ -199,43 +191,35 @@ def attention_sizes(heads: int, channels: int, samples: int) -> Sizes:
     return {"value": value, "sampling_locations": {"num_points * num_levels": samples}}
 
 
-def _attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Sizes:
-    return attention_sizes(value.shape[2], value.shape[3], locations.shape[3] * locations.shape[4])
+def _find_sizes(operator: str, value: Tensor, *inputs: Any) -> Sizes:
+    """Return the limited quantities of a call of a bare operator."""
+    if operator == POOL:
+        depth, channels = inputs[0], value.shape[1]
+        dtypes = {name: {"dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("feat", value), ("depth", depth))}
+        elements = {"B * D * H * W * C": math.prod(inputs[4:]) * channels}
+        return {"feat": {**dtypes["feat"], "C": channels}, "depth": dtypes["depth"], "bev_feat_shape": elements}
 
+    shapes, _, locations, weight = inputs
+    if operator == MULTI_SCALE:
+        return attention_sizes(value.shape[2], value.shape[3], locations.shape[3] * locations.shape[4])
 
-def _aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Sizes:
-    bs, num_feat, channels = feature_maps.shape
+    if operator == GEOMETRIC:
+        channels, padded = value.shape[3], value.shape[2] * locations.shape[3] * (-(-locations.shape[4] // 8) * 8)
+        samples = {_PADDED: padded, f"{_PADDED} * embed_dims": padded * channels}
+        return {"value": {"embed_dims": channels}, "sampling_locations": samples}
+
+    bs, num_feat, channels = value.shape
     weight_sizes = dict(zip(("anchor", "pts", "cam", "scale", "group"), weight.shape[1:], strict=True))
     maps = {"bs": bs, "c": channels, "c / group": channels // weight.shape[-1]}
     if not torch.compiler.is_compiling() and checks.has_numbers(shapes := _torch_private.without_gradients(shapes)):
         with _torch_private.outside_transforms():
             maps |= {"num_feat": num_feat, "sum of H * W": int(shapes.long().prod(-1).sum())}
     return {
-        "feature_maps": {**maps, "num_elements": feature_maps.numel()},
+        "feature_maps": {**maps, "num_elements": value.numel()},
         "weight": {**weight_sizes, "num_elements": weight.numel()},
         "sample_locations": {"num_elements": locations.numel()},
     }
 
-
-def _geometric(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Sizes:
-    channels, padded = value.shape[3], value.shape[2] * locations.shape[3] * (-(-locations.shape[4] // 8) * 8)
-    samples = {_PADDED: padded, f"{_PADDED} * embed_dims": padded * channels}
-    return {"value": {"embed_dims": channels}, "sampling_locations": samples}
-
-
-def _pool(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> Sizes:
-    dtypes = {name: {"dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("feat", feat), ("depth", depth))}
-    channels = feat.shape[1]
-    elements = {"B * D * H * W * C": math.prod(sizes) * channels}
-    return {"feat": {**dtypes["feat"], "C": channels}, "depth": dtypes["depth"], "bev_feat_shape": elements}
-
-
-_SIZES: dict[str, Callable[..., Sizes]] = {
-    MULTI_SCALE: _attention,
-    AGGREGATION: _aggregation,
-    GEOMETRIC: _geometric,
-    POOL: _pool,
-}
 
 _word = os.environ.get(_VARIABLE, "").lower()
 if _word not in (*rules.ON, *rules.OFF, *RELEASES):

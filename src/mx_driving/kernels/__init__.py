@@ -123,21 +123,12 @@ def write(folder: str | os.PathLike[str]) -> pathlib.Path:
         for device in DEVICES:
             variant = root / "build" / f"torch-{device}"
             variant.mkdir(parents=True, exist_ok=True)
-            for name, text in {**sources, "metadata.json": json.dumps(_metadata(device), indent=2) + "\n"}.items():
+            # of kernels 0.17; python-depends cannot name our package, because it takes names from a fixed list
+            metadata = {"id": f"_mx_driving_{device}", "name": "mx-driving", "version": 1, "license": "Apache-2.0"}
+            metadata |= {"python-depends": [], "backend": {"type": device}}
+            for name, text in {**sources, "metadata.json": json.dumps(metadata, indent=2) + "\n"}.items():
                 (variant / name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
         fact = f"{os.fspath(folder)!r}: {getattr(error, 'strerror', None) or error}"
         fail(ValueError, "folder", "be a folder that can be made and written to", fact)
     return root
-
-
-def _metadata(device: str) -> dict[str, Any]:
-    """Return metadata for kernels 0.17. python-depends cannot name our package, because it takes names from a fixed list."""
-    return {
-        "id": f"_mx_driving_{device}",
-        "name": "mx-driving",
-        "version": 1,
-        "license": "Apache-2.0",
-        "python-depends": [],
-        "backend": {"type": device},
-    }

@@ -1,6 +1,6 @@
 """The attention modules published around the operators, with the parameter names of their checkpoints."""
 
-from ._pyramid import flatten_cameras, flatten_levels
+from ._layers import flatten_cameras, flatten_levels
 from .deformable_aggregation import DeformableFeatureAggregation
 from .geometric_kernel_attention import GeometricKernelAttention
 from .multi_scale_deformable_attn import MultiScaleDeformableAttention

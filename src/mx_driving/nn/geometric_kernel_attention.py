@@ -12,7 +12,6 @@ from .._operator.checks import check_shapes
 from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from . import _layers
-from ._pyramid import project_values
 
 __all__ = ["GeometricKernelAttention"]
 
@@ -113,7 +112,7 @@ class GeometricKernelAttention(nn.Module):
         )
         _layers.check_layer_dtype(self.attention_weights, query=query)
         logits = self.attention_weights(query).unflatten(2, (heads, levels * self.num_points))
-        rows = project_values(self.value_proj, value, padding_mask, heads)
+        rows = _layers.project_values(self.value_proj, value, padding_mask, heads)
         return geometric_kernel_attention_with_logits(
             rows, spatial_shapes, level_start_index, reference_points, self.grid_offsets, logits
         )

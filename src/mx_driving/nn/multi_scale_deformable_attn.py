@@ -10,8 +10,7 @@ from .._operator import composition
 from .._operator.checks import check_shapes
 from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, need_dtype
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from ._layers import DeformableLayers, check_layer_dtype
-from ._pyramid import project_values
+from ._layers import DeformableLayers, check_layer_dtype, project_values
 
 __all__ = ["MultiScaleDeformableAttention"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._dispatch import distributed
 from .._operator import checks
-from .._operator.description import SAMPLING, Input, Operator
+from .._operator.description import SAMPLING, Operator
 from .._operator.rules import fail
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -101,17 +101,15 @@ def _check_binding(
     # The caller has probably left out the first argument that does not fit its parameter.
     operator = SAMPLING.get(function.removeprefix("npu_").removesuffix("_function"))
     pairs = zip(operator.tensors, args, strict=False) if operator else ()
-    gap = next((i for i, (t, a) in enumerate(pairs) if not _fits(t, a)), len(args))
+    gap = len(args)
+    for i, (t, a) in enumerate(pairs):
+        has_axes = isinstance(a, Tensor) and a.dim() in (len(t.axes), len(t.factors))
+        if not has_axes or (a.is_floating_point() and t.elements == "index"):
+            gap = i
+            break
     missing = next(name for name in names[gap:required] if name not in named)
     fact = f"{count} arguments" + (f", {', '.join(named)} by name" if count >= required else "")
     fail(TypeError, missing, f"be given as argument {names.index(missing) + 1} of {function}", fact)
-
-
-def _fits(t: Input, a: Any) -> bool:
-    """Return whether an argument has the number of axes of its parameter, and a dtype of its kind."""
-    axes = len(t.axes)
-    apart = sum(len(axis.split(" * ")) for axis in t.axes)
-    return isinstance(a, Tensor) and a.dim() in (axes, apart) and a.is_floating_point() <= (t.elements != "index")
 
 
 def rename_once(named: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,7 +32,17 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
         bev_feat_shape = _check_tensors(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
     B, D, H, W, channels = bev_feat_shape
     if depth is None:
-        return *_without_depth(feat, ranks_bev, [B, D, H, W], channels), B, D, H, W
+        need_dtype("ranks_bev", ranks_bev, INDEX, INDEX_RULE)
+        if ranks_bev.dim() != 2:
+            refuse(ValueError, "ranks_bev", "ranks_bev must be 2D when running without depth")  # the vendor's sentence
+        need_shape("ranks_bev", ranks_bev, "n, 4", None, 4)
+        count = ranks_bev.shape[0]
+        rows = feat.numel() // channels if channels else math.prod(feat.shape[:-1])
+        if rows * channels != feat.numel() or rows < count:
+            fail(ValueError, "feat", f"hold {count} or more rows of C={channels}", f"shape {tuple(feat.shape)}")
+        one = torch.ones((), dtype=torch.float64 if feat.dtype == torch.float64 else torch.float32, device=feat.device)
+        row, cell = torch.arange(count, dtype=torch.int32, device=feat.device), cells(ranks_bev, B, D, H, W)
+        return feat.reshape(rows, channels)[:count], one.expand(count), row, row, cell, B, D, H, W
     shape = feat.shape
     if shape[-1] != channels:
         _refuse_channels(feat, channels)
@@ -58,36 +68,19 @@ def _refuse_channels(feat: Tensor, channels: int) -> NoReturn:
 
 def sizes_of(name: str, argument: Any, count: str, axes: str) -> list[int]:
     """Return the sizes as ints or torch.SymInts. Convert tensors, which BEVFusion passes, and NumPy's integers."""
-    numbers = [_int(size) for size in argument] if isinstance(argument, (list, tuple)) else []
-    if len(numbers) != len(axes.split(", ")) or any(size is None for size in numbers):
+    sizes = []
+    for size in argument if isinstance(argument, (list, tuple)) else ():
+        if isinstance(size, (int, torch.SymInt)):
+            sizes.append(size)
+        elif (isinstance(size, Tensor) and size.dim() == 0 and size.dtype in INDEX) or isinstance(size, numbers.Integral):
+            sizes.append(int(size))  # pyright: ignore
+    if len(sizes) != len(axes.split(", ")) or len(sizes) != len(argument):
         fail(ValueError, name, f"be {count} ints, ({axes})", argument)
-    sizes = cast("list[int]", numbers)  # the type is a string, because torch 2.6 cannot compile list[int]
     if any(size < 0 for size in sizes):
         fail(ValueError, name, "have no negative size", tuple(sizes))
     if not torch.compiler.is_compiling() and any(isinstance(size, int) and size >= 2**48 for size in sizes):
         fail(ValueError, name, "have sizes below 2**48", tuple(sizes))
     return sizes
-
-
-def _int(size: Any) -> int | torch.SymInt | None:
-    if isinstance(size, (int, torch.SymInt)):
-        return size
-    tensor = isinstance(size, Tensor) and size.dim() == 0 and size.dtype in INDEX
-    return int(size) if tensor or isinstance(size, numbers.Integral) else None
-
-
-def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: int) -> tuple[Tensor, ...]:
-    need_dtype("ranks_bev", ranks_bev, INDEX, INDEX_RULE)
-    if ranks_bev.dim() != 2:
-        refuse(ValueError, "ranks_bev", "ranks_bev must be 2D when running without depth")  # the vendor's sentence
-    need_shape("ranks_bev", ranks_bev, "n, 4", None, 4)
-    count = ranks_bev.shape[0]
-    rows = feat.numel() // channels if channels else math.prod(feat.shape[:-1])
-    if rows * channels != feat.numel() or rows < count:
-        fail(ValueError, "feat", f"hold {count} or more rows of C={channels}", f"shape {tuple(feat.shape)}")
-    one = torch.ones((), dtype=torch.float64 if feat.dtype == torch.float64 else torch.float32, device=feat.device)
-    row = torch.arange(count, dtype=torch.int32, device=feat.device)
-    return feat.reshape(rows, channels)[:count], one.expand(count), row, row, cells(ranks_bev, *sizes)
 
 
 def cells(voxels: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
@@ -160,12 +153,7 @@ def _check_gradients(grad_out: Any, depth: Any, feat: Any, ranks_depth: Any, ran
 
 @functools.partial(explain_arguments, check=_check_gradients)
 def gradients(
-    grad_out: Tensor,
-    depth: Tensor | None,
-    feat: Tensor,
-    ranks_depth: Tensor | None,
-    ranks_feat: Tensor | None,
-    ranks_bev: Tensor,
+    grad_out: Tensor, depth: Any, feat: Tensor, ranks_depth: Any, ranks_feat: Any, ranks_bev: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradients of depth and feat. grad_out is [B, D, H, W, C]."""
     _check_grad_out(grad_out)

@@ -77,7 +77,18 @@ def _points_of_intervals(starts: Tensor, lengths: Tensor, count: int) -> tuple[T
     if starts.is_meta:  # the number of points depends on data, and a meta tensor has none
         return starts[:0], starts[:0]
     if starts.device.type == "cpu":
-        _check_intervals(starts, lengths, count)
+        start, outside = geometry.clamp_index(starts, count + 1)
+        _, too_long = geometry.clamp_index(lengths, count + 1 - start)
+        wrong = outside + too_long
+        if torch.compiler.is_compiling() or _torch_private.count_dispatch_modes():  # in a graph, the message has no numbers
+            ok = 1 - wrong.sum().clamp(max=1)
+            _torch_private.assert_in_graph(ok, "interval_starts and interval_lengths must lie within the points")
+        elif wrong.any():
+            at = int(wrong.nonzero()[0])
+            start, length = int(starts[at]), int(lengths[at])
+            if length < 0:
+                fail(ValueError, f"interval_lengths[{at}]", "not be negative", length)
+            fail(ValueError, f"interval_starts[{at}]", f"leave room for {length} of {count} points", start)
     before = lengths.cumsum(0) - lengths
     interval = torch.repeat_interleave(lengths)  # the interval of each point
     points = torch.arange(interval.shape[0], device=starts.device) + (starts - before)[interval]
@@ -112,18 +123,3 @@ class _IntervalPoints(torch.autograd.Function):
         most = max(points.shape[0] for points, *_ in results)
         padded = ([F.pad(t, (0, most - t.shape[0]), value=t.dtype == torch.bool) for t in entry] for entry in results)
         return tuple(map(torch.stack, zip(*padded, strict=True))), (0, 0, 0)
-
-
-def _check_intervals(starts: Tensor, lengths: Tensor, count: int) -> None:
-    start, outside = geometry.clamp_index(starts, count + 1)
-    _, too_long = geometry.clamp_index(lengths, count + 1 - start)
-    wrong = outside + too_long
-    if torch.compiler.is_compiling() or _torch_private.count_dispatch_modes():  # in a graph, the message cannot name numbers
-        ok = 1 - wrong.sum().clamp(max=1)
-        _torch_private.assert_in_graph(ok, "interval_starts and interval_lengths must lie within the points")
-    elif wrong.any():
-        at = int(wrong.nonzero()[0])
-        start, length = int(starts[at]), int(lengths[at])
-        if length < 0:
-            fail(ValueError, f"interval_lengths[{at}]", "not be negative", length)
-        fail(ValueError, f"interval_starts[{at}]", f"leave room for {length} of {count} points", start)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._installing import pip_install
 from .._operator import geometry, rules
-from . import _pictures, _plane
+from .._package_files import pip_install
+from . import _pictures, _samples
 
 COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # colours of levels, legible on photographs
 
@@ -113,7 +113,7 @@ def bev(
     _pictures.need_numbers(("view", view))
     if view.dim() not in (2, 3) or view.shape[2:] not in ((), (3,)) or 0 in view.shape:
         rules.fail(ValueError, "view", "have shape (nx, ny) or (nx, ny, 3) with cells", tuple(view.shape))
-    _plane.check_extent("extent", extent)
+    _samples.check_extent("extent", extent)
     cells = view.detach().cpu()
     cells = cells if cells.dim() == 3 and cells.dtype == torch.uint8 else cells.float()
     ax = _find_axes(ax, view.shape[1] / view.shape[0])

@@ -123,7 +123,18 @@ class _KeepLooks(_torch_private.TorchDispatchMode):
         if namespace == "mx_driving" and name in SAMPLING:
             inputs, bare = [a.detach() if isinstance(a, Tensor) else a for a in args], OPERATORS[name].bare
             tensors = composition.bare_inputs(name, *inputs) if bare else inputs
-            layer, call = _name_layer()
+            # Name the layer: the innermost running module, by its name in the outermost running module; "" outside of modules.
+            # Read the modules from the stack. Hooks on all modules would turn off fast paths, such as that of
+            # TransformerEncoderLayer. The keyword arguments of a module that samples its cameras in turn, a dict that torch
+            # makes anew for every call, stand for the call of the module.
+            running, call, frame = [], None, sys._getframe()
+            while frame := frame.f_back:
+                if frame.f_code is _CODE_OF_A_CALL:
+                    running.append(frame.f_locals["self"])
+                    if getattr(running[-1], "_samples_cameras_in_turn", False):
+                        call = frame.f_locals["kwargs"]
+            names = {id(module): name for name, module in running[-1].named_modules()} if running else {}
+            layer = next((names[id(module)] for module in running if id(module) in names), "")
             self.looks.append(Look(bare or name, *tensors, layer=layer))
             if call is not None:
                 self.calls, self.last_call = self.calls + (call is not self.last_call), call
@@ -146,32 +157,10 @@ def recording() -> Iterator[Looks]:
     >>> [(look.operator, tuple(look.locations.shape)) for look in looks]
     [('multi_scale_deformable_attn', (1, 3, 8, 1, 4, 2))]
     """
-    with _run_eagerly(), _KeepLooks() as mode:
+    # Turn torch.compile off. Under a dispatch mode, it would skip or split functions, and do so even after the block.
+    eager: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if not torch.compiler.is_dynamo_compiling():
+        with contextlib.suppress(RuntimeError):  # the block is inside a compiled function
+            eager = torch.compiler.set_stance("force_eager")
+    with eager, _KeepLooks() as mode:
         yield mode.looks
-
-
-def _name_layer() -> tuple[str, dict[str, Any] | None]:
-    """Return the innermost running module, by its name in the outermost running module; "" outside of modules. Return also an
-    object that stands for the running call of a module that samples its cameras in turn: its keyword arguments, a dict that
-    torch makes anew for every call.
-
-    Read the modules from the stack. Hooks on all modules would turn off fast paths, such as that of TransformerEncoderLayer.
-    """
-    running, call, frame = [], None, sys._getframe()
-    while frame := frame.f_back:
-        if frame.f_code is _CODE_OF_A_CALL:
-            running.append(frame.f_locals["self"])
-            if getattr(running[-1], "_samples_cameras_in_turn", False):
-                call = frame.f_locals["kwargs"]
-    names = {id(module): name for name, module in running[-1].named_modules()} if running else {}
-    return next((names[id(module)] for module in running if id(module) in names), ""), call
-
-
-def _run_eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Turn torch.compile off. Under a dispatch mode, it would skip or split functions, and do so even after the block."""
-    if torch.compiler.is_dynamo_compiling():
-        return contextlib.nullcontext()
-    try:
-        return torch.compiler.set_stance("force_eager")
-    except RuntimeError:  # the block is inside a compiled function
-        return contextlib.nullcontext()

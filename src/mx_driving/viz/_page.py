@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._installing import pip_install
 from .._operator import rules
 from .._operator.description import OPERATORS
-from .._package_files import read_text
-from . import _pictures, _plane, _samples
+from .._package_files import pip_install, read_text
+from . import _pictures, _samples
 from ._looks import Look
-from ._plane import Plane, PlaneLayout
-from ._samples import SampledCall, Samples
+from ._samples import Plane, PlaneLayout, SampledCall, Samples
 
 CallLooks = Look | Sequence[Look]  # a call, or a call for each camera
 _NOTHING = 65535  # stands for the location of a sample that reads nothing; 0..65534 stand for -0.5..1.5
@@ -104,21 +102,21 @@ def page(
     plane = Plane() if plane is None else plane
     if not isinstance(plane, Plane):
         rules.fail(TypeError, "plane", "be a viz.Plane", type(plane).__name__)
-    seen, cameras = _plane.check_seen(plane.seen), _pictures.make_cameras(pictures)
+    seen, cameras = _samples.check_seen(plane.seen), _pictures.make_cameras(pictures)
     calls = _samples.make_calls(looks, len(cameras), scene)
     _samples.check(calls, seen)
     for camera, call in itertools.product(cameras, calls):
         if camera.apart and len(camera.pictures) != call.sizes[1]:
             rule = f"hold one picture, or one for each of the {call.sizes[1]} levels of {call.name}"
             rules.fail(ValueError, camera.argument, rule, len(camera.pictures))
-    laid = _plane.lay_out(plane, calls[0].num_queries(seen))
+    laid = _samples.lay_out(plane, calls[0].num_queries(seen))
     facts = _describe_pictures(title, cameras, plane)
 
     # Show as many queries as max_mb leaves room for.
     bare = len(_fill_template(facts))
     most = int((max_mb * 1e6 - bare) / _estimate_query_size(calls, laid, plane, seen))
     while most >= 1:
-        kept, sentence = _plane.choose_queries(laid, most)
+        kept, sentence = _samples.choose_queries(laid, most)
         facts["queries"] = {
             "total": len(laid.places),
             "numbers": _pack(kept, "<u4"),

@@ -167,19 +167,6 @@ def _options(channels: int, itemsize: int, lanes: int, walk: bool) -> dict[str, 
     return {"CHANNELS": channels, "ROWS": rows, "COLUMNS": tile.columns, **length, "num_warps": tile.warps}
 
 
-def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the points sorted by rank, and where the points of each rank 0..rows - 1 start. Leave out points of other ranks.
-
-    A radix sort takes half as many passes for int16 as for int32, and a quarter as many as for int64. So clamp ranks to
-    -1..rows, and sort them as int16, if int16 holds `rows`.
-    """
-    if rows < 1 << 15:
-        ranks = ranks.clamp(-1, rows).to(torch.int16)
-    ordered, order = ranks.sort(stable=True)
-    firsts = torch.arange(rows + 1, device=ranks.device)  # int64: `rows` may be 2**31
-    return order, torch.searchsorted(ordered, firsts.to(ranks.dtype) if rows < 1 << 31 else firsts)
-
-
 def _transpose(source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Transpose [b, height, width] to a contiguous [b, width, height], and convert it to `dtype` if given."""
     b, height, width = source.shape
@@ -212,11 +199,18 @@ class _Points(NamedTuple):
 
     def sum_sorted(self, sums: Tensor, dots: Tensor) -> None:
         """Run `_sorted_sums`: write sums [targets, channels] and dots [points]. Skip a tensor without elements."""
-        order, starts = _sorted(self.ranks_target, len(self.others))
+        # Sort the points by rank, and find where the points of each rank start. Points of ranks without a row are left out.
+        rows, ranks = len(self.others), self.ranks_target
+        if rows < 1 << 15:
+            # A radix sort takes half as many passes for int16 as for int32, and a quarter as many as for int64.
+            ranks = ranks.clamp(-1, rows).to(torch.int16)
+        ordered, order = ranks.sort(stable=True)
+        firsts = torch.arange(rows + 1, device=ranks.device)  # int64: `rows` may be 2**31
+        starts = torch.searchsorted(ordered, firsts.to(ranks.dtype) if rows < 1 << 31 else firsts)
         options = _options(self.others.shape[1], self.rows.element_size(), launch.gpu().lanes, False)
         tensors = (*self[:4], order, starts, self.others, sums, dots)
         flags = {"SUMS": sums.numel() > 0, "DOTS": dots.numel() > 0}
-        launch.run(_sorted_sums, len(self.others), tensors, (len(self.rows), len(self.depth)), options, **flags)
+        launch.run(_sorted_sums, rows, tensors, (len(self.rows), len(self.depth)), options, **flags)
 
 
 def forward(feat: Tensor, depth: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..._operator.rules import flag
-from .. import _loading
+from .. import native
 
 _ON = flag("MX_DRIVING_GPU_LAUNCH")
 _ATTENTION = "multi_scale_deformable_attn", "geometric_kernel_attention"
@@ -43,10 +43,13 @@ def why_not() -> str | None:
         return "MX_DRIVING_GPU_LAUNCH is not set"
     if sys.platform != "linux" or torch.version.hip or not torch.version.cuda:
         return "torch is not built for CUDA on Linux"
-    if reason := _loading.why_by_ctypes():
+    if reason := native.why_by_ctypes():
         return reason
     try:
-        return start(find_functions())
+        folder = pathlib.Path(torch.__file__).parent / "lib"
+        libraries = {name: ctypes.CDLL(name if name.startswith("libcuda") else str(folder / name)) for name in _FUNCTIONS}
+        functions = [getattr(libraries[library], name) for library, names in _FUNCTIONS.items() for name in names]
+        return start([address_of(function) for function in functions])
     except (OSError, AttributeError) as error:
         return str(error)
 
@@ -59,13 +62,6 @@ def describe() -> str:
     return f", not launched from C++: {reason}" if reason else ", attention launched from C++, never run on a GPU"
 
 
-def find_functions() -> list[int]:
-    """Return the addresses of the functions that C++ calls."""
-    folder = pathlib.Path(torch.__file__).parent / "lib"
-    libraries = {name: ctypes.CDLL(name if name.startswith("libcuda") else str(folder / name)) for name in _FUNCTIONS}
-    return [address_of(getattr(libraries[library], name)) for library, names in _FUNCTIONS.items() for name in names]
-
-
 def address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
@@ -73,7 +69,7 @@ def address_of(function: Any) -> int:
 def start(addresses: Sequence[int]) -> str | None:
     """Let C++ serve calls on CUDA from now on. Return why it cannot, or None."""
     global keep_kernel
-    library = _loading.loaded()
+    library = native.loaded()
     library.mxd_launch_on_gpu.restype = ctypes.c_char_p
     problem = library.mxd_launch_on_gpu((ctypes.c_void_p * len(addresses))(*addresses))
     keep_kernel = None if problem else _keep
@@ -83,7 +79,7 @@ def start(addresses: Sequence[int]) -> str | None:
 def stop() -> None:
     """Let Python serve all calls, because Python runs the data checks and the hooks of a profiler."""
     global keep_kernel
-    _loading.loaded().mxd_launch_on_gpu(None)
+    native.loaded().mxd_launch_on_gpu(None)
     keep_kernel = None
 
 
@@ -97,7 +93,7 @@ def _keep(compiled: Any, options: dict[str, int]) -> None:
     if not all(kind.startswith("*") for kind in tensors) or metadata.num_ctas != 1:
         return
     numbers = (ctypes.c_void_p(compiled.function), metadata.num_warps * 32, metadata.shared)
-    _loading.loaded().mxd_keep_gpu_kernel(*numbers, ctypes.c_int64(options["ROWS"]), ctypes.c_int64(options["LANE"]))
+    native.loaded().mxd_keep_gpu_kernel(*numbers, ctypes.c_int64(options["ROWS"]), ctypes.c_int64(options["LANE"]))
 
 
 def define(name: str, schema: str, kernel: Callable[..., Any]) -> None:

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from ..._operator.description import OPERATORS
-from .attention import VARYING, plan, tile_of
-from .sampler import Kernels
+from .sampler import VARYING, Kernels, plan, tile_of
 from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one
 from .softmax import read_pair, start_row, weigh
 

@@ -1,6 +1,6 @@
 """geometric_kernel_attention_with_logits on a GPU: the bare operator's kernel reads reference points and logits itself.
 
-The forward writes only the output. The backward writes the gradient of weights; a kernel of logits.py converts it to the
+The forward writes only the output. The backward writes the gradient of weights; a kernel of sampler.py converts it to the
 gradient of logits. In deterministic mode plain torch computes the weights.
 """
 
@@ -14,8 +14,7 @@ from torch import Tensor
 from ..._operator import composition
 from . import geometric_kernel_attention, launch
 from .geometric_kernel_attention import kernels
-from .logits import differentiate_softmax, weights_are_needed
-from .sampler import Samples
+from .sampler import Samples, differentiate_softmax, weights_are_needed
 
 _NAME = "geometric_kernel_attention_with_logits"
 

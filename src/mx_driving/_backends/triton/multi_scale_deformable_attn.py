@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from ..._operator.description import OPERATORS
-from .attention import VARYING, plan, tile_of
-from .sampler import Kernels
+from .sampler import VARYING, Kernels, plan, tile_of
 from .sampling import ADDED, RECORDED, add_corners, bilinear, by_lane, coefficients, corners, dots, level, record, threads
 from .softmax import locate, read_pair, start_row, store_pair, weigh
 

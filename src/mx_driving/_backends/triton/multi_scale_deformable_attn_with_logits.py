@@ -1,6 +1,6 @@
 """multi_scale_deformable_attn_with_logits on a GPU: the bare operator's kernel reads offsets and logits itself.
 
-The forward writes only the output. The backward writes the gradient of weights; a kernel of logits.py converts it to the
+The forward writes only the output. The backward writes the gradient of weights; a kernel of sampler.py converts it to the
 gradient of logits. In deterministic mode plain torch computes the weights.
 """
 
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..._operator import composition
 from . import launch, multi_scale_deformable_attn
-from .logits import differentiate_softmax, weights_are_needed
 from .multi_scale_deformable_attn import OF_LOCATIONS, OF_OFFSETS, kernels
-from .sampler import Samples
+from .sampler import Samples, differentiate_softmax, weights_are_needed
 
 _NAME = "multi_scale_deformable_attn_with_logits"
 

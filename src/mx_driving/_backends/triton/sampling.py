@@ -23,7 +23,7 @@ _MOST_PER_THREAD = tl.constexpr(launch.MOST_PER_THREAD)
 # What a backward kernel does with the terms of value's gradient.
 NOT_NEEDED = tl.constexpr(0)  # computes no terms
 ADDED = tl.constexpr(1)  # adds the terms by atomics, in the order in which programs happen to run
-RECORDED = tl.constexpr(2)  # records the terms as (target, coefficient) pairs for deterministic.py
+RECORDED = tl.constexpr(2)  # records the terms as (target, coefficient) pairs for sampler.py
 
 
 @triton.jit
