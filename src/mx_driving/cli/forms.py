@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Annotated
 
 import typer
@@ -31,7 +33,8 @@ def forms(
     try:
         if not target:
             raise ImportError("the name is empty")
-        findings, unread = survey(target)
+        with contextlib.redirect_stdout(sys.stderr):  # What the files print at their import and in a trial is no result.
+            findings, unread = survey(target)
     except ImportError as error:
         raise Problem(f"target must be a package or a folder; got {target!r}: {error}") from None
     if as_json:
