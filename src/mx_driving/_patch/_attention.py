@@ -38,7 +38,7 @@ from ._forms import (
 )
 from ._parameters import find_source
 
-LEVELS = 0  # in `Attention.references`: stands for the module's number of levels
+LEVELS = -1  # in `Attention.references`: stands for the module's number of levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that every forward of these modules names
 # `patch` does not check the values of these attributes: every attention form reads them as the modules do, or no result depends
 # on them.
@@ -116,7 +116,9 @@ class Attention(Form):
             if self.sample is _sample_pillars:  # count, the number of heights of a pillar, must divide the number of points.
                 if last != 2 or points % max(count, 1):
                     return None
-            elif not any(w == last and count == (levels if n == LEVELS else n) for n, w in self.references):
+            elif count < 1 or (
+                (count, last) not in self.references and (count != levels or (LEVELS, last) not in self.references)
+            ):
                 return None
         if self.layout is not ROWS and not _has_levels_apart(module, memory):
             return None

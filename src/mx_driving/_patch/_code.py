@@ -53,14 +53,10 @@ _KINDS = ("staticmethod", "classmethod", "property")  # decorators that leave th
 _MUTABLE = (list, dict, set)
 _CONSTANTS = (bool, int, float, str, type(None), tuple, frozenset, *_MUTABLE)
 _ABSENT = object()
-# What a change of a function, of an autograd function, and of a layer replaces.
+# What a change of a function, of a layer, and of an autograd function replaces.
 _get_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_get_forward = operator.attrgetter("forward")
 _get_apply = operator.attrgetter("apply", "forward", "backward")
-
-
-def _get_forward(kind: Any) -> tuple[Any, Any]:
-    # torch.export and torch.fx replace Module.__call__ while they trace.
-    return kind.forward, None if kind.__call__ is torch.nn.Module.__call__ else kind.__call__
 
 
 class NoKey(Exception):
@@ -104,14 +100,18 @@ class Code:
 
         A name that stands for None now may get a compiled module later. That is no change.
         """
-        spaces = []
-        for space, names in self.names.values():
-            absent = [name for name in names if name not in space]  # builtins, as a rule
-            # With one name, an itemgetter would not return a tuple.
-            present = [name for name in names if space.get(name) is not None]
-            get = operator.itemgetter(*present, present[0]) if present else lambda space: ()
-            objects = tuple(copy.deepcopy(o) if isinstance(o, _MUTABLE) else o for o in get(space))
-            spaces.append((space, absent, get, objects))
+        watched = [*self.names.values()]
+        for core in cores:
+            if isinstance(core, type) and issubclass(core, torch.nn.Module):
+                # torch.export and torch.fx replace Module.__call__ while they trace, so that class is left out.
+                watched += [(vars(base), {"__call__"}) for base in core.__mro__ if base not in torch.nn.Module.__mro__]
+        objects, absences = [], []
+        for space, names in watched:
+            if absent := [name for name in names if name not in space]:  # builtins, as a rule
+                absences.append((space, absent))
+            if present := [name for name in names if space.get(name) is not None]:
+                get = operator.itemgetter(*present, present[0])  # With one name, an itemgetter would not return a tuple.
+                objects.append((get, space, tuple(copy.deepcopy(o) if isinstance(o, _MUTABLE) else o for o in get(space))))
         plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
         functions = [*self.functions[1:], *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
         codes = list(map(_get_code, functions))
@@ -121,17 +121,20 @@ class Code:
             if isinstance(core, type)
         ]
         kinds += [(operator.attrgetter(*sorted(self.methods)), owner)] if owner and self.methods else []
-        methods = [get(kind) for get, kind in kinds]
+        methods = [(get, kind, get(kind)) for get, kind in kinds]
 
         def is_unchanged(kind: Any) -> bool:
-            for space, absent, get, objects in spaces:
-                try:
-                    if get(space) != objects or not space.keys().isdisjoint(absent):
+            try:
+                for get, space, known in objects:
+                    if get(space) != known:
                         return False
-                except KeyError:
+            except KeyError:  # A name is gone.
+                return False
+            for space, absent in absences:
+                if not space.keys().isdisjoint(absent):
                     return False
-            for (get, known), objects in zip(kinds, methods, strict=True):
-                if get(kind if known is owner else known) != objects:
+            for get, core, known in methods:
+                if get(kind if core is owner else core) != known:
                     return False
             return list(map(_get_code, functions)) == codes
 

@@ -145,7 +145,7 @@ def read_levels(arguments: Arguments, device: torch.device, reads_list: bool = F
             return shapes, geometry.starts_of(shapes), rows
         # A table that the original does not read mostly has the numbers. To compare it takes a tenth of the time of a new one.
         starts = arguments.get("unread starts")
-        if not (readable and is_table(starts) and starts.is_cpu and type(starts) is Tensor and starts.tolist() == dense):
+        if not (readable and type(starts) is Tensor and starts.is_cpu and starts.dtype in INDEX and starts.tolist() == dense):
             return shapes, torch.tensor(dense, dtype=torch.int64), rows
     return shapes, starts.clone() if copies else starts, rows
 
