@@ -94,7 +94,8 @@ class Attention(Form):
     )
 
     def answer(self, module: Any, arguments: dict[str, Any]) -> Any:
-        original, memory, mask = arguments["query"], arguments.get("value"), arguments.get("mask")
+        original, mask = arguments["query"], arguments.get("mask")
+        memory: Any = arguments.get("value")
         # Refuse a mask that is not boolean: some libraries multiply value by it. Refuse a table of floats: some libraries
         # compute with fractions of sizes.
         if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
@@ -120,8 +121,11 @@ class Attention(Form):
                 (count, last) not in self.references and (count != levels or (LEVELS, last) not in self.references)
             ):
                 return None
-        if self.layout is not ROWS and not _has_levels_apart(module, memory):
-            return None
+        if self.layout is not ROWS:
+            # LibreYOLO's GTR merges its levels and its linear layers for deployment.
+            is_apart = isinstance(memory, (list, tuple)) and all(level.dim() == 4 for level in memory)
+            if not is_apart or getattr(module, "_fused_offset_weight", False):
+                return None
         if (tables := read_levels(arguments, original.device)) is None:
             return None
         identity, position = arguments.get("identity"), arguments.get("position")
@@ -282,12 +286,6 @@ def _sample_trajectories(module: Any, arguments: Arguments, sides: Sides) -> Sam
     offsets = module.sampling_offsets(query).unflatten(-1, (sides[0], steps, *sides[1:], 2)).transpose(2, 3).flatten(1, 2)
     logits = module.attention_weights(query).unflatten(-1, (sides[0], steps, -1)).transpose(2, 3).flatten(1, 2)
     return _sample(inputs, reference, offsets, logits).unflatten(1, (-1, steps)).flatten(2), logits, sides[1:]
-
-
-def _has_levels_apart(module: Any, value: Any) -> bool:
-    """Return whether levels and linear layers are separate. LibreYOLO's GTR merges its levels and its layers for deployment."""
-    by_level = isinstance(value, (list, tuple)) and all(level.dim() == 4 for level in value)
-    return by_level and not getattr(module, "_fused_offset_weight", False)
 
 
 _POINTS = frozenset(("num_points", "num_points_list"))

@@ -111,16 +111,14 @@ def is_core(member: Any) -> bool:
     return candidate is not None and _looks_like_a_core(candidate)
 
 
-def _is_for_torch_library(name: str, parameters: Parameters) -> bool:
-    """Return whether a function is a fake implementation for `torch.library` (shapes only), or the backward of a core."""
-    return "grad_output" in parameters.all or name.endswith(("_fake", "_meta", "_abstract"))
-
-
 def _looks_like_a_core(candidate: Candidate) -> bool:
     """Return whether a candidate has the parameters of a core, or the name of a pool."""
     name, parameters = candidate.original.__qualname__, candidate.parameters
-    if candidate.kind == FUNCTION and _is_for_torch_library(candidate.original.__name__, parameters):
-        return False
+    if candidate.kind == FUNCTION:
+        # the backward of a core, or a fake implementation for `torch.library` (shapes only)
+        is_fake = candidate.original.__name__.endswith(("_fake", "_meta", "_abstract"))
+        if is_fake or "grad_output" in parameters.all:
+            return False
     names = {name.removesuffix("s") for name in parameters.all}
     if {"sampling_location", "attention_weight"} <= names or {"sampling_location", "weight"} <= names:
         return True
@@ -159,7 +157,11 @@ def find_network(target: Any) -> Any:
 
 
 def find(target: Any, with_modules: bool) -> Candidates:
-    """Return the candidates of a target: a Python module, a model, or the name of a library or module."""
+    """Return the candidates of a target: a Python module, a model, or the name of a library or module.
+
+    Of a library of `_FILES`, import and search the modules whose text has all words of one of `_MARKS`. Import any other
+    module; if it has no candidates, `unknown` lists its submodules that are not imported yet.
+    """
     candidates = Candidates(with_modules)
     if isinstance(target, torch.nn.Module):
         for name in sorted({base.__module__ for part in target.modules() for base in type(part).__mro__}):
@@ -170,7 +172,27 @@ def find(target: Any, with_modules: bool) -> Candidates:
         _search_loaded(target.__name__, candidates)
     elif isinstance(target, str) and all(target.split(".")):
         name = _ALIASES.get(target, target)
-        (_search_files if name in _FILES else _search_imported)(name, candidates)
+        for module_name in _find_in_library(name, _FILES[name]) if name in _FILES else ():
+            try:
+                module = importlib.import_module(module_name)
+            except Exception as error:  # A missing requirement of one model must not stop the others.
+                reason = rules.import_failed(error, compat.NAMES)
+                candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
+            else:
+                if not candidates.search(module):
+                    candidates.unknown[module_name] = "its text mentions a core, but it has none of a known form"
+        if name not in _FILES:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+                    rules.no_library(name, error.name, sorted(_FILES))
+                rules.broken_library(name, error, rules.import_failed(error, compat.NAMES))
+            _search_loaded(name, candidates)
+            if not len(candidates):
+                late = [module for module in _find_in_library(name, "**/*.py") if module not in sys.modules]
+                if late:
+                    candidates.unknown[name] = f"import that of your model first, of {', '.join(late)}"
     else:
         rules.patch_target(target)
     return candidates
@@ -191,33 +213,6 @@ def _search_loaded(name: str, candidates: Candidates) -> None:
         module = sys.modules[loaded]
         if (loaded == name or loaded.startswith(name + ".")) and isinstance(module, types.ModuleType):
             candidates.search(module)
-
-
-def _search_imported(name: str, candidates: Candidates) -> None:
-    """Import a module and search it. If it has no candidates, list in `unknown` its submodules that are not imported yet."""
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            rules.no_library(name, error.name, sorted(_FILES))
-        rules.broken_library(name, error, rules.import_failed(error, compat.NAMES))
-    _search_loaded(name, candidates)
-    late = [] if len(candidates) else [module for module in _find_in_library(name, "**/*.py") if module not in sys.modules]
-    if late:
-        candidates.unknown[name] = f"import that of your model first, of {', '.join(late)}"
-
-
-def _search_files(name: str, candidates: Candidates) -> None:
-    """Take a library of `_FILES`. Import and search its modules whose text has all words of one of `_MARKS`."""
-    for module_name in _find_in_library(name, _FILES[name]):
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:  # A missing requirement of one model must not stop the others.
-            reason = rules.import_failed(error, compat.NAMES)
-            candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
-        else:
-            if not candidates.search(module):
-                candidates.unknown[module_name] = "its text mentions a core, but it has none of a known form"
 
 
 def _find_in_library(library: str, files: str) -> Iterator[str]:

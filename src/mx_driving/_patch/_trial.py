@@ -157,9 +157,21 @@ def make_entry(finding: Finding, seen: str) -> tuple[str, Known]:
 
 
 def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Finding:
-    """Return the first form whose results agree with the original's. If no form agrees, return the most telling refusal."""
+    """Return the first form whose results agree with the original's. If no form agrees, return the most telling refusal.
+
+    A trial runs on the CPU in one thread, because to wake other threads would take longer than the examples. Afterwards torch's
+    settings and random state are as before.
+    """
     refusals: dict[str, Refused] = {}
-    with _isolate(), _replace_extensions(candidate, code):
+    with contextlib.ExitStack() as trial:
+        trial.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        trial.enter_context(torch.random.fork_rng([]))
+        trial.enter_context(torch.device("cpu"))
+        trial.enter_context(torch.inference_mode(False))
+        trial.enter_context(torch.enable_grad())
+        trial.enter_context(torch.autocast("cpu", enabled=False))
+        trial.enter_context(_replace_extensions(candidate, code))
         for name, form in forms.items():
             casts = ("", "value", "float32") if isinstance(form, OverExtension) else (None,)
             for cast in casts:
@@ -174,27 +186,6 @@ def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Fi
     name = min(refusals, key=lambda name: (not refusals[name].args[0], refusals[name].rank, refusals[name].difference))
     reason = refusals[name].args[0] or "it does not run on a small example"
     return Finding(candidate.name, code.key, form=name, difference=refusals[name].difference, reason=reason)
-
-
-@contextlib.contextmanager
-def _isolate() -> Iterator[None]:
-    """Run a trial on the CPU in one thread, then restore torch's settings and random state.
-
-    To wake other threads would take longer than the examples.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with (
-            torch.random.fork_rng([]),
-            torch.device("cpu"),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-        ):
-            yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 @contextlib.contextmanager
