@@ -271,6 +271,42 @@ def test_lift_splat(function, places, form):
     assert operators(forward) == []
 
 
+MEAN = """
+class Mean(QuickCumsum):
+    @staticmethod
+    def forward(ctx, x, places, ranks):
+        sums, last = QuickCumsum.forward(ctx, x, places, ranks)
+        return sums / 2, last
+
+    @staticmethod
+    def backward(ctx, grad, of_last):
+        return tuple(None if g is None else g / 2 for g in QuickCumsum.backward(ctx, grad, of_last))
+"""
+HALVES_FORWARD = MEAN[: MEAN.rindex("    @")]
+HALVES_BACKWARD = """
+class Mean(QuickCumsum):
+    @staticmethod
+    def backward(ctx, grad, _):
+        return grad[torch.unique_consecutive(*ctx.saved_tensors, return_inverse=True)[1]] / 2, None, None
+"""
+
+
+@pytest.mark.parametrize("text", [MEAN, HALVES_FORWARD, HALVES_BACKWARD], ids=["both", "forward", "backward"])
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left")
+def test_a_subclass_of_a_known_autograd_function_runs_its_own_methods(text):
+    module = library(LIFT_SPLAT.replace("{places}", "geom_feats"))
+    exec(text, vars(module))
+    x, places, ranks, *_ = sorted_rows()
+    x = x.double()
+    expected = [results(kind.apply, x, places, ranks) for kind in (module.QuickCumsum, module.Mean)]
+    with mx_driving.patched(module) as done:
+        assert "a_library.QuickCumsum" in done.replaced
+        assert "a_library.Mean" not in done.replaced
+        assert operators(module.QuickCumsum.apply, x, places, ranks) == POOL
+        for kind, right in zip((module.QuickCumsum, module.Mean), expected, strict=True):
+            assert_close(results(kind.apply, x, places, ranks), right)
+
+
 @pytest.mark.parametrize("name", INPUTS)
 def test_pools_that_have_no_gradient_have_none_afterwards(name):
     """MapTR's in plain torch read each number by `item`."""
