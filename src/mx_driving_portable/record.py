@@ -54,7 +54,7 @@ _recorders: list[Recorder] = []
 _wrappers: dict[Any, tuple[Any, Any]] = {}  # id of an original or a wrapper -> (that object, its wrapper)
 _undo: list[tuple[Any, str, Any]] = []
 
-# Begin of the text that mx_driving/_foreign_functions.py and mx_driving_portable/record.py share.
+# The table of functions. mx_driving/_foreign_functions.py reads it, too.
 _POOL = "bev_pool_v3"
 DIFFERENTIABLE = {
     "multi_scale_deformable_attn": ("value", "locations", "weights"),
@@ -189,8 +189,6 @@ def insert_starts(args: Any) -> list[Any]:
     return [*args[:2], None, *args[2:]] if has_locations else list(args)
 
 
-# End of the shared text.
-
 # Functions whose calls are counted, and not recorded: replay knows bare operators alone.
 _COUNTED = tuple(Function("mx_driving", f"{operator}_with_logits", operator, "") for operator in DIFFERENTIABLE)
 _OPERATORS = [*DIFFERENTIABLE, *(f"{operator}_backward" for operator in DIFFERENTIABLE if operator != _POOL)]
@@ -224,33 +222,20 @@ def _is_compiling() -> bool:
     return hasattr(torch, "compiler") and torch.compiler.is_compiling()
 
 
-def _remove_extras(args: Any) -> list[Any]:
-    """Remove the arguments that only some sampling functions have: `self`, and transformers' list of shapes."""
-    import torch
-
-    args = list(args)
-    while args and not isinstance(args[0], torch.Tensor):
-        del args[0]  # self
-    if len(args) > 2 and isinstance(args[2], (list, tuple)) and args[2] and isinstance(args[2][0], (list, tuple)):
-        del args[2]  # transformers' list of shapes, which follows the tensor of shapes
-    return insert_starts(args)
-
-
-def _to_ints(size: Any) -> Any:
-    """Convert a size, or a sequence of sizes, to ints: JSON takes no NumPy numbers and no tensors."""
-    if isinstance(size, (list, tuple)) or getattr(size, "ndim", 0):
-        return [int(number) for number in size]
-    return int(size)
-
-
 def _bind(entry: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return the inputs, the tensors that the function writes to, and the sizes, by name."""
     import torch
 
     if entry in _COUNTED:
         raise TypeError("operators with logits, and the modules of mx_driving.nn, which call them, are not recorded")
-    names = entry.names
-    positional = args if entry.operator == _POOL else _remove_extras(args)
+    names, positional = entry.names, list(args)
+    if entry.operator != _POOL:  # remove the arguments that only some sampling functions have
+        while positional and not isinstance(positional[0], torch.Tensor):
+            del positional[0]  # self
+        listed = positional[2] if len(positional) > 2 else None
+        if isinstance(listed, (list, tuple)) and listed and isinstance(listed[0], (list, tuple)):
+            del positional[2]  # transformers' list of shapes, which follows the tensor of shapes
+        positional = insert_starts(positional)
     bound = dict(zip(names, positional))  # noqa: B905, zip has no strict before Python 3.10
     bound.update({KEYWORDS.get(name, name): a for name, a in kwargs.items()})
     missing = [name for name in names if name not in bound and name not in _OPTIONAL]
@@ -259,7 +244,11 @@ def _bind(entry: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str,
     # mmcv's backward may have im2col_step at the index of a gradient.
     unused = {name for name in _OPTIONAL if isinstance(bound.get(name), int)} | {"memo"}
     bound = {name: a for name, a in bound.items() if a is not None and name in names and name not in unused}
-    sizes = {name: _to_ints(bound.pop(name)) for name in _SIZES if name in bound}
+    sizes: dict[str, Any] = {}
+    for name in [name for name in _SIZES if name in bound]:  # as ints: JSON takes no NumPy numbers and no tensors
+        size = bound.pop(name)
+        several = isinstance(size, (list, tuple)) or getattr(size, "ndim", 0)
+        sizes[name] = [int(number) for number in size] if several else int(size)  # pyright: ignore
     for table in ("shapes", "starts"):
         if isinstance(bound.get(table), (list, tuple)):
             bound[table] = torch.tensor(bound[table])
@@ -268,17 +257,6 @@ def _bind(entry: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str,
             raise TypeError(f"{name} must be an ordinary tensor with data; got {type(a).__name__}")
     outputs = {name: bound.pop(name) for name in entry.outputs if name in bound}
     return bound, outputs, sizes
-
-
-def _find_caller() -> str:
-    """Return file and line of the call: the innermost frame outside of libraries."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if name not in _LIBRARIES and frame.f_code.co_filename != __file__:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 class _WrappedFunction:
@@ -316,21 +294,27 @@ class _OpenCall:
                 raise TypeError(f"{name} must be zero before a function adds to it; got other numbers")
         self.versions = [(t, t._version) for t in self.inputs.values() if not t.is_inference()]
         self.copies: dict[str, Tensor] = {}
+        # the file and line of the call: the innermost frame outside of libraries
+        frame, caller = sys._getframe(), ""
+        while frame is not None and not caller:
+            name = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if name not in _LIBRARIES and frame.f_code.co_filename != __file__:
+                caller = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
         self.about: dict[str, Any] = {
             **{"function": function.name, "operator": self.entry.operator, "form": self.entry.name, "sizes": sizes},
-            **{"index": index, "device": str(next(iter(self.inputs.values())).device), "caller": _find_caller()},
+            **{"index": index, "device": str(next(iter(self.inputs.values())).device), "caller": caller},
         }
-        self.edges = self._find_edges() if torch.is_grad_enabled() and not self.entry.backward else {}
-
-    def _find_edges(self) -> dict[str, tuple[Any, int]]:
-        """Return name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge. It
-        gets the sum of their gradients, which the operator does not return."""
-        names = DIFFERENTIABLE[self.entry.operator]
-        inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
-        # The node of a leaf is the next function of a view of the leaf.
-        nodes = {name: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for name, t in inputs.items()}  # pyright: ignore
-        edges = {name: (nodes[name], t.output_nr) for name, t in inputs.items()}
-        return {name: edge for name, edge in edges.items() if list(edges.values()).count(edge) == 1}
+        # name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge: the edge gets
+        # the sum of their gradients, which the operator does not return.
+        self.edges: dict[str, tuple[Any, int]] = {}
+        if torch.is_grad_enabled() and not self.entry.backward:
+            names = DIFFERENTIABLE[self.entry.operator]
+            inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
+            # The node of a leaf is the next function of a view of the leaf.
+            nodes = {name: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for name, t in inputs.items()}  # pyright: ignore
+            edges = {name: (nodes[name], t.output_nr) for name, t in inputs.items()}
+            self.edges = {name: edge for name, edge in edges.items() if list(edges.values()).count(edge) == 1}
 
     def copy_inputs(self, reason: str) -> None:
         if any(t._version != version for t, version in self.versions):
@@ -397,7 +381,11 @@ class _GradientHooks:
             if not self.left:
                 self.gradients = {}
                 if len(gradients) > 1 and "grad_output" in gradients:
-                    self.recorder._take_gradients(self.call, gradients)
+                    recorder, call = self.recorder, self.call
+                    if call.stem:
+                        recorder._write(f"{call.stem}-gradients", call.about, _copy_to_host(gradients))
+                    elif recorder._copy_inputs_of_first_nan(call, gradients):  # the first NaN is in a gradient
+                        recorder._write_call(call, gradients)
 
 
 class _WrappingFinder(importlib.abc.MetaPathFinder):
@@ -426,26 +414,6 @@ class _WrappingFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _make_folder(out: Any) -> pathlib.Path:
-    """Make the folder of a recording. Each process of a distributed program, or of multiprocessing, gets a subfolder."""
-    folder = pathlib.Path(out)
-    if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
-        folder /= f"rank-{os.environ['RANK']}"
-    multiprocessing: Any = sys.modules.get("multiprocessing")
-    if multiprocessing and multiprocessing.parent_process() is not None:
-        folder /= re.sub(r"[^\w:-]", "-", multiprocessing.current_process().name)
-    try:
-        if not os.fspath(out):
-            raise OSError("no name")
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise OSError("one with files")
-    except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
-        name, fact = os.fspath(out) and str(folder), getattr(error, "strerror", None) or error
-        raise ValueError(f"out must be a new or an empty folder; got {name!r}, {fact}") from None
-    return folder.absolute()  # the program may change the working folder
-
-
 class Recorder:
     """Wraps known functions of all modules, imported already or later, until `stop`."""
 
@@ -466,7 +434,23 @@ class Recorder:
             bare, is_backward = operator.partition("_backward")[:2]
             parameters = _LIFT if bare == _POOL else _GRADIENTS if is_backward else _SAMPLES
             self.named[name] = Function("", bare, bare, parameters)
-        self.folder = _make_folder(out)
+        # The folder of the recording. Each process of a distributed program, or of multiprocessing, gets a subfolder.
+        folder = pathlib.Path(out)
+        if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
+            folder /= f"rank-{os.environ['RANK']}"
+        multiprocessing: Any = sys.modules.get("multiprocessing")
+        if multiprocessing and multiprocessing.parent_process() is not None:
+            folder /= re.sub(r"[^\w:-]", "-", multiprocessing.current_process().name)
+        try:
+            if not os.fspath(out):
+                raise OSError("no name")
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise OSError("one with files")
+        except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
+            name, fact = os.fspath(out) and str(folder), getattr(error, "strerror", None) or error
+            raise ValueError(f"out must be a new or an empty folder; got {name!r}, {fact}") from None
+        self.folder = folder.absolute()  # the program may change the working folder
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
         self._process = os.getpid()
@@ -479,13 +463,29 @@ class Recorder:
         self._finder = _WrappingFinder(self)
 
     def start(self) -> Recorder:
-        self._write_manifest()
+        import importlib.metadata
+        import platform
+
+        packages = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+        facts = {"program": sys.argv, "python": sys.version, "system": platform.platform(), "packages": packages}
+        try:
+            with (self.folder / "manifest.json").open("x") as file:  # fails if another process took the folder meanwhile
+                file.write(json.dumps(facts, indent=1))
+        except FileExistsError:
+            raise ValueError(f"out must be a new or an empty folder; got {str(self.folder)!r}, one with files") from None
+        except OSError as error:
+            self._fail(error)
         _recorders.append(self)
         sys.meta_path.insert(0, self._finder)
         for name, module in list(sys.modules.items()):
             if self.watches(name) and isinstance(module, types.ModuleType):
                 self.wrap(module)
-        self._replace_imported_names()
+        # Replace the originals in the modules that imported them with `from mx_driving import ...`.
+        for module in list(sys.modules.values()):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                original, wrapper = _wrappers.get(id(value), (None, None))
+                if original is value and id(wrapper) in self._watched and isinstance(module, types.ModuleType):
+                    _set(module, name, original, wrapper)
         atexit.register(self.stop)
         return self
 
@@ -502,7 +502,15 @@ class Recorder:
         sys.meta_path.remove(self._finder)
         _recorders.remove(self)
         if not any(recorder.is_active() for recorder in _recorders):
-            _restore_functions()
+            while _undo:
+                owner, name, before = _undo.pop()
+                delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
+            # Give the originals to the modules that imported a wrapper meanwhile.
+            originals = {id(wrapper): original for original, wrapper in _wrappers.values() if original is not wrapper}
+            for module in [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]:
+                for name, value in list(vars(module).items()):
+                    if id(value) in originals and _wrappers[id(value)][0] is value:
+                        setattr(module, name, originals[id(value)])
         for name in self.named:
             if name not in self.functions:
                 _say(f"{name} was never imported, or is no function")
@@ -513,20 +521,6 @@ class Recorder:
         num_recorded = sum(f.num_recorded for f in self.functions.values())
         remark = "" if num_calls else "; calls in compiled code and in child processes are not seen"
         _say(f"{num_recorded} of {num_calls} calls recorded, {self.num_bytes / 1e6:.0f} MB in {self.folder}{remark}")
-
-    def _write_manifest(self) -> None:
-        import importlib.metadata
-        import platform
-
-        packages = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
-        facts = {"program": sys.argv, "python": sys.version, "system": platform.platform(), "packages": packages}
-        try:
-            with (self.folder / "manifest.json").open("x") as file:  # fails if another process took the folder meanwhile
-                file.write(json.dumps(facts, indent=1))
-        except FileExistsError:
-            raise ValueError(f"out must be a new or an empty folder; got {str(self.folder)!r}, one with files") from None
-        except OSError as error:
-            self._fail(error)
 
     def watches(self, module: str) -> bool:
         return bool(self._find_functions(module))
@@ -580,22 +574,25 @@ class Recorder:
         if id(wrapper) not in self._watched:
             self._watched[id(wrapper)] = self.functions.setdefault(name, _WrappedFunction(name, entry))
 
-    def _replace_imported_names(self) -> None:
-        """Replace the originals in the modules that imported them with `from mx_driving import ...`."""
-        for module in list(sys.modules.values()):
-            for name, value in list(getattr(module, "__dict__", {}).items()):
-                original, wrapper = _wrappers.get(id(value), (None, None))
-                if original is value and id(wrapper) in self._watched and isinstance(module, types.ModuleType):
-                    _set(module, name, original, wrapper)
-
     def _call(self, function: _WrappedFunction, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the original, and record the call if its number is a multiple of `every`, or if it gives the first NaN."""
         if not self.is_active() or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)
         function.num_calls = index + 1
-        sampled = index % self.every == 0 and not self.why
-        call = self._begin(function, index, sampled, args, kwargs) if sampled or self.nan else None
+        sampled, call = index % self.every == 0 and not self.why, None
+        if sampled or self.nan:
+            import torch
+
+            with function.counting_losses():
+                # If torch traces or captures the call, our copies would become a part of the graph.
+                on_cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in (*args, *kwargs.values()))
+                captured = on_cuda and torch.cuda.is_current_stream_capturing()
+                if not (captured or torch.jit.is_tracing()):  # pyright: ignore
+                    opened = _OpenCall(function, index, args, kwargs)
+                    if sampled:
+                        opened.copy_inputs(f"every {self.every}")
+                    call = opened
         self._local.inside = True
         try:
             returned = original(*args, **kwargs)
@@ -607,25 +604,9 @@ class Recorder:
             raise
         finally:
             self._local.inside = False
-        if call is not None:
-            self._finish(call, returned)
-        return returned
-
-    def _begin(self, function: _WrappedFunction, index: int, sampled: bool, args: Any, kwargs: Any) -> _OpenCall | None:
-        import torch
-
+        if call is None:
+            return returned
         with function.counting_losses():
-            # Torch traces or captures the call: our copies would become a part of the graph.
-            on_cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in (*args, *kwargs.values()))
-            if torch.jit.is_tracing() or (on_cuda and torch.cuda.is_current_stream_capturing()):  # pyright: ignore
-                return None
-            call = _OpenCall(function, index, args, kwargs)
-            if sampled:
-                call.copy_inputs(f"every {self.every}")
-            return call
-
-    def _finish(self, call: _OpenCall, returned: Any) -> None:
-        with call.function.counting_losses():
             results = call.name_results(returned)
             is_first_nan = self._copy_inputs_of_first_nan(call, results)
             if call.copies:
@@ -640,6 +621,7 @@ class Recorder:
                 _GradientHooks(self, call, output)
             if call.stem:
                 call.inputs, call.outputs, call.versions = {}, {}, []  # free the memory for the program
+        return returned
 
     def _copy_inputs_of_first_nan(self, call: _OpenCall, results: dict[str, Tensor]) -> bool:
         if not self.nan or not any(bool(t.detach().isnan().any()) for t in results.values()):
@@ -649,13 +631,6 @@ class Recorder:
             call.copy_inputs("")
         call.about["reason"] = "the first NaN"
         return True
-
-    def _take_gradients(self, call: _OpenCall, gradients: dict[str, Tensor]) -> None:
-        """Write the gradients of a call. This runs during the program's backward."""
-        if call.stem:
-            self._write(f"{call.stem}-gradients", call.about, _copy_to_host(gradients))
-        elif self._copy_inputs_of_first_nan(call, gradients):  # the first NaN is in a gradient
-            self._write_call(call, gradients)
 
     def _write_call(self, call: _OpenCall, results: dict[str, Tensor]) -> None:
         stem = f"call-{next(self._numbers):06d}"
@@ -724,18 +699,6 @@ def _set(owner: Any, name: str, before: Any, new: Any) -> None:
     if new is not before and getattr(before, "__func__", None) is not getattr(new, "__func__", _ABSENT):
         setattr(owner, name, new)
         _undo.append((owner, name, before))
-
-
-def _restore_functions() -> None:
-    """Undo all changes, and give the originals to the modules that imported a wrapper meanwhile."""
-    while _undo:
-        owner, name, before = _undo.pop()
-        delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
-    originals = {id(wrapper): original for original, wrapper in _wrappers.values() if original is not wrapper}
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()) if isinstance(module, types.ModuleType) else ():
-            if id(value) in originals and _wrappers[id(value)][0] is value:
-                setattr(module, name, originals[id(value)])
 
 
 def start(out: Any, **options: Any) -> Recorder:

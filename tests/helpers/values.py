@@ -92,5 +92,5 @@ class Through(torch.nn.Module):
         super().__init__()
         self.call = call
 
-    def forward(self, x):
-        return self.call(x)
+    def forward(self, *inputs):
+        return self.call(*inputs)

@@ -8,6 +8,7 @@ from small_cases import comparisons_of_int64
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from values import Through
 
 import mx_driving
 from mx_driving.ops.bev_pool_v3 import BEVPoolV3
@@ -99,11 +100,6 @@ def test_compiled_in_one_graph_for_all_sizes(monkeypatch):
         assert_equal(call(*inputs), inputs)
 
 
-class Vendors(torch.nn.Module):
-    def forward(self, *args):
-        return BEVPoolV3.apply(*args, (2, 1, 3, 5, C))
-
-
 def compiled(call, inputs):
     torch._dynamo.reset()
     return torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -117,7 +113,8 @@ def strictly_exported(call, inputs):
 def test_the_vendors_function_trains_in_a_graph(graph_of):
     """Graphs trace forward and backward of the class, and not its apply."""
     inputs, gradients = lifted(2, 30), []
-    for run in (Vendors(), graph_of(Vendors(), inputs)):
+    vendors = Through(lambda *args: BEVPoolV3.apply(*args, (2, 1, 3, 5, C)))
+    for run in (vendors, graph_of(vendors, inputs)):
         leaves = [t.clone().requires_grad_() for t in inputs[:2]]
         run(*leaves, *inputs[2:]).square().sum().backward()
         gradients.append([t.grad for t in leaves])

@@ -8,7 +8,7 @@ from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, 
 from small_cases import GROWING, TINY
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from values import natively
+from values import Through, natively
 
 import mx_driving
 from mx_driving._dispatch.registered import REGISTERED
@@ -163,11 +163,7 @@ def test_graphs_under_autocast(operator):
     torch._dynamo.reset()
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(*args), expected)
 
-    class Module(torch.nn.Module):
-        def forward(self, *args):
-            return run(*args)
-
-    program = torch.export.export(Module(), args)
+    program = torch.export.export(Through(run), args)
     assert torch.equal(program.module()(*args), expected)
     decomposed = program.run_decompositions({**torch._decomp.decomposition_table})
     assert not any("mx_driving" in str(node.target) for node in decomposed.graph.nodes)

@@ -89,13 +89,6 @@ def test_no_circle_of_the_two_packages():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_record_has_a_copy_of_the_table_of_foreign_functions():
-    record, room = (MODULES[name].read_text() for name in ("mx_driving_portable.record", "mx_driving._foreign_functions"))
-    begin, end = "# Begin of the text that", "# End of the shared text."
-    shared = room[room.index(begin) : room.index(end)]
-    assert shared == record[record.index(begin) : record.index(end)]
-
-
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch, _torch_private
-from .._foreign.shapes import sampling_inputs
-from .._foreign.stand_ins import differentiable
+from .._foreign.stand_ins import differentiable, sampling_inputs
 from .._operator.description import POOL, SamplingInputs
 from ._attention import READ, Attention
 from ._code import Code

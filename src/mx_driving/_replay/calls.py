@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._foreign.shapes import sampling_inputs
-from .._foreign.stand_ins import stand_in
+from .._foreign.stand_ins import sampling_inputs, stand_in
 from .._foreign_functions import FUNCTIONS
 from .._operator import checks
 from .._operator.description import OPERATORS, POOL, Operator, SamplingInputs
