@@ -109,6 +109,22 @@ def test_inputs_without_gradients_add_no_tangents(operator):
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
+def test_forward_mode_over_expanded_inputs(operator):
+    """torch refuses to make a dual tensor of an expanded tensor, whatever function follows. A function may expand inside."""
+    function, args = floating(operator)
+    rows = tuple(t.reshape(-1)[0] for t in args)
+    tangents = tuple(torch.linspace(0.5, 1, len(rows), dtype=torch.float64).unbind())
+
+    def call(*rows, copies):
+        expanded = (row.expand(t.shape) for row, t in zip(rows, args, strict=True))
+        return function(*(t.clone() if copies else t for t in expanded))
+
+    for transform in (torch.func.jvp, lambda f, at, along: torch.func.jvp(torch.func.jacrev(f), at, along)):
+        found, expected = (transform(functools.partial(call, copies=copies), rows, tangents) for copies in (False, True))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_vmap_over_nothing(operator):
     """An empty vmap returns an empty output. jacrev of no queries maps over an empty output, too."""
     args = GROWING[operator](2, 0)

@@ -294,6 +294,29 @@ def test_vmap():
     assert torch.equal(found, torch.stack([each(f, r) for f, r in zip(feats, ranks, strict=True)]))
 
 
+@pytest.mark.parametrize("function", [mx_driving.bev_pool_v3, mx_driving.bev_pool_v2, "bev_pool"])
+def test_forward_mode_over_expanded_inputs(function):
+    """torch refuses to make a dual tensor of an expanded tensor, whatever function follows. A function may expand inside."""
+    p = points(40, 6)
+    depth, feat, *ranks = public(p)
+    more = (torch.arange(40), torch.ones(40, dtype=torch.int64)) if function is mx_driving.bev_pool_v2 else ()
+    place = torch.stack([torch.randint(size, (9,)) for size in (5, 7, 1, 2)], 1)
+    at, along = (
+        torch.tensor([0.5, 2.0], dtype=torch.float64).unbind(),
+        torch.tensor([1.0, -3.0], dtype=torch.float64).unbind(),
+    )
+
+    def call(d, f, copy=torch.Tensor.view_as):
+        d, f = (copy(t, t) for t in (d.expand(depth.shape), f.expand(feat.shape)))
+        return mx_driving.bev_pool(f * d[0], place, 2, 1, 5, 7) if function == "bev_pool" else function(d, f, *ranks, *more)
+
+    def clone(t, _):
+        return t.clone()
+
+    for run in (torch.func.jvp, lambda f, *rows: torch.func.jvp(torch.func.jacrev(f), *rows)):
+        assert_close(run(call, at, along), run(lambda *rows: call(*rows, clone), at, along))
+
+
 def test_flops():
     from torch.utils.flop_counter import FlopCounterMode
 

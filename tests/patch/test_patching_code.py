@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import types
 
 import pytest
 import torch
-from attention_modules import BARE, core_arguments, library, operators, plain_core
+from attention_modules import BARE, close, core_arguments, library, operators, plain_core
 
 import mx_driving
 from mx_driving._patch._code import NoKey, Reader
@@ -202,6 +203,68 @@ def test_a_named_core_runs_its_own_code_after_a_change_of_what_it_reaches(code, 
         changed = module.core(*arguments)
     torch.testing.assert_close(changed, module.core(*arguments))
     assert not torch.allclose(changed, before)
+
+
+def double(name):
+    return lambda space: setattr(space, name, 2.0)
+
+
+# How known code reads a constant: a line of its file, the expression, and a change to 2.
+CONSTANTS = {
+    "of another module": ("import utils", "utils.SCALE", lambda module: double("SCALE")(module.utils)),
+    "by an alias": ("import utils as u", "u.SCALE", lambda module: double("SCALE")(module.u)),
+    "of a module in a module": ("import utils", "utils.more.SCALE", lambda module: double("SCALE")(module.utils.more)),
+    "in a dict of another": ("import utils", "utils.OPTIONS['a']", lambda module: module.utils.OPTIONS.update(a=2.0)),
+    "imported by its name": ("from utils import SCALE", "SCALE", double("SCALE")),
+    "in an imported dict": ("from utils import OPTIONS", "OPTIONS['a']", lambda module: module.OPTIONS.update(a=2.0)),
+    "in a nested dict": ("OPTIONS = {'a': {'b': 1.0}}", "OPTIONS['a']['b']", lambda module: module.OPTIONS["a"].update(b=2.0)),
+    "in a list": ("OPTIONS = [1.0]", "OPTIONS[0]", lambda module: module.OPTIONS.insert(0, 2.0)),
+    "of a call": ("SCALE = float('1')", "SCALE", double("SCALE")),
+    "in a dict of a call": ("OPTIONS = dict(a=1.0)", "OPTIONS['a']", lambda module: module.OPTIONS.update(a=2.0)),
+    "a tensor": ("SCALE = torch.ones(())", "SCALE", lambda module: setattr(module, "SCALE", torch.tensor(2.0))),
+    "a tensor's numbers": ("SCALE = torch.ones(())", "SCALE", lambda module: module.SCALE.mul_(2)),
+    "of an object": ("OPTIONS = types.SimpleNamespace(a=1.0)", "OPTIONS.a", lambda module: double("a")(module.OPTIONS)),
+    "of a function": ("def one():\n    return one.a\none.a = 1.0", "one()", lambda module: double("a")(module.one)),
+    "by getattr": ("import utils", "getattr(utils, 'SCALE')", lambda module: double("SCALE")(module.utils)),
+}
+UNSEEN = {  # changes that patch does not see
+    **dict.fromkeys(
+        ("imported by its name", "in an imported dict", "of a call", "in a dict of a call", "a tensor"), ("before",)
+    ),
+    **dict.fromkeys(("a tensor's numbers", "of an object", "of a function", "by getattr"), ("before", "after")),
+}
+
+
+def list_constants():
+    for name in CONSTANTS:
+        for when in ("before", "after"):
+            unseen = pytest.mark.xfail(strict=True, reason="the key and the fit hold the text or the object, not its value")
+            yield pytest.param(name, when, id=f"{name}, {when}", marks=[unseen] if when in UNSEEN.get(name, ()) else [])
+
+
+@pytest.mark.parametrize(("name", "when"), [*list_constants()])
+def test_known_code_follows_a_constant_that_changes_before_patch_or_after_it(name, when, monkeypatch):
+    (line, word, change), arguments = CONSTANTS[name], core_arguments((2, 4))
+    core = CORE[CORE.index("def core") :].replace("PRE", "pass").replace("POST", f"out = out * {word}")
+    source = f"import types\n{line}\n{core}"
+
+    def make_module(known=""):
+        utils, more = types.ModuleType("utils"), types.ModuleType("utils.more")
+        vars(utils).update(SCALE=1.0, OPTIONS={"a": 1.0}, more=more)
+        vars(more).update(SCALE=1.0)
+        monkeypatch.setitem(sys.modules, "utils", utils)
+        return library(plain_core, source=source, known=known)
+
+    make_module(known="core")
+    module = make_module()
+    if when == "before":
+        change(module)
+    with mx_driving.patched(module) as done:
+        if when == "after":
+            assert "a_library.core" in done.replaced
+            assert operators(module.core, *arguments) == [BARE]
+            change(module)
+        close(module.core(*arguments), 2 * plain_core(*arguments))
 
 
 LAYER = """
