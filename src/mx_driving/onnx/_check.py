@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from .._operator.rules import first_line
 from .._replay.calls import RecordedCall
 from .._replay.error_bound import ErrorBound
 from .._replay.judge import COARSE, RIGHT, WRONG, Judged, judge
-from . import _file, _not_finite, _outputs, _running
-from ._graph import Unfit, add_outputs, read_constant
+from . import _file, _not_finite, _outputs
+from ._graph import Unfit, add_outputs, list_outputs, read_constant
 from ._matches import (
-    Array,
-    Arrays,
     Match,
     draw_across_borders,
     find_again,
@@ -33,10 +31,10 @@ from ._matches import (
     read_bare_inputs,
     write_match,
 )
-from ._nodes import name_unknown
-from ._plugins import restore_plugins
+from ._nodes import name_unknown, restore_plugins
 from ._runtimes import Failed, Run
 from ._search import Sampling
+from ._session import Array, Arrays, make_inputs, run_session
 from ._trial import find_factor
 
 _TORCH: dict[Any, torch.dtype] = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
@@ -111,17 +109,13 @@ def check(
         rule = "must hold deformable attention that is certain, or a node of it"
         raise Problem(f"{name} {rule}; got {original or path} ({why})")
     if original:
-        matches = _find_again(matches, path)
+        model = _file.load(path).model
+        try:
+            matches = [find_again(match, model) for match in matches]
+        except Unfit as unfit:
+            raise Problem(f"path_in must be made of --original, with its names of tensors; got {path}: {unfit}") from None
     with temporary_folder() as folder:
         return _Checker(path, file, matches, run, folder, precision).check(inputs, left)
-
-
-def _find_again(matches: list[Match], path: Path) -> list[Match]:
-    model = _file.load(path).model
-    try:
-        return [find_again(match, model) for match in matches]
-    except Unfit as unfit:
-        raise Problem(f"path_in must be made of --original, with its names of tensors; got {path}: {unfit}") from None
 
 
 @dataclass
@@ -163,9 +157,9 @@ class _Checker:
         file = self.folder / "reference.onnx"
         ir.save(model or self.file.model, file, external_data="reference.data")
         try:
-            session = _running.open_with_library(file)
-            fed = _running.make_inputs(session, inputs, defaults)
-            return fed, _running.run_session(session, fed)
+            session = _outputs.open_with_library(file)
+            fed = make_inputs(session, inputs, defaults)
+            return fed, run_session(session, fed)
         except Problem:
             raise
         except Exception as error:  # onnxruntime raises a dozen classes
@@ -178,7 +172,8 @@ class _Checker:
         comparisons = []
         for words, inputs in {IN_THE_FILE: own, ACROSS: draw_across_borders(match, own)}.items():
             if inputs is not None:
-                inputs = {name: _round(array, self.precision) for name, array in inputs.items()}
+                if self.precision:
+                    inputs = {name: _round(array, self.precision) for name, array in inputs.items()}
                 fed = {role: inputs[str(v.name)] for role, v in match.inputs.items()}
                 comparisons.append(self.compare(match, words, inputs, lambda fed=fed: self.run(file, fed), "output"))
         return comparisons
@@ -187,7 +182,7 @@ class _Checker:
         """Run the whole file with the inputs and outputs of all matches as graph outputs, and judge each match."""
         model, file = _file.load(self.path).model, self.folder / "within.onnx"
         names = arrays.keys() | {match.name for match in self.matches}
-        add_outputs(model, (v for v in _file.list_outputs(model) if v.name in names))
+        add_outputs(model, (v for v in list_outputs(model) if v.name in names))
         restore_plugins(model)
         ir.save(model, file, external_data="within.data")
         try:
@@ -257,8 +252,17 @@ def _find_narrow(match: Match) -> torch.dtype | None:
 
 def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged:
     """Judge again with the error of 16 bits in sums and in positions: it is coarse, unless it has a common factor."""
+
+    def to_narrow(t: torch.Tensor) -> torch.Tensor:
+        return t.to(narrow).float()
+
     value, shapes, starts, locations, weights = call.inputs
-    for rounded in _round_locations(locations.float(), shapes, narrow):
+    # Locations as they are, and as files round them: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2.
+    located, sides = [locations := locations.float()], shapes.flip(-1)[:, None].float()
+    for grids in (to_narrow(to_narrow(2 * locations) - 1), to_narrow(2 * locations - 1)):
+        pixels = to_narrow(to_narrow(to_narrow(grids + 1) * sides) - 1) / 2
+        located += [(grids + 1) / 2, (pixels + 0.5) / sides]
+    for rounded in located:
         bound = ErrorBound(replace(call, inputs=(value, shapes, starts, rounded, weights)))
         output, truth = call.results["output"], bound.truth["output"]
         if bool((bound.error("output", output, truth, narrow) <= 1).all()):
@@ -272,20 +276,7 @@ def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged
     return judged
 
 
-def _round_locations(locations: torch.Tensor, shapes: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield locations as they are, and as files round them: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2."""
-
-    def to_dtype(t: torch.Tensor) -> torch.Tensor:
-        return t.to(dtype).float()
-
-    yield locations
-    sides = shapes.flip(-1)[:, None].float()
-    for grids in (to_dtype(to_dtype(2 * locations) - 1), to_dtype(2 * locations - 1)):
-        yield (grids + 1) / 2
-        yield (to_dtype(to_dtype(to_dtype(grids + 1) * sides) - 1) / 2 + 0.5) / sides
-
-
-def _round(array: Array, precision: torch.dtype | None) -> Array:
-    if precision is None or array.dtype.kind != "f":
+def _round(array: Array, precision: torch.dtype) -> Array:
+    if array.dtype.kind != "f":
         return array
     return torch.from_numpy(array).to(precision).to(torch.float64).numpy().astype(array.dtype)
