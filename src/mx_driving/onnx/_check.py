@@ -33,11 +33,9 @@ from ._matches import (
 )
 from ._nodes import name_unknown, restore_plugins
 from ._runtimes import Failed, Run
-from ._search import Sampling
-from ._session import Array, Arrays, make_inputs, run_session
+from ._session import Arrays, make_inputs, run_session
 from ._trial import find_factor
 
-_TORCH: dict[Any, torch.dtype] = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 
@@ -172,8 +170,9 @@ class _Checker:
         comparisons = []
         for words, inputs in {IN_THE_FILE: own, ACROSS: draw_across_borders(match, own)}.items():
             if inputs is not None:
-                if self.precision:
-                    inputs = {name: _round(array, self.precision) for name, array in inputs.items()}
+                floats = {n: torch.from_numpy(a) for n, a in inputs.items() if self.precision and a.dtype.kind == "f"}
+                rounded = {n: t.to(self.precision).double().numpy().astype(inputs[n].dtype) for n, t in floats.items()}
+                inputs = inputs | rounded
                 fed = {role: inputs[str(v.name)] for role, v in match.inputs.items()}
                 comparisons.append(self.compare(match, words, inputs, lambda fed=fed: self.run(file, fed), "output"))
         return comparisons
@@ -205,7 +204,7 @@ class _Checker:
             notes = [f"{left_out} of {queries} queries are left out: their locations are NaN or infinite, {self.origin}"]
         call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
         (judged,) = judge(call).results
-        if judged.verdict != RIGHT and (narrow := self.precision or _find_narrow(match)):
+        if judged.verdict != RIGHT and (narrow := self.precision or match.narrow_dtype):
             judged = _judge_in(narrow, call, judged)
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
@@ -242,14 +241,6 @@ def _read_output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str, d
     return torch.from_numpy(output.reshape(shape))
 
 
-def _find_narrow(match: Match) -> torch.dtype | None:
-    """Return the dtype of 16 bits that standard operators of the match compute in; None if they compute in none."""
-    if not isinstance(match.source, Sampling):
-        return next((dtype for v in match.inputs.values() if (dtype := _TORCH.get(v.dtype))), None)
-    dtypes = {v.dtype for node in match.part.graph for v in (*node.inputs, *node.outputs) if v is not None}
-    return next((_TORCH[dtype] for dtype in (ir.DataType.BFLOAT16, ir.DataType.FLOAT16) if dtype in dtypes), None)
-
-
 def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged:
     """Judge again with the error of 16 bits in sums and in positions: it is coarse, unless it has a common factor."""
 
@@ -274,9 +265,3 @@ def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged
                 return replace(judged, verdict=COARSE, why=words)
             judged = replace(judged, verdict=WRONG, why=f"it is {factor:.4g} times the truth")
     return judged
-
-
-def _round(array: Array, precision: torch.dtype) -> Array:
-    if array.dtype.kind != "f":
-        return array
-    return torch.from_numpy(array).to(precision).to(torch.float64).numpy().astype(array.dtype)

@@ -1,7 +1,8 @@
 """Load an ONNX file: read it, sort its nodes, and check it. `_shapes` infers the shapes of its tensors.
 
 onnx's checker has rules that onnxruntime lacks: sorted nodes, shapes of inputs and outputs, a name of the graph. Files that
-break these rules are loaded, too.
+break these rules are loaded, too. onnx_ir's CheckerPass refuses them (`EASED` of tests/onnx/test_onnx_order.py), and its
+TopologicalSortPass names no node of a cycle.
 """
 
 from __future__ import annotations

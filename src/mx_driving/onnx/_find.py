@@ -2,7 +2,8 @@
 
 Exporters fold nodes that do not depend on an input. Then each level has a constant map, grid or weights, and `_find_constants`
 concatenates the constants of all levels to one tensor for the operator. This tensor is outside the graph: only a replacement
-writes it into the file. A trial runs the file's own constants.
+writes it into the file. A trial runs the file's own constants. onnx_ir and onnxscript fold nodes, but join no levels: a file of
+tests/onnx/test_onnx_fuse_constants.py is refused without `_find_constants`, also after onnxscript's optimiser.
 """
 
 from __future__ import annotations

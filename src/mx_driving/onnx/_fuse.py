@@ -80,22 +80,18 @@ def fuse_file(
             file = load(source)
             report = _replace_attention(file, target, form, plugin_version)
             if not report.replaced:
-                why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _describe(file.model)
+                why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items())
+                counts = Counter(describe_node(node) for node in find_nodes(file.model.graph))
+                words = [f"{count} of the node {name}" for name, count in counts.items()]
+                if gathers := len(find_tables(file.model.graph)):
+                    words.append(f"{gathers} in the form gather")
+                others = f"{', '.join(words)} already, and no other weighted samples" if words else "no weighted samples"
+                why = why or f"it has {others}{name_unknown(file.model.graph)}"
                 raise Problem(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
             problem = save(file, target)
     except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
         raise Problem(f"path_in must be an ONNX file; got {source}: {find_cause(error)}") from None
     return replace(report, problem=problem) if problem and form in ("onnxruntime", "gather") else report
-
-
-def _describe(model: ir.Model) -> str:
-    """Return the reason why a file has nothing to replace."""
-    counts = Counter(describe_node(node) for node in find_nodes(model.graph))
-    words = ", ".join(f"{count} of the node {name}" for name, count in counts.items())
-    if gathers := len(find_tables(model.graph)):
-        words += f"{', ' * bool(words)}{gathers} in the form gather"
-    samples = f"it has {words} already, and no other weighted samples" if words else "it has no weighted samples"
-    return samples + name_unknown(model.graph)
 
 
 def _replace_attention(file: LoadedFile, path: Path, form: str, plugin_version: str | None) -> Fused:

@@ -22,6 +22,7 @@ from ._session import Arrays
 
 SCALE = NODES[OURS]
 _LOGITS = "value", "value_spatial_shapes", "reference_points", "sampling_offsets", "attention_logits"
+_NARROW: dict[Any, torch.dtype] = {ir.DataType.BFLOAT16: torch.bfloat16, ir.DataType.FLOAT16: torch.float16}
 _PLACES = "locations", "sampling_locations", "sample_locations", "reference_points", "sampling_offsets"
 
 
@@ -60,6 +61,15 @@ class Match:
         """Return the names of the tensors of locations; empty for our own nodes, which define the result for NaN."""
         is_ours = isinstance(self.source, ir.Node) and self.source.domain == OURS
         return [] if is_ours else [str(v.name) for role, v in self.inputs.items() if role in _PLACES]
+
+    @property
+    def narrow_dtype(self) -> torch.dtype | None:
+        """Return the dtype of 16 bits that standard operators of the match compute in; None if they compute in none."""
+        if isinstance(self.source, Sampling):
+            values = [v for node in self.part.graph for v in (*node.inputs, *node.outputs)]
+            dtypes = {None if v is None else v.dtype for v in values}
+            return next((narrow for dtype, narrow in _NARROW.items() if dtype in dtypes), None)
+        return next((narrow for v in self.inputs.values() if (narrow := _NARROW.get(v.dtype))), None)
 
     @property
     def tensors(self) -> list[ir.Value]:

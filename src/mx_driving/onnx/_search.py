@@ -88,6 +88,10 @@ class Sampling:
         return f"{self.num_heads} heads of {self.channels} channels, {points} points on maps of {maps}"
 
     @property
+    def is_cast(self) -> bool:
+        return self.output.dtype != self.value.dtype
+
+    @property
     def num_keys(self) -> int:
         return sum(height * width for height, width in self.maps)
 
@@ -131,23 +135,20 @@ def find_candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Valu
     """
     levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
     weights = [constants["weights"]] if "weights" in constants else intersect(walk_chosen_sources(w) for _, w in pairs)
-    return sorted(_list_candidates(node, levels, weights), key=_count_doubts)
+
+    def count_doubts(sampling: Sampling) -> int:
+        """Return a penalty: the number of casts and of batch and query sizes that differ from those of locations."""
+        bs, queries = dims(sampling.locations)[:2]
+        sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
+        different = sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
+        return different + sampling.is_cast
+
+    return sorted(_list_candidates(node, levels, weights), key=count_doubts)
 
 
 def find_table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
-    return sorted(_list_candidates(node, [read_table(corners)], intersect(map(list_weights, corners))), key=_is_cast)
-
-
-def _is_cast(sampling: Sampling) -> bool:
-    return sampling.output.dtype != sampling.value.dtype
-
-
-def _count_doubts(sampling: Sampling) -> int:
-    """Return a penalty: the number of casts, plus the number of batch and query sizes that differ from those of locations."""
-    bs, queries = dims(sampling.locations)[:2]
-    sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
-    different = sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
-    return different + _is_cast(sampling)
+    candidates = _list_candidates(node, [read_table(corners)], intersect(map(list_weights, corners)))
+    return sorted(candidates, key=lambda sampling: sampling.is_cast)
 
 
 def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.Value]) -> Iterator[Sampling]:

@@ -72,11 +72,27 @@ def _follow_sizes(model: ir.Model) -> set[str]:
 
     Return the names of sizes that onnxruntime merged.
     """
+    from onnxscript.optimizer import fold_constants
+
+    def is_small_table(node: ir.Node) -> bool | None:
+        """Return True for a table that onnxscript would not fold, such as paddings; None leaves the choice to onnxscript."""
+        shape = read_constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
+        return True if shape is not None and np.prod(shape) <= _FEW else None
+
     try:
         copy = model.clone()
         bypass_identities(copy)
         RemoveUnusedNodesPass()(copy)
-        copy = _fold_constants(copy)
+        # Use the shapes that the file records only where inference gives none. Inference stops at a recorded shape that
+        # contradicts the nodes, and files of paddle2onnx have such shapes.
+        recorded = {value.name: value.shape for value in list_outputs(copy)}
+        for value in list_outputs(copy):
+            value.shape = None
+        for _ in range(2):  # Folded constants give sizes, and known sizes are further constants.
+            fold_constants(copy, should_fold=is_small_table)
+            copy = ShapeInferencePass()(copy).model
+            for value in list_outputs(copy):
+                value.shape = recorded.get(value.name) if value.shape is None else value.shape
     except Exception:  # Any node may fail. Sizes then stay unknown, and attention without sizes is not replaced.
         return set()
     _add_sizes(model, {str(value.name): list(dims(value)) for value in list_outputs(copy)})
@@ -87,32 +103,11 @@ def _follow_sizes(model: ir.Model) -> set[str]:
     return merged
 
 
-def _fold_constants(model: ir.Model) -> ir.Model:
-    """Fold constants twice: folded constants give sizes, and known sizes are further constants.
-
-    Use the shapes that the file records only where inference gives none. Inference stops at a recorded shape that contradicts
-    the nodes, and files of paddle2onnx have such shapes.
-    """
-    from onnxscript.optimizer import fold_constants
-
-    def is_small_table(node: ir.Node) -> bool | None:
-        """Return True for a table that onnxscript would not fold, such as paddings; None leaves the choice to onnxscript."""
-        shape = read_constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
-        return True if shape is not None and np.prod(shape) <= _FEW else None
-
-    recorded = {value.name: value.shape for value in list_outputs(model)}
-    for value in list_outputs(model):
-        value.shape = None
-    for _ in range(2):
-        fold_constants(model, should_fold=is_small_table)
-        model = ShapeInferencePass()(model).model
-        for value in list_outputs(model):
-            value.shape = recorded.get(value.name) if value.shape is None else value.shape
-    return model
-
-
 def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
     """Return sizes that onnxruntime infers from symbolic sizes, and the symbols of input sizes that onnxruntime merged.
+
+    onnx's inference, which onnx_ir's pass calls, leaves shapes unknown in files of gathers with a named batch ("masked" of
+    tests/onnx/test_onnx_fuse.py).
 
     onnxruntime may merge two symbols, but it must not replace a free size of an input by a number. The loop is that of
     onnxruntime's `infer_shapes`, which would write a file into the working folder if a size stays unknown.
