@@ -38,7 +38,7 @@ from mx_driving._operator.problems import need
 from mx_driving._operator.rules import first_line
 from mx_driving.cli.options import Csv, Only, Seconds
 from mx_driving.cli.start import matching, start
-from mx_driving.onnx import _running
+from mx_driving.onnx import _outputs
 
 Build = Callable[[int, int], Subject]  # from the height and width of the photograph
 
@@ -247,7 +247,7 @@ def _in_onnxruntime(whole: torch.nn.Module, picture: Tensor) -> list[Tensor]:
     assert program is not None
     with tempfile.TemporaryDirectory() as folder:
         program.save(f"{folder}/model.onnx")
-        session = _running.open_with_library(Path(folder, "model.onnx"))
+        session = _outputs.open_with_library(Path(folder, "model.onnx"))
     return [torch.from_numpy(output) for output in session.run(None, {session.get_inputs()[0].name: picture.numpy()})]
 
 

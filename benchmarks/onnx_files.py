@@ -31,9 +31,9 @@ from libraries import silent
 import mx_driving.onnx
 from mx_driving.cli.options import Csv, Only, Seconds, Threads, use_threads
 from mx_driving.cli.start import matching, start
-from mx_driving.onnx import _running
+from mx_driving.onnx import _outputs
 from mx_driving.onnx._forms import NODES
-from mx_driving.onnx._save import with_ours
+from mx_driving.onnx._fuse import with_ours
 
 Export = Callable[[Path, int], Path]  # from a folder and the picture's side to the file
 
@@ -147,12 +147,12 @@ def fused(exporter: Exporter, folder: Path, side: int) -> tuple[Path, mx_driving
     return before, mx_driving.onnx.fuse(before, folder / "fused.onnx")
 
 
-def compare(before: Path, after: Path, seconds: float) -> _running.Compared:
+def compare(before: Path, after: Path, seconds: float) -> _outputs.Compared:
     """Run both files on a photograph of the file's size. In noise, without objects, the scores of queries would nearly tie."""
     inputs = onnx_ir.load(before).graph.inputs
     sides = {str(one.name): one.shape[2:] for one in inputs if one.shape is not None and len(one.shape) == 4}
     pictures = {name: models.photograph(*map(int, two)).numpy() for name, two in sides.items()}
-    return _running.compare(before, after, seconds, pictures)
+    return _outputs.compare(before, after, seconds, pictures)
 
 
 def row_of(exporter: Exporter, side: int, seconds: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from small_cases import TINY
 
 from mx_driving import _agreement
 from mx_driving._agreement import difference_beside_ties, model_difference, output_difference
-from mx_driving.onnx._running import _difference
+from mx_driving.onnx._outputs import _difference
 
 INF, NAN = math.inf, math.nan
 

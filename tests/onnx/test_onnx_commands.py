@@ -29,15 +29,6 @@ def test_a_link_to_itself_is_one_sentence(command, who, mx, stacked, monkeypatch
     assert (status, problem) == (2, f"mx-driving: {who}; got LOOP: Too many levels of symbolic links\n")
 
 
-def test_weights_in_a_link_to_itself(after, tmp_path):
-    path = tmp_path / "b.onnx"
-    writings.export(writings.Projected(), path, "older")
-    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
-    (tmp_path / "weights").unlink()
-    (tmp_path / "weights").symlink_to("weights")
-    writings.assert_refused(tmp_path / "b.onnx", r"path_in must have its weights beside it; got .*, and no file weights")
-
-
 def test_numbers_in_the_other_order_of_bytes_are_read(mx, stacked, tmp_path):
     swapped = {name: array.astype(array.dtype.newbyteorder()) for name, array in writings.feeds().items()}
     assert not swapped["v"].dtype.isnative

@@ -61,6 +61,9 @@ def test_weights_that_are_not_there(outside, tmp_path):
     assert_refused(outside, r"must have its weights beside it; got .*renamed.onnx, and no file model.onnx.data")
     weights.symlink_to("/etc/passwd")
     assert_refused(outside, r"renamed.onnx, and model.onnx.data, which lies in another folder")
+    weights.unlink()
+    weights.symlink_to(weights.name)
+    assert_refused(outside, r"must have its weights beside it; got .*renamed.onnx, and no file model.onnx.data")
 
 
 def test_bad_files(tmp_path):
@@ -190,6 +193,16 @@ def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, before,
     else:
         assert (status, where in problem) == (2, True)
         assert (checked[0], where in checked[2]) == (2, True)
+
+
+def test_subgraphs_out_of_order_are_named(before, after):
+    write_inside(before, "If", beside=False)
+    with edit(before) as model:
+        (branch,) = (a.g for a in model.graph.node[-1].attribute if a.name == "then_branch")
+        nodes = [*branch.node][::-1]
+        del branch.node[:]
+        branch.node.extend(nodes)
+    assert_refused(before, r"it lies in a subgraph of If \(branches\)")
 
 
 @pytest.mark.parametrize("kind", ["function", "If"])

@@ -10,7 +10,7 @@ from onnx_other_nodes import feeds as feeds_of
 from onnx_stand_ins import run_plugins
 
 import mx_driving.onnx
-from mx_driving.onnx import _running, _runtimes
+from mx_driving.onnx import _outputs, _runtimes
 from mx_driving.onnx._check import check
 
 SENTENCE = "queries are left out: their locations are NaN or infinite, "
@@ -91,7 +91,7 @@ def test_other_differences_are_still_told(before, after):
     writings.export(writings.Stacked(), before, "older")
     report = mx_driving.onnx.fuse(before, after)
     writings.export(writings.Stacked(order=(1, 0)), after, "older")
-    compared = _running.compare(before, after, 0, feeds(BAD), list(report.locations.values()))
+    compared = _outputs.compare(before, after, 0, feeds(BAD), list(report.locations.values()))
     assert compared.off or compared.difference > 0.1
     assert compared.note.startswith("10.7 % of their numbers are left out")
 
@@ -106,4 +106,4 @@ def test_plugins_have_locations_too(before):
 
 
 def test_an_output_without_axes_is_compared():
-    assert _running._difference([np.float32(2)], [np.array(1, np.float32)]) == (0.5, 0)
+    assert _outputs._difference([np.float32(2)], [np.array(1, np.float32)]) == (0.5, 0)

@@ -8,13 +8,14 @@ import torch
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from mx_driving_portable.record import main as record_calls
+
 from .. import __version__, _backends
 from .bench import bench
 from .check import check
 from .forms import forms
 from .fuse import fuse
 from .info import info
-from .record import AS_GIVEN, record
 from .replay import replay
 from .start import start
 from .verify import verify
@@ -61,10 +62,23 @@ def options(
         raise typer.Exit(2)
 
 
+_AS_GIVEN = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+
+
+def record(context: typer.Context) -> None:  # mx_driving_portable/record.py has the options and the help
+    """Run a program, and record its calls of sampling operators for `mx-driving replay`."""
+    record_calls("mx-driving", context.args)
+
+
 app.command(cls=Command)(info)
 app.command(cls=Command)(check)
 app.command(cls=Command)(bench)
-app.command(cls=Command, context_settings=AS_GIVEN)(record)
+app.command(cls=Command, context_settings=_AS_GIVEN)(record)
 app.command(cls=Command)(replay)
 app.command(cls=Command)(forms)
 app.command(cls=Command)(fuse)

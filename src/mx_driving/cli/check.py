@@ -36,34 +36,6 @@ def _make_table(results: list[WorkloadErrors]) -> Any:
     return table
 
 
-def _make_facts(results: list[WorkloadErrors], failures: list[str]) -> dict[str, Any]:
-    """Return the facts that --json prints."""
-    rows = [
-        {
-            "operator": result.workload.operator,
-            "workload": result.workload.name,
-            "dtype": result.dtype,
-            "backend": result.backend,
-            "errors": result.errors,
-            "allowed": result.allowed,
-            "milliseconds": result.seconds * 1e3,
-            "plain_torch_milliseconds": result.plain_seconds * 1e3,
-        }
-        for result in results
-    ]
-    return {"right": not failures, "rows": rows, "failures": failures, "beside": mx_driving_portable.beside()}
-
-
-def _check_device(name: str) -> str:
-    """Copy a number to the device and back, to check that it works. Return the device's type."""
-    with ruled(f"--device={name} must be a device that torch can use here", RuntimeError, AssertionError, ImportError):
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-        if device.index and device.type != "cpu":
-            torch.get_device_module(device).set_device(device)
-    return device.type
-
-
 def check(
     device: Annotated[str, typer.Option(help="Device to check: cpu, cuda, xpu, mps, ...")] = "cpu",
     only: Only = None,
@@ -89,7 +61,13 @@ def check(
     from rich.console import Console
     from rich.progress import Progress
 
-    device = _check_device(device)
+    # Copy a number to the device and back, to check that it works.
+    with ruled(f"--device={device} must be a device that torch can use here", RuntimeError, AssertionError, ImportError):
+        chosen_device = torch.device(device)
+        torch.zeros(1, device=chosen_device).item()
+        if chosen_device.index and chosen_device.type != "cpu":
+            torch.get_device_module(chosen_device).set_device(chosen_device)
+    device = chosen_device.type
     names = matching("--only", only, [w.name for w in CHECKED])
     chosen = [w for w in CHECKED if w.name in names]
     use_threads(threads)
@@ -107,7 +85,20 @@ def check(
             progress.advance(task)
     failures = [failure for result in results for failure in result.failures]
     if as_json:
-        print_json(_make_facts(results, failures))
+        rows = [
+            {
+                "operator": result.workload.operator,
+                "workload": result.workload.name,
+                "dtype": result.dtype,
+                "backend": result.backend,
+                "errors": result.errors,
+                "allowed": result.allowed,
+                "milliseconds": result.seconds * 1e3,
+                "plain_torch_milliseconds": result.plain_seconds * 1e3,
+            }
+            for result in results
+        ]
+        print_json({"right": not failures, "rows": rows, "failures": failures, "beside": mx_driving_portable.beside()})
         raise typer.Exit(bool(failures))
     show(console, _make_table(results))
     served: dict[str, dict[str, None]] = {}  # backend, without its dtypes -> its operators

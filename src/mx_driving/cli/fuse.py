@@ -55,10 +55,10 @@ def fuse(
         print(report)
     compared = None
     if time:
-        from ..onnx import _running
+        from ..onnx import _outputs
 
         try:
-            compared = _running.compare(Path(path_in), report.path, seconds, fed, list(report.locations.values()))
+            compared = _outputs.compare(Path(path_in), report.path, seconds, fed, list(report.locations.values()))
         except Problem:
             raise
         except Exception as error:  # onnxruntime raises a dozen classes

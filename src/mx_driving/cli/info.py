@@ -29,25 +29,21 @@ def _collect() -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     versions["torch"] = str(torch.__version__)
+    accelerators = []
+    if torch.accelerator.is_available() and (device := torch.accelerator.current_accelerator()):
+        # A type without names, such as mps, has its type.
+        find_name = getattr(torch.get_device_module(device), "get_device_name", lambda index: device.type)
+        accelerators = [find_name(index) for index in range(torch.accelerator.device_count())]
     return {
         "versions": {"python": platform.python_version(), **versions},
         "system": platform.platform(),
         "processor": find_processor(),
-        "accelerators": _list_accelerators(),
+        "accelerators": accelerators,
         "instruction_set": None if _backends.native.why_not() else _backends.native.isa(),
         "threads": torch.get_num_threads(),
         "kernels": backends(),
         "beside": mx_driving_portable.beside(),
     }
-
-
-def _list_accelerators() -> list[str]:
-    """Return the names of the accelerators. A type without names, such as mps, has its type."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None:
-        return []
-    find_name = getattr(torch.get_device_module(device), "get_device_name", lambda index: device.type)
-    return [find_name(index) for index in range(torch.accelerator.device_count())]
 
 
 def _make_lines(facts: dict[str, Any]) -> list[str]:

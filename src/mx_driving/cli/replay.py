@@ -64,7 +64,12 @@ def replay(
             show(console, texts.make_table(verdict))
         sentences = [sentence for verdict in verdicts for sentence in texts.make_sentences(verdict)]
         not_read = [f"[bold red]not read:[/] {escape(problem)}" for problem in problems]
-        outcome = f"[bold {'red' if wrong or problems else 'green'}]{_summarize(wrong, len(verdicts), len(problems))}"
+        judged = len(verdicts)
+        if wrong or problems:
+            outcome = "[bold red]" + (f"{wrong} of {judged} calls wrong" if judged else "no call was judged")
+            outcome += f", {len(problems)} {'thing' if len(problems) == 1 else 'things'} not read[/]" if problems else "[/]"
+        else:
+            outcome = f"[bold green]all is well[/]: {judged} {'call is' if judged == 1 else 'calls are'} right"
         for sentence in (*sentences, *not_read, outcome):
             say(console, sentence)
     else:
@@ -98,11 +103,3 @@ def _judge_all(stems: dict[str, Path], console: Any) -> tuple[list[Any], list[st
         except Problem as problem:
             problems.append(str(problem))
     return verdicts, problems
-
-
-def _summarize(wrong: int, judged: int, problems: int) -> str:
-    """Return the last line of the report."""
-    if not wrong and not problems:
-        return f"all is well[/]: {judged} {'call is' if judged == 1 else 'calls are'} right"
-    calls = f"{wrong} of {judged} calls wrong" if judged else "no call was judged"
-    return calls + (f", {problems} {'thing' if problems == 1 else 'things'} not read" if problems else "") + "[/]"

@@ -80,17 +80,7 @@ def _print(console: Any, report: Any) -> None:
         shares = [f"{100 * share:.3g} %" for share in (output.off, output.may)]
         table.add_row(escape(output.name), f"{output.difference:.1e}", *shares, word(output.right, "right"))
     show(console, table)
-    for sentence in _list_sentences(report):
-        say(console, sentence)
-    rights = [verdict.right for verdict in (*report.comparisons, *report.outputs)]
-    left = f"; {len(report.left)} left out" if report.left else ""
-    counts = f"{len(report.comparisons)} comparisons of matches, {len(report.outputs)} of outputs{left}"
-    wrong = f"[bold red]{rights.count(False)} of {len(rights)} comparisons are wrong[/]"
-    say(console, f"[bold green]all is well[/]: {counts}" if report.right else wrong)
-
-
-def _list_sentences(report: Any) -> list[str]:
-    """Return sentences: the matches, the reasons of wrong comparisons, and what was left out. Equal sentences occur once."""
+    # The matches, the reasons of wrong comparisons, and what was left out. Equal sentences occur once.
     words: dict[str, dict[str, None]] = {}
     for match in report.matches:
         words.setdefault(match.words, {})[match.name] = None
@@ -105,4 +95,11 @@ def _list_sentences(report: Any) -> list[str]:
         sentences.append(f"[bold {colour}]{escape(', '.join(who))}:[/] {escape(why)}")
     sentences += [f"[bold red]{escape(o.name)}:[/] {escape(o.problem)}" for o in report.outputs if o.problem]
     sentences += [f"[bold yellow]{escape(o.name)}:[/] {escape(o.note)}" for o in report.outputs if o.note]
-    return sentences + [f"left out {escape(name)}: {escape(why)}" for name, why in report.left.items()]
+    sentences += [f"left out {escape(name)}: {escape(why)}" for name, why in report.left.items()]
+    for sentence in sentences:
+        say(console, sentence)
+    rights = [verdict.right for verdict in (*report.comparisons, *report.outputs)]
+    left = f"; {len(report.left)} left out" if report.left else ""
+    counts = f"{len(report.comparisons)} comparisons of matches, {len(report.outputs)} of outputs{left}"
+    wrong = f"[bold red]{rights.count(False)} of {len(rights)} comparisons are wrong[/]"
+    say(console, f"[bold green]all is well[/]: {counts}" if report.right else wrong)

@@ -64,10 +64,8 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
         raise Problem(f"form must be one of {', '.join(FORMS)}; got {form!r}")
     if form == "gather":
         return {}
-    if form == "grid_sample":
-        from ._grid_sample import NODES
-    else:
-        from ._custom_nodes import NODES
+    from ._translations import NODES
+
     return {getattr(torch.ops.mx_driving, operator).default: node for operator, node in NODES[form].items()}
 
 
@@ -156,5 +154,4 @@ def fuse(
     importlib.import_module("onnxruntime")
     from ._fuse import fuse_file
 
-    options = {"plugin_version": plugin_version} if plugin_version else {}
-    return fuse_file(path_in, path_out, form, **options)
+    return fuse_file(path_in, path_out, form, plugin_version)

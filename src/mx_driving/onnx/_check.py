@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from .._operator.rules import first_line
 from .._replay.calls import RecordedCall
 from .._replay.error_bound import ErrorBound
 from .._replay.judge import COARSE, RIGHT, WRONG, Judged, judge
-from . import _file, _not_finite, _outputs, _running
-from ._graph import Unfit, add_outputs, read_constant
+from . import _file, _not_finite, _outputs
+from ._graph import Unfit, add_outputs, list_outputs, read_constant
 from ._matches import (
-    Array,
-    Arrays,
     Match,
     draw_across_borders,
     find_again,
@@ -33,13 +31,11 @@ from ._matches import (
     read_bare_inputs,
     write_match,
 )
-from ._nodes import name_unknown
-from ._plugins import restore_plugins
+from ._nodes import name_unknown, restore_plugins
 from ._runtimes import Failed, Run
-from ._search import Sampling
+from ._session import Arrays, make_inputs, run_session
 from ._trial import find_factor
 
-_TORCH: dict[Any, torch.dtype] = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 
@@ -111,17 +107,13 @@ def check(
         rule = "must hold deformable attention that is certain, or a node of it"
         raise Problem(f"{name} {rule}; got {original or path} ({why})")
     if original:
-        matches = _find_again(matches, path)
+        model = _file.load(path).model
+        try:
+            matches = [find_again(match, model) for match in matches]
+        except Unfit as unfit:
+            raise Problem(f"path_in must be made of --original, with its names of tensors; got {path}: {unfit}") from None
     with temporary_folder() as folder:
         return _Checker(path, file, matches, run, folder, precision).check(inputs, left)
-
-
-def _find_again(matches: list[Match], path: Path) -> list[Match]:
-    model = _file.load(path).model
-    try:
-        return [find_again(match, model) for match in matches]
-    except Unfit as unfit:
-        raise Problem(f"path_in must be made of --original, with its names of tensors; got {path}: {unfit}") from None
 
 
 @dataclass
@@ -163,9 +155,9 @@ class _Checker:
         file = self.folder / "reference.onnx"
         ir.save(model or self.file.model, file, external_data="reference.data")
         try:
-            session = _running.open_with_library(file)
-            fed = _running.make_inputs(session, inputs, defaults)
-            return fed, _running.run_session(session, fed)
+            session = _outputs.open_with_library(file)
+            fed = make_inputs(session, inputs, defaults)
+            return fed, run_session(session, fed)
         except Problem:
             raise
         except Exception as error:  # onnxruntime raises a dozen classes
@@ -178,7 +170,9 @@ class _Checker:
         comparisons = []
         for words, inputs in {IN_THE_FILE: own, ACROSS: draw_across_borders(match, own)}.items():
             if inputs is not None:
-                inputs = {name: _round(array, self.precision) for name, array in inputs.items()}
+                floats = {n: torch.from_numpy(a) for n, a in inputs.items() if self.precision and a.dtype.kind == "f"}
+                rounded = {n: t.to(self.precision).double().numpy().astype(inputs[n].dtype) for n, t in floats.items()}
+                inputs = inputs | rounded
                 fed = {role: inputs[str(v.name)] for role, v in match.inputs.items()}
                 comparisons.append(self.compare(match, words, inputs, lambda fed=fed: self.run(file, fed), "output"))
         return comparisons
@@ -187,7 +181,7 @@ class _Checker:
         """Run the whole file with the inputs and outputs of all matches as graph outputs, and judge each match."""
         model, file = _file.load(self.path).model, self.folder / "within.onnx"
         names = arrays.keys() | {match.name for match in self.matches}
-        add_outputs(model, (v for v in _file.list_outputs(model) if v.name in names))
+        add_outputs(model, (v for v in list_outputs(model) if v.name in names))
         restore_plugins(model)
         ir.save(model, file, external_data="within.data")
         try:
@@ -210,7 +204,7 @@ class _Checker:
             notes = [f"{left_out} of {queries} queries are left out: their locations are NaN or infinite, {self.origin}"]
         call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
         (judged,) = judge(call).results
-        if judged.verdict != RIGHT and (narrow := self.precision or _find_narrow(match)):
+        if judged.verdict != RIGHT and (narrow := self.precision or match.narrow_dtype):
             judged = _judge_in(narrow, call, judged)
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
 
@@ -247,18 +241,19 @@ def _read_output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str, d
     return torch.from_numpy(output.reshape(shape))
 
 
-def _find_narrow(match: Match) -> torch.dtype | None:
-    """Return the dtype of 16 bits that standard operators of the match compute in; None if they compute in none."""
-    if not isinstance(match.source, Sampling):
-        return next((dtype for v in match.inputs.values() if (dtype := _TORCH.get(v.dtype))), None)
-    dtypes = {v.dtype for node in match.part.graph for v in (*node.inputs, *node.outputs) if v is not None}
-    return next((_TORCH[dtype] for dtype in (ir.DataType.BFLOAT16, ir.DataType.FLOAT16) if dtype in dtypes), None)
-
-
 def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged:
     """Judge again with the error of 16 bits in sums and in positions: it is coarse, unless it has a common factor."""
+
+    def to_narrow(t: torch.Tensor) -> torch.Tensor:
+        return t.to(narrow).float()
+
     value, shapes, starts, locations, weights = call.inputs
-    for rounded in _round_locations(locations.float(), shapes, narrow):
+    # Locations as they are, and as files round them: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2.
+    located, sides = [locations := locations.float()], shapes.flip(-1)[:, None].float()
+    for grids in (to_narrow(to_narrow(2 * locations) - 1), to_narrow(2 * locations - 1)):
+        pixels = to_narrow(to_narrow(to_narrow(grids + 1) * sides) - 1) / 2
+        located += [(grids + 1) / 2, (pixels + 0.5) / sides]
+    for rounded in located:
         bound = ErrorBound(replace(call, inputs=(value, shapes, starts, rounded, weights)))
         output, truth = call.results["output"], bound.truth["output"]
         if bool((bound.error("output", output, truth, narrow) <= 1).all()):
@@ -270,22 +265,3 @@ def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged
                 return replace(judged, verdict=COARSE, why=words)
             judged = replace(judged, verdict=WRONG, why=f"it is {factor:.4g} times the truth")
     return judged
-
-
-def _round_locations(locations: torch.Tensor, shapes: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield locations as they are, and as files round them: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2."""
-
-    def to_dtype(t: torch.Tensor) -> torch.Tensor:
-        return t.to(dtype).float()
-
-    yield locations
-    sides = shapes.flip(-1)[:, None].float()
-    for grids in (to_dtype(to_dtype(2 * locations) - 1), to_dtype(2 * locations - 1)):
-        yield (grids + 1) / 2
-        yield (to_dtype(to_dtype(to_dtype(grids + 1) * sides) - 1) / 2 + 0.5) / sides
-
-
-def _round(array: Array, precision: torch.dtype | None) -> Array:
-    if precision is None or array.dtype.kind != "f":
-        return array
-    return torch.from_numpy(array).to(precision).to(torch.float64).numpy().astype(array.dtype)

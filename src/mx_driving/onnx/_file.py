@@ -1,8 +1,14 @@
-"""Load an ONNX file and infer the shapes of its tensors. `_save.py` writes the model."""
+"""Load an ONNX file: read it, sort its nodes, and check it. `_shapes` infers the shapes of its tensors.
+
+onnx's checker has rules that onnxruntime lacks: sorted nodes, shapes of inputs and outputs, a name of the graph. Files that
+break these rules are loaded, too. onnx_ir's CheckerPass refuses them (`EASED` of tests/onnx/test_onnx_order.py), and its
+TopologicalSortPass names no node of a cycle.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import graphlib
 import logging
 import os
 import warnings
@@ -11,24 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
-from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass, ShapeInferencePass
+from onnx_ir.passes.common import TopologicalSortPass
 
 from .._operator.problems import Problem
 from .._operator.rules import first_line
 from ._forms import OURS
-from ._graph import are_fixed, dims, is_node, read_constant
-from ._identities import bypass_identities
-from ._order import check_file, sort_nodes, walk_nodes
-from ._plugins import give_shape, name_plugins
-from ._pools import POOLS, give_pool_shape
-from ._session import open_session
-
-_FEW = 8192  # fold tables of at most so many elements, as onnxscript does
-_Sizes = dict[str, list[int | str | None]]
+from ._graph import list_outputs, walk_nodes
+from ._nodes import name_plugins
+from ._shapes import infer_shapes
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> Path:
@@ -97,125 +96,41 @@ def load(path: Path, name: str = "path_in") -> LoadedFile:
     except _Unreadable as error:
         raise Problem(f"{name} must {error.rule}; got {path}{error.fact}") from None
     shapes = {value.name: value.shape for value in list_outputs(model)}
-    model = _infer_shapes(model)
-    if _ask_onnxruntime(model):
-        model = _infer_shapes(model)
-    file = LoadedFile(path, model, shapes, defaults)
-    if not _all_sizes_are_fixed(model):
-        _follow_sizes(file)
-    return file
+    model, merged = infer_shapes(model)
+    return LoadedFile(path, model, shapes, defaults, merged)
 
 
 def _read(path: Path) -> tuple[ir.Model, dict[str, ir.TensorProtocol]]:
     """Return the model, and the defaults of its inputs."""
-    proto = _parse(path)
-    for graph in _walk_graphs(proto):
-        _check_tensors(graph)
+    try:
+        proto = onnx.load(path, format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise _Unreadable("be a file that can be read", f": {error.strerror or error}") from None
+    except Exception as error:  # protobuf raises its own classes
+        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
+    _check_tensors(proto)
     try:
         model = ir.serde.deserialize_model(proto)
         if has_changed := sort_nodes(model) | name_plugins(model):
             proto = ir.serde.serialize_model(model)
         if proto.functions:
-            model = ir.serde.deserialize_model(_inline_functions(proto))
+            inlined = proto
+            # onnx cannot convert every opset. Attention in a function that is not inlined is not replaced.
+            with contextlib.suppress(Exception):
+                inlined = onnx.inliner.inline_local_functions(proto, convert_version=True)
+            model = ir.serde.deserialize_model(inlined)
     except Exception as error:  # onnx_ir raises its own classes
         raise _Unreadable("be an ONNX file", f": {find_cause(error)}") from None
-    _take_in_attributes(model, path)
+    # Load attributes that are stored in other files, because we write only initializers to other files.
+    for node in walk_nodes(model):
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                _check_external(attribute.value, path)
+                node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.value.numpy(), name=attribute.value.name))
     for tensor in list_external(model):
         _check_external(tensor, path)
-    defaults = _take_out_defaults(model)
-    _check(path, proto, model, has_changed)
-    return model, defaults
-
-
-def _parse(path: Path) -> onnx.ModelProto:
-    try:
-        return onnx.load(path, format="protobuf", load_external_data=False)
-    except OSError as error:
-        raise _Unreadable("be a file that can be read", f": {error.strerror or error}") from None
-    except Exception as error:  # protobuf raises its own classes
-        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
-
-
-def _infer_shapes(model: ir.Model) -> ir.Model:
-    """Infer shapes with onnx. Inference stops at a plugin: set the shape of the plugin's output and repeat."""
-    model = ShapeInferencePass()(model).model
-    while [node for node in model.graph if (give_pool_shape if node.op_type in POOLS else give_shape)(node)]:
-        model = ShapeInferencePass()(model).model
-    return model
-
-
-def _ask_onnxruntime(model: ir.Model) -> bool:
-    """onnx cannot infer the outputs of onnxruntime's own nodes: ask onnxruntime for their dtypes and shapes, and set them.
-
-    Return whether onnxruntime gave an answer.
-    """
-    nodes = (node for node in model.graph if node.domain.startswith("com.microsoft"))
-    unknown = {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}
-    try:
-        answers = _list_outputs_in_session(model, [*unknown.values()]) if unknown else ()
-    except Exception:  # onnxruntime may lack a node. Sizes then stay unknown, and attention without sizes is not replaced.
-        return False
-    for answer in answers:
-        kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
-        if kind in ir.DataType.__members__:
-            value.dtype = ir.DataType[kind]
-            # [] means a scalar, or an unknown number of axes: keep the shape.
-            value.shape = ir.Shape(answer.shape) if answer.shape else value.shape
-    return bool(answers)
-
-
-def _list_outputs_in_session(model: ir.Model, values: list[ir.Value]) -> Any:
-    """Return onnxruntime's types and shapes of these values. Large weights become inputs, to create the session quickly."""
-    graph = ir.convenience.extract(model.graph, model.graph.inputs, values)
-    for name, value in list(graph.initializers.items()):
-        if value.const_value is not None and value.const_value.size > _FEW:
-            del graph.initializers[name]
-            value.const_value = None
-            graph.inputs.append(value)
-    return open_session(ir.Model(graph, ir_version=model.ir_version), optimise=False).get_outputs()
-
-
-def list_outputs(model: ir.Model) -> Iterator[ir.Value]:
-    return (output for node in model.graph for output in node.outputs)
-
-
-def _walk_graphs(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
-    """Yield the graph, the functions and their subgraphs."""
-    todo: list[Any] = [proto.graph, *proto.functions]
-    while todo:
-        yield (graph := todo.pop())
-        todo += [subgraph for node in graph.node for a in node.attribute for subgraph in (a.g, *a.graphs) if subgraph.node]
-
-
-def _check_tensors(graph: Any) -> None:
-    """Refuse tensors that onnx_ir does not read: sparse ones, and places in other files that are no whole numbers."""
-    attributes = [(node, attribute) for node in graph.node for attribute in node.attribute]
-    sparse = [tensor.values.name for tensor in getattr(graph, "sparse_initializer", ())]
-    sparse += [node.output[0] for node, a in attributes if a.HasField("sparse_tensor") or a.sparse_tensors]
-    if sparse:
-        raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
-    tensors = [*getattr(graph, "initializer", ()), *(t for _, a in attributes for t in (a.t, *a.tensors))]
-    for tensor in tensors:
-        for entry in tensor.external_data if tensor.data_location == onnx.TensorProto.EXTERNAL else ():
-            if entry.key in ("offset", "length") and not (entry.value.isascii() and entry.value.isdigit()):
-                fact = f"{entry.key} of {tensor.name or 'a tensor'} is {entry.value[:50]!r}, no whole number"
-                raise _Unreadable("have its weights beside it", f", where the {fact}")
-
-
-def _inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Inline local functions. Return the model unchanged if onnx fails."""
-    try:
-        return onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except Exception:  # onnx cannot convert every opset. Attention in a function that is not inlined is not replaced.
-        return proto
-
-
-def _take_out_defaults(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Remove the defaults of inputs from the initializers, and return them.
-
-    From IR version 4 on, an initializer that is also a graph input is a default, no constant. Before IR version 4 every
-    initializer had to be an input, and none could be overridden.
-    """
+    # From IR version 4 on, an initializer that is also a graph input is a default, no constant: take it out. Before IR version
+    # 4 every initializer had to be an input, and none could be overridden.
     defaults = {}
     for value in [value for value in model.graph.inputs if value.is_initializer()]:
         if model.ir_version < 4:
@@ -225,11 +140,6 @@ def _take_out_defaults(model: ir.Model) -> dict[str, ir.TensorProtocol]:
             del model.graph.initializers[str(value.name)]
             value.const_value = None
     model.ir_version = max(model.ir_version, 4)
-    return defaults
-
-
-def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: bool) -> None:
-    """Check the file with onnx. Drop our domain if no node uses it, and refuse any version of the domain but 1."""
     try:
         check_file(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
@@ -241,6 +151,54 @@ def _check(path: Path, proto: onnx.ModelProto, model: ir.Model, has_changed: boo
     version = model.graph.opset_imports.get(OURS, 1)
     if version != 1:
         raise _Unreadable(f"hold nodes of version 1 of {OURS}", f", of version {version}")
+    return model, defaults
+
+
+def _check_tensors(proto: onnx.ModelProto) -> None:
+    """Refuse tensors that onnx_ir does not read: sparse ones, and places in other files that are no whole numbers."""
+    todo: list[Any] = [proto.graph, *proto.functions]
+    while todo:
+        graph = todo.pop()
+        attributes = [(node, attribute) for node in graph.node for attribute in node.attribute]
+        todo += [subgraph for _, a in attributes for subgraph in (a.g, *a.graphs) if subgraph.node]
+        sparse = [tensor.values.name for tensor in getattr(graph, "sparse_initializer", ())]
+        sparse += [node.output[0] for node, a in attributes if a.HasField("sparse_tensor") or a.sparse_tensors]
+        if sparse:
+            raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
+        tensors = [*getattr(graph, "initializer", ()), *(t for _, a in attributes for t in (a.t, *a.tensors))]
+        for tensor in tensors:
+            for entry in tensor.external_data if tensor.data_location == onnx.TensorProto.EXTERNAL else ():
+                if entry.key in ("offset", "length") and not (entry.value.isascii() and entry.value.isdigit()):
+                    fact = f"{entry.key} of {tensor.name or 'a tensor'} is {entry.value[:50]!r}, no whole number"
+                    raise _Unreadable("have its weights beside it", f", where the {fact}")
+
+
+def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    """Yield the tensors that are stored in other files."""
+    for graph in (*model.graphs(), *(g for function in model.functions.values() for g in function.subgraphs())):
+        yield from (v.const_value for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor))
+
+
+def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
+    """Set the folder of an external tensor, and check that the file has all of its bytes.
+
+    As in onnx_ir, the file must be in the model's folder, and no hard link.
+    """
+    tensor.base_dir = path.parent
+    end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
+    if "\0" in str(tensor.location):
+        fact = f"{str(tensor.location)!r}, which no file is named"
+    elif not Path(os.path.realpath(tensor.path)).is_relative_to(os.path.realpath(tensor.base_dir)):
+        fact = f"{tensor.location}, which lies in another folder"
+    elif not os.path.isfile(tensor.path):
+        fact = f"no file {tensor.location}"
+    elif os.stat(tensor.path).st_nlink > 1:
+        fact = f"{tensor.location}, which has other names (hard links)"
+    elif (size := os.path.getsize(tensor.path)) < end:
+        fact = f"{tensor.location} of {size} bytes, where {tensor.name} ends at {end}"
+    else:
+        return
+    raise _Unreadable("have its weights beside it", f", and {fact}")
 
 
 def find_cause(error: BaseException) -> str:
@@ -255,136 +213,58 @@ def first_paragraph(error: Exception) -> str:
     return " ".join(str(error).strip().split("\n\n")[0].split())
 
 
-def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """Yield the tensors that are stored in other files."""
-    for graph in (*model.graphs(), *(g for function in model.functions.values() for g in function.subgraphs())):
-        yield from (v.const_value for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor))
+def sort_nodes(model: ir.Model) -> bool:
+    """Sort the nodes of all graphs topologically. Return whether a node has moved.
 
-
-def _take_in_attributes(model: ir.Model, path: Path) -> None:
-    """Load attributes that are stored in other files, because we write only initializers to other files."""
-    for node in walk_nodes(model):
-        for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                _check_external(attribute.value, path)
-                node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.value.numpy(), name=attribute.value.name))
-
-
-def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
-    """Set the folder of an external tensor, and check that the file has all of its bytes."""
-    tensor.base_dir = path.parent
-    if fact := _find_fault(tensor):
-        raise _Unreadable("have its weights beside it", f", and {fact}")
-
-
-def _find_fault(tensor: ir.ExternalTensor) -> str | None:
-    """Return the fault of a tensor's file, or None. As in onnx_ir, the file must be in the model's folder, and no hard link."""
-    if "\0" in str(tensor.location):
-        return f"{str(tensor.location)!r}, which no file is named"
-    end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
-    if not Path(os.path.realpath(tensor.path)).is_relative_to(os.path.realpath(tensor.base_dir)):
-        return f"{tensor.location}, which lies in another folder"
-    if not os.path.isfile(tensor.path):
-        return f"no file {tensor.location}"
-    if os.stat(tensor.path).st_nlink > 1:
-        return f"{tensor.location}, which has other names (hard links)"
-    size = os.path.getsize(tensor.path)
-    return f"{tensor.location} of {size} bytes, where {tensor.name} ends at {end}" if size < end else None
-
-
-def _all_sizes_are_fixed(model: ir.Model) -> bool:
-    return all(value.shape is not None and are_fixed(dims(value)) for value in list_outputs(model))
-
-
-def _follow_sizes(file: LoadedFile) -> None:
-    """Add sizes that onnx does not infer because the file computes a shape from constants or from a named batch."""
+    Raises:
+        ValueError: a node reads a tensor that nothing computes, or nodes read each other in a cycle.
+    """
+    nodes = list(walk_nodes(model))
+    for node in nodes:
+        for value in node.inputs:
+            if value is not None and value.producer() is None and not value.is_graph_input() and not value.is_initializer():
+                name = node.name or node.outputs[0].name
+                raise ValueError(f"no node or input gives {value.name}, which {node.op_type} ({name}) reads")
     try:
-        copy = file.model.clone()
-        bypass_identities(copy)
-        RemoveUnusedNodesPass()(copy)
-        folded = _fold_constants(copy)
-    except Exception:  # Any node may fail. Sizes then stay unknown, and attention without sizes is not replaced.
+        TopologicalSortPass()(model)
+    except ValueError:  # onnx_ir's pass names no node
+        names = []
+        try:
+            graphlib.TopologicalSorter({node: node.predecessors() for node in nodes}).prepare()
+        except graphlib.CycleError as error:
+            names = [str(node.outputs[0].name) for node in error.args[1][1:]]
+        raise ValueError(f"its nodes have a cycle, {', '.join(names)}") from None
+    return nodes != list(walk_nodes(model))
+
+
+def check_file(path: Path, proto: onnx.ModelProto, has_changed: bool = False) -> None:
+    """Check the file with onnx. If proto differs from the file, or lacks what the checker needs, check a completed copy."""
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.type.WhichOneof("value") == "tensor_type" and not value.type.tensor_type.elem_type:
+            raise ValueError(f"{value.name} has no dtype")
+    if untyped := [value.name for value in proto.graph.input if value.type.WhichOneof("value") is None]:
+        raise ValueError(f"the input {untyped[0]} has no type")
+    if not (has_changed or any(map(_lacks_shape, (*proto.graph.input, *proto.graph.output))) or not proto.graph.name):
+        onnx.checker.check_model(path)
         return
-    _add_sizes(file.model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
-    if not _all_sizes_are_fixed(folded):
-        sizes, file.merged = _infer_from_names(folded)
-        _add_sizes(file.model, sizes)
+    # Give a copy a name and shapes, and inputs instead of external tensors, whose files the checker would open.
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    graph = copy.graph
+    graph.name = graph.name or "graph"
+    for value in filter(_lacks_shape, (*graph.input, *graph.output)):
+        dtype = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
+        value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, dtype, []))
+    names = {value.name for value in graph.input}
+    outside = {t.name: t for t in graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL}
+    inputs = [onnx.helper.make_tensor_value_info(n, t.data_type, t.dims) for n, t in outside.items() if n not in names]
+    inside = [t for t in graph.initializer if t.name not in outside]
+    del graph.initializer[:]
+    graph.initializer.extend(inside)
+    graph.input.extend(inputs)
+    onnx.checker.check_model(copy)
 
 
-def _fold_constants(model: ir.Model) -> ir.Model:
-    """Fold constants twice: folded constants give sizes, and known sizes are further constants.
-
-    Use the shapes that the file records only where inference gives none. Inference stops at a recorded shape that contradicts
-    the nodes, and files of paddle2onnx have such shapes.
-    """
-    from onnxscript.optimizer import fold_constants
-
-    recorded = {value.name: value.shape for value in list_outputs(model)}
-    for value in list_outputs(model):
-        value.shape = None
-    for _ in range(2):
-        fold_constants(model, should_fold=_is_small_table)
-        model = ShapeInferencePass()(model).model
-        for value in list_outputs(model):
-            value.shape = recorded.get(value.name) if value.shape is None else value.shape
-    return model
-
-
-def _is_small_table(node: ir.Node) -> bool | None:
-    """Return True for a table that onnxscript would not fold, such as paddings; None leaves the choice to onnxscript."""
-    shape = read_constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
-    return True if shape is not None and np.prod(shape) <= _FEW else None
-
-
-def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
-    """Return sizes that onnxruntime infers from symbolic sizes, and the symbols of input sizes that onnxruntime merged.
-
-    onnxruntime may merge two symbols, but it must not replace a free size of an input by a number.
-    """
-    proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
-    del proto.graph.value_info[:]  # Drop the names that onnx's inference invented for sizes.
-    names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
-    for merge in (True, False):
-        inference = _infer_symbolically(proto, merge)
-        if inference is not None and _list_free_axes(proto) <= _list_free_axes(inference.out_mp_):
-            merged = {str(name) for pair in inference.suggested_merge_.items() for name in pair} if merge else set()
-            return {info.name: _read_sizes(info) for info in inference.out_mp_.graph.value_info}, merged & names
-    return {}, set()
-
-
-def _infer_symbolically(proto: onnx.ModelProto, merge: bool) -> Any:
-    """Infer shapes as onnxruntime's `infer_shapes` does, but write no file into the working folder if a size stays unknown."""
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
-
-    whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
-    try:
-        if (get_opset(proto) or 0) < 7:
-            return None
-        inference._preprocess(proto)
-        while inference.run_:
-            whole = inference._infer_impl()
-        inference._update_output_from_vi()
-    except Exception:  # Inference fails in many ways. Sizes then stay unknown, and attention without sizes is not replaced.
-        return None
-    return inference if whole else None
-
-
-def _read_sizes(info: onnx.ValueInfoProto) -> list[int | str | None]:
-    return [size.dim_value or size.dim_param or None for size in info.type.tensor_type.shape.dim]
-
-
-def _list_free_axes(proto: onnx.ModelProto) -> set[tuple[str, int]]:
-    """Return the axes of inputs whose sizes are free."""
-    return {(i.name, axis) for i in proto.graph.input for axis, size in enumerate(_read_sizes(i)) if not isinstance(size, int)}
-
-
-def _add_sizes(model: ir.Model, inferred: _Sizes) -> None:
-    for value in list_outputs(model):
-        before, sizes = dims(value), inferred.get(str(value.name))
-        if sizes and len(before) in (0, len(sizes)):
-            value.shape = ir.Shape(map(_choose_size, before or sizes, sizes))
-
-
-def _choose_size(recorded: int | str | None, inferred: int | str | None) -> int | str | None:
-    """Prefer a number to a name, and the inferred size to the recorded size, which paddle2onnx may record wrongly."""
-    return next((size for size in (inferred, recorded) if isinstance(size, int)), inferred or recorded)
+def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
+    kind = value.type.WhichOneof("value")
+    return kind is None or (kind == "tensor_type" and not value.type.tensor_type.HasField("shape"))

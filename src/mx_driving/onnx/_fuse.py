@@ -1,29 +1,33 @@
 """Replace deformable attention in an ONNX file by nodes of another form.
 
 `_file` loads the file. `_find` searches weighted sums of samples for candidates (`_search`, `_samples`). `_trial` proves that a
-candidate computes the operator. `_forms` writes the new nodes, `_nodes` reads nodes of other forms, `_save` writes the file.
+candidate computes the operator. `_forms` writes the new nodes, `_nodes` reads nodes of other forms.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from .. import config
 from .._operator.problems import Problem
-from ._file import LoadedFile, check_path, find_cause, load, silence_libraries
+from .._operator.rules import first_line
+from ._file import LoadedFile, check_file, check_path, find_cause, first_paragraph, list_external, load, silence_libraries
 from ._find import find_samplings
-from ._forms import WRITE, Call
-from ._graph import Unfit, describe_node, dims
-from ._nodes import find_nodes, is_of_form, name_unknown, rewrite
-from ._save import save
+from ._forms import DOMAIN, NODES, OURS, Call, Writer, write_attention
+from ._graph import Unfit, describe_node, dims, list_outputs, walk_nodes
+from ._nodes import find_nodes, name_unknown, restore_plugins, rewrite, use_our_nodes
 from ._search import Sampling, find_tables
+from ._session import is_missing_kernel, open_session
 from ._trial import pad_points
-from ._writer import Writer
 
 
 @dataclass(frozen=True)
@@ -64,26 +68,87 @@ class Fused:
         }
 
 
-def _pad_levels(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
-    """Return locations or weights with separate axes for levels and points. Pad all levels to the same number of points."""
-    points = sampling.points
+def fuse_file(
+    path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, plugin_version: str | None = None
+) -> Fused:
+    """Write path_in in another form to path_out."""
+    source, target = check_path("path_in", path_in), check_path("path_out", path_out)
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise Problem(f"path_out must be another file than path_in; got {target} for both")
+    try:
+        with silence_libraries():
+            file = load(source)
+            report = _replace_attention(file, target, form, plugin_version)
+            if not report.replaced:
+                why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items())
+                counts = Counter(describe_node(node) for node in find_nodes(file.model.graph))
+                words = [f"{count} of the node {name}" for name, count in counts.items()]
+                if gathers := len(find_tables(file.model.graph)):
+                    words.append(f"{gathers} in the form gather")
+                others = f"{', '.join(words)} already, and no other weighted samples" if words else "no weighted samples"
+                why = why or f"it has {others}{name_unknown(file.model.graph)}"
+                raise Problem(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
+            problem = save(file, target)
+    except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
+        raise Problem(f"path_in must be an ONNX file; got {source}: {find_cause(error)}") from None
+    return replace(report, problem=problem) if problem and form in ("onnxruntime", "gather") else report
+
+
+def _replace_attention(file: LoadedFile, path: Path, form: str, plugin_version: str | None) -> Fused:
+    """Replace samplings, and nodes of other forms, by nodes of this form."""
+    model = file.model
+    report, others = Fused(path), find_nodes(model.graph)
+    for name, sampling in find_samplings(file, tables=form != "gather"):
+        try:
+            if not isinstance(sampling, Sampling):
+                raise Unfit(sampling)
+            locations = sampling.inputs.get("locations")
+            with Writer(model, sampling.output) as write:
+                output = write_attention(write, _write_inputs(write, sampling), form, plugin_version)
+                dtype = sampling.output.dtype
+                write.put_in_place(output if dtype is None else write.cast(output, dtype))
+            report.replaced[name], report.nodes[name] = sampling.words, sampling.nodes
+            report.locations.update({name: str(locations.name)} if locations else {})
+        except Unfit as unfit:
+            report.left[name] = str(unfit)
+    for node in others:
+        name = str(node.outputs[0].name)
+        # All our nodes are of the form onnxruntime. Another form has one node, for attention.
+        if node.domain == DOMAIN.get(form) and (form == "onnxruntime" or node.op_type == NODES[node.domain]):
+            continue
+        try:
+            report.replaced[name], report.nodes[name] = rewrite(model, node, form, plugin_version), (str(node.name),)
+        except Unfit as unfit:
+            report.left[name] = str(unfit)
+    return report
+
+
+def _write_inputs(write: Writer, sampling: Sampling) -> Call:
+    """Write the operator's inputs from the sampling's tensors and constants."""
+    free, heads, channels = [*sampling.inputs.values()], sampling.num_heads, sampling.channels
+    value, locations, weights = (end if end in free else write.copy(end) for end in sampling.ends)
+    if sampling.broadcasts:  # Expand the tensors that the file broadcasts to one batch size and number of queries.
+        samples = [sampling.last_sizes(tensor) for tensor in sampling.ends]
+        weights = _expand_like(write, weights, locations, 2, samples[2])
+        weights = _expand_like(write, weights, value, 1, samples[2])
+        locations = _expand_like(write, locations, weights, 2, samples[1])
+        value = _expand_like(write, value, weights, 1, samples[0])
+    value = write.reshape(value, heads, channels)
+    value.shape = ir.Shape([dims(value)[0], sampling.num_keys, heads, channels])
+    # Separate the axes of levels and points. Pad all levels to the same number of points, with weights of 0.
+    points, levels = sampling.points, (heads, len(sampling.points), max(sampling.points))
     if len(set(points)) > 1:
         indices, mask = pad_points(points)
-        value = write.like(value, "Gather", write.table("places", indices), axis=3)
-        if not last:
-            assert value.dtype is not None
-            value = write.like(value, "Mul", write.table("mask", mask, value.dtype.numpy()))
-    return write.reshape(value, sampling.num_heads, len(points), max(points), *last)
-
-
-def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.Value]:
-    """Return value, locations and weights. The file broadcasts them: expand them to one batch size and number of queries."""
-    value, locations, weights = ends
-    samples = [sampling.last_sizes(tensor) for tensor in sampling.ends]
-    weights = _expand_like(write, weights, locations, 2, samples[2])
-    weights = _expand_like(write, weights, value, 1, samples[2])
-    locations = _expand_like(write, locations, weights, 2, samples[1])
-    return [_expand_like(write, value, weights, 1, samples[0]), locations, weights]
+        locations, weights = (write.like(v, "Gather", write.table("places", indices), axis=3) for v in (locations, weights))
+        assert weights.dtype is not None
+        weights = write.like(weights, "Mul", write.table("mask", mask, weights.dtype.numpy()))
+    locations, weights = write.reshape(locations, *levels, 2), write.reshape(weights, *levels)
+    # A node's output has the dtype of value: cast value if the file's output has more bits.
+    dtype, output_dtype = value.dtype, sampling.output.dtype
+    if dtype is not None and output_dtype is not None and dtype.itemsize < output_dtype.itemsize:
+        shape, value = value.shape, write.cast(value, output_dtype)
+        value.shape = shape
+    return Call(value, *write.tables(sampling.maps), locations, weights, sampling.dtype == ir.DataType.FLOAT)
 
 
 def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, last: tuple[int, ...]) -> ir.Value:
@@ -95,85 +160,79 @@ def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, las
     return new
 
 
-def _write_inputs(write: Writer, sampling: Sampling) -> Call:
-    free = [*sampling.inputs.values()]
-    ends = [end if end in free else write.copy(end) for end in sampling.ends]
-    value, locations, weights = _expand(write, sampling, ends) if sampling.broadcasts else ends
-    value = write.reshape(value, sampling.num_heads, sampling.channels)
-    value.shape = ir.Shape([dims(value)[0], sampling.num_keys, sampling.num_heads, sampling.channels])
-    locations, weights = _pad_levels(write, locations, sampling, 2), _pad_levels(write, weights, sampling)
-    return Call(
-        _widen(write, value, sampling), *write.tables(sampling.maps), locations, weights, sampling.dtype == ir.DataType.FLOAT
-    )
+# Writing the file
 
 
-def _widen(write: Writer, value: ir.Value, sampling: Sampling) -> ir.Value:
-    """Cast value to the dtype of the output if that has more bits, because a node's output has the dtype of value."""
-    dtype, output_dtype = value.dtype, sampling.output.dtype
-    if dtype is None or output_dtype is None or dtype.itemsize >= output_dtype.itemsize:
-        return value
-    cast = write.cast(value, output_dtype)
-    cast.shape = value.shape
-    return cast
+def save(file: LoadedFile, path_out: Path) -> str | None:
+    """Write the model to a temporary file, check that onnxruntime loads it, and rename it.
+
+    Weights stay in the model's file or in a file beside it. Sizes are those of the original file. Outputs of new nodes have no
+    sizes in the original file, and get their fixed sizes. If onnxruntime lacks a kernel for another node, return its error.
+    """
+    model, path_in = file.model, file.path
+    for value in model.graph.inputs:
+        if value.name in file.defaults:
+            value.const_value = file.defaults[value.name]
+            model.graph.register_initializer(value)
+    read = {path_in, *(Path(tensor.path) for tensor in list_external(model))}
+    for value in list_outputs(model):
+        shape, node = file.shapes.get(value.name), value.producer()
+        if shape is None and value.shape is not None and node is not None and node.domain in NODES:
+            shape = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])
+        value.shape = shape
+    RemoveUnusedNodesPass()(model)
+    # Import the domains of the model's nodes, and no other domains of our forms.
+    for domain in NODES:
+        if any(node.domain == domain for node in ir.traversal.RecursiveGraphIterator(model.graph)):
+            model.graph.opset_imports.setdefault(domain, 1)
+        elif not model.functions:
+            model.graph.opset_imports.pop(domain, None)
+    weights = f"{path_out.name}.data" if list(list_external(model)) else None
+    files = [weights, path_out.name] if weights else [path_out.name]  # the model last, so that its weights exist first
+    for old in (path_out.with_name(name) for name in reversed(files)):
+        if old.exists() and any(old.samefile(path) for path in read):  # also under another name of the file
+            raise Problem(f"path_out must leave the files of path_in alone; got {path_out}, and {path_in} reads {old}")
+        if old.exists() and not old.is_file():
+            raise Problem(f"path_out must be a file; got {old}")
+    with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
+        path = Path(folder, path_out.name)
+        ir.save(model, path, format="protobuf", external_data=weights)
+        reason, lacks_kernel = _find_refusal(model, path)
+        if reason and not lacks_kernel:
+            raise Problem(f"path_in must be a file that can be run with our node in it; got {path_in}: {reason}")
+        if restore_plugins(model):
+            ir.save(model, path, format="protobuf", external_data=weights)
+        for name in files:
+            os.replace(Path(folder, name), path_out.with_name(name))
+    return reason
 
 
-def _replace_attention(file: LoadedFile, path: Path, form: str, **options: str | None) -> Fused:
-    model = file.model
-    report, others = Fused(path), find_nodes(model.graph)
-    for name, sampling in find_samplings(file, tables=form != "gather"):
-        try:
-            if not isinstance(sampling, Sampling):
-                raise Unfit(sampling)
-            locations = sampling.inputs.get("locations")
-            with Writer(model, sampling.output) as write:
-                output, dtype = WRITE[form](write, _write_inputs(write, sampling), **options), sampling.output.dtype
-                write.put_in_place(output if dtype is None else write.cast(output, dtype))
-            report.replaced[name], report.nodes[name] = sampling.words, sampling.nodes
-            report.locations.update({name: str(locations.name)} if locations else {})
-        except Unfit as unfit:
-            report.left[name] = str(unfit)
-    _rewrite(model, others, report, form, **options)
-    return report
+def _find_refusal(model: ir.Model, path: Path) -> tuple[str | None, bool]:
+    """Return the error of onnx's checker or of onnxruntime, or None, and whether onnxruntime lacks a kernel.
 
-
-def _describe_attention(model: ir.Model) -> str:
-    """Return the reason why a file has nothing to replace."""
-    counts = Counter(describe_node(node) for node in find_nodes(model.graph))
-    words = ", ".join(f"{count} of the node {name}" for name, count in counts.items())
-    if gathers := len(find_tables(model.graph)):
-        words += f"{', ' * bool(words)}{gathers} in the form gather"
-    samples = f"it has {words} already, and no other weighted samples" if words else "it has no weighted samples"
-    return samples + name_unknown(model.graph)
-
-
-def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, **options: str | None) -> None:
-    """Replace `others`, nodes of other forms, by nodes of this form."""
-    for node in others:
-        name = str(node.outputs[0].name)
-        try:
-            if not is_of_form(node, form):
-                report.replaced[name], report.nodes[name] = rewrite(model, node, form, **options), (str(node.name),)
-        except Unfit as unfit:
-            report.left[name] = str(unfit)
-
-
-def _fuse(path_in: Path, path_out: Path, form: str, **options: str | None) -> Fused:
-    file = load(path_in)
-    report = _replace_attention(file, path_out, form, **options)
-    if not report.replaced:
-        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _describe_attention(file.model)
-        raise Problem(f"path_in must hold deformable attention made of GridSample or gathers; got {path_in} ({why})")
-    problem = save(file, path_out)
-    return replace(report, problem=problem) if problem and form in ("onnxruntime", "gather") else report
-
-
-def fuse_file(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
-    """Write path_in in another form to path_out. `options`: attributes of the new nodes."""
-    source, target = check_path("path_in", path_in), check_path("path_out", path_out)
-    if os.path.realpath(source) == os.path.realpath(target):
-        raise Problem(f"path_out must be another file than path_in; got {target} for both")
+    Do not load a file with nodes of other libraries. Load nodes of other forms as our nodes.
+    """
     try:
-        with silence_libraries():
-            return _fuse(source, target, form, **options)
-    except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
-        raise Problem(f"path_in must be an ONNX file; got {source}: {find_cause(error)}") from None
+        check_file(path, onnx.load(path, format="protobuf", load_external_data=False))
+    except Exception as error:  # onnx raises its own classes, and UnicodeError
+        return first_paragraph(error), False
+    nodes = list(walk_nodes(model))
+    used = {node.domain for node in nodes if node.op_type != NODES.get(node.domain)}
+    if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
+        return None, False
+    used = {node.domain for node in nodes} & NODES.keys()
+    tried = path if used <= {OURS} else with_ours(path)
+    try:
+        open_session(tried, library=str(config.library_path()) if used else "", optimise=False)
+    except Exception as error:  # onnxruntime raises a dozen classes
+        return first_line(error), is_missing_kernel(error)
+    return None, False
+
+
+def with_ours(path: Path) -> Path:
+    """Write a copy of the file with our node in place of each node of another form."""
+    model = ir.load(path)
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    use_our_nodes(model, [node for node in nodes if node.domain in NODES and node.domain != OURS])
+    ir.save(model, tried := path.with_name(f"tried.{path.name}"), format="protobuf")
+    return tried

@@ -20,6 +20,16 @@ class Unfit(Exception):
     """Raised for samples that cannot be replaced. The message is the reason, a clause of the report."""
 
 
+def walk_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of the graph, of its subgraphs and of functions."""
+    for graph in (model.graph, *model.functions.values()):
+        yield from ir.traversal.RecursiveGraphIterator(graph)
+
+
+def list_outputs(model: ir.Model) -> Iterator[ir.Value]:
+    return (output for node in model.graph for output in node.outputs)
+
+
 def dims(value: ir.Value) -> tuple[int | str | None, ...]:
     """Return the sizes of a value: numbers, names, or None if the file does not say."""
     if value.shape is None:
@@ -83,21 +93,15 @@ def add_outputs(model: ir.Model, values: Iterable[ir.Value]) -> None:
     model.graph.outputs.extend(v for v in values if read_constant(v) is None and not v.is_graph_output())
 
 
-def _dequantize(node: ir.Node) -> Any:
-    """Return the numbers of a quantised constant, or None."""
-    if is_node(quantizer := node.inputs[0] and node.inputs[0].producer(), "QuantizeLinear"):
-        return read_constant(quantizer.inputs[0])
-    numbers, scale, zero = (read_constant(v) for v in (*node.inputs, None)[:3])
-    if numbers is None or scale is None or scale.size != 1:
-        return None
-    return ((numbers.astype(np.float64) - np.float64(0 if zero is None else zero)) * scale).astype(scale.dtype)
-
-
 def read_number(value: ir.Value | None) -> float | None:
     """Return the number of a constant with one element, quantised or not; else None."""
     array, node = read_constant(value), None if value is None else value.producer()
     if array is None and is_node(node, "DequantizeLinear"):
-        array = _dequantize(node)
+        numbers, scale, zero = (read_constant(v) for v in (*node.inputs, None)[:3])
+        if is_node(quantizer := node.inputs[0] and node.inputs[0].producer(), "QuantizeLinear"):
+            array = read_constant(quantizer.inputs[0])
+        elif numbers is not None and scale is not None and scale.size == 1:
+            array = ((numbers.astype(np.float64) - np.float64(0 if zero is None else zero)) * scale).astype(scale.dtype)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
@@ -15,17 +14,15 @@ from torch import Tensor
 from .._operator import composition
 from .._operator.description import SAMPLING
 from . import _file, _find, _trial
-from ._forms import NODES, OURS, has_logits, name_operator
+from ._forms import NODES, OURS
 from ._graph import Unfit, add_outputs, describe_node
-from ._nodes import LogitInputs, is_other, read_inputs, use_our_nodes
-from ._plugins import restore_plugins
-from ._pools import POOLS
+from ._nodes import POOLS, LogitInputs, has_logits, is_other, name_operator, read_inputs, restore_plugins, use_our_nodes
 from ._search import Sampling
+from ._session import Arrays
 
-Array = np.ndarray[Any, Any]
-Arrays = dict[str, Array]
 SCALE = NODES[OURS]
 _LOGITS = "value", "value_spatial_shapes", "reference_points", "sampling_offsets", "attention_logits"
+_NARROW: dict[Any, torch.dtype] = {ir.DataType.BFLOAT16: torch.bfloat16, ir.DataType.FLOAT16: torch.float16}
 _PLACES = "locations", "sampling_locations", "sample_locations", "reference_points", "sampling_offsets"
 
 
@@ -66,6 +63,15 @@ class Match:
         return [] if is_ours else [str(v.name) for role, v in self.inputs.items() if role in _PLACES]
 
     @property
+    def narrow_dtype(self) -> torch.dtype | None:
+        """Return the dtype of 16 bits that standard operators of the match compute in; None if they compute in none."""
+        if isinstance(self.source, Sampling):
+            values = [v for node in self.part.graph for v in (*node.inputs, *node.outputs)]
+            dtypes = {None if v is None else v.dtype for v in values}
+            return next((narrow for dtype, narrow in _NARROW.items() if dtype in dtypes), None)
+        return next((narrow for v in self.inputs.values() if (narrow := _NARROW.get(v.dtype))), None)
+
+    @property
     def tensors(self) -> list[ir.Value]:
         return [*self.inputs.values(), *self.tables.values()]
 
@@ -75,40 +81,36 @@ def find_matches(file: _file.LoadedFile) -> tuple[list[Match], dict[str, str]]:
     """Return all matches, and name -> reason for attention that is no match."""
     matches, left, model = [], {}, file.model
     for name, sampling in _find.find_samplings(file):
-        if isinstance(sampling, Sampling):
-            matches.append(_match_sampling(model, sampling))
-        else:
+        if not isinstance(sampling, Sampling):
             left[name] = sampling
+            continue
+        assert sampling.part is not None
+        inputs, part = sampling.inputs, _trial.make_model(model, sampling.part)
+        tables = {str(v.name): v for v in (*sampling.shapes, *sampling.ends) if v not in inputs.values()}
+        name = str(sampling.output.name)
+        matches.append(Match(name, sampling.words, inputs, tables, sampling.nodes, part, sampling))
     for node in model.graph:
+        if (node.domain != OURS or node.op_type not in SAMPLING) and not is_other(node):
+            continue
+        name = str(node.outputs[0].name)
         try:
-            if (node.domain == OURS and node.op_type in SAMPLING) or is_other(node):
-                matches.append(_match_node(model, node))
+            if node.op_type in POOLS:
+                raise Unfit(f"it is a pool, {describe_node(node)}; attention is verified")
+            if has_logits(node):
+                LogitInputs(node)  # may raise Unfit
+            elif node.domain != OURS:
+                read_inputs(node)  # may raise Unfit
         except Unfit as unfit:
-            left[str(node.outputs[0].name)] = str(unfit)
+            left[name] = str(unfit)
+            continue
+        description = SAMPLING[SCALE if has_logits(node) else name_operator(node)]
+        roles = _LOGITS if has_logits(node) else description.inputs
+        tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
+        tables = {str(v.name): v for role, v in tensors.items() if role in description.tables}
+        inputs = {role: v for role, v in tensors.items() if str(v.name) not in tables}
+        part = _extract(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
+        matches.append(Match(name, f"one node {node.op_type}", inputs, tables, (str(node.name),), part, node))
     return matches, left
-
-
-def _match_sampling(model: ir.Model, sampling: Sampling) -> Match:
-    assert sampling.part is not None
-    inputs, part = sampling.inputs, _trial.make_model(model, sampling.part)
-    tables = {str(v.name): v for v in (*sampling.shapes, *sampling.ends) if v not in inputs.values()}
-    return Match(str(sampling.output.name), sampling.words, inputs, tables, sampling.nodes, part, sampling)
-
-
-def _match_node(model: ir.Model, node: ir.Node) -> Match:
-    if node.op_type in POOLS:
-        raise Unfit(f"it is a pool, {describe_node(node)}; attention is verified")
-    description = SAMPLING[SCALE if has_logits(node) else name_operator(node)]
-    if has_logits(node):
-        LogitInputs(node)  # may raise Unfit
-    elif node.domain != OURS:
-        read_inputs(node)  # may raise Unfit
-    roles = _LOGITS if has_logits(node) else description.inputs
-    tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
-    tables = {str(v.name): v for role, v in tensors.items() if role in description.tables}
-    inputs = {role: v for role, v in tensors.items() if str(v.name) not in tables}
-    part = _extract(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
-    return Match(str(node.outputs[0].name), f"one node {node.op_type}", inputs, tables, (str(node.name),), part, node)
 
 
 def find_again(match: Match, model: ir.Model) -> Match:
@@ -160,25 +162,19 @@ def read_bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
         return _trial.make_bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
     description = SAMPLING[match.operator]
     if has_logits(match.source):
-        return composition.bare_inputs(
-            description.name, *_read_logits(*(tensors[str(v.name)] for v in match.source.inputs if v)), "point"
-        )
+        # Convert the inputs of a plugin to those of our operator with logits.
+        value, shapes, references, offsets, logits = (tensors[str(v.name)] for v in match.source.inputs if v)
+        (batch, queries), heads, shapes = references.shape[:2], value.shape[2], shapes.long()
+        areas = shapes.prod(1)
+        references = references.reshape(batch, queries, -1, 2)
+        offsets = offsets.reshape(batch, queries, heads, len(shapes), -1, 2)
+        rows = value, shapes, areas.cumsum(0) - areas, references, offsets, logits.reshape(batch, queries, heads, -1)
+        return composition.bare_inputs(description.name, *rows, "point")
     inputs: list[Any] = [None if v is None else tensors[str(v.name)] for v in match.source.inputs]
     inputs += [None] * (len(description.inputs) - len(inputs))
     names = [option.split()[1] for option in description.options]
     options = [match.source.attributes[name].value for name in names if name in match.source.attributes]
     return composition.bare_inputs(description.name, *inputs, *options) if description.bare else tuple(inputs)
-
-
-def _read_logits(
-    value: Tensor, shapes: Tensor, references: Tensor, offsets: Tensor, logits: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Convert the inputs of a plugin to those of our operator with logits."""
-    (batch, queries), heads, shapes = references.shape[:2], value.shape[2], shapes.long()
-    areas = shapes.prod(1)
-    references = references.reshape(batch, queries, -1, 2)
-    offsets = offsets.reshape(batch, queries, heads, len(shapes), -1, 2)
-    return value, shapes, areas.cumsum(0) - areas, references, offsets, logits.reshape(batch, queries, heads, -1)
 
 
 def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
@@ -188,19 +184,17 @@ def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
     """
     if match.operator != SCALE:
         return None
-    sampling = match.source if isinstance(match.source, Sampling) else _make_sampling(match, arrays)
+    sampling = match.source
+    if not isinstance(sampling, Sampling):
+        tensor, shapes, _, _, shares = read_bare_inputs(match, arrays)
+        maps, (heads, channels) = tuple((int(height), int(width)) for height, width in shapes), tensor.shape[2:]
+        ends = (ir.Value(name=str(v.name), shape=ir.Shape(arrays[str(v.name)].shape)) for v in match.inputs.values())
+        value, locations, weights = ends
+        points = (shares.shape[4],) * len(maps)
+        sampling = Sampling(value, locations, weights, value, maps, points, heads, channels, None)
     names = [str(v.name) for v in sampling.ends]
     random = _trial.draw_inputs(sampling, 1, tuple(arrays[name].shape for name in names))
     return arrays | {name: t.numpy().astype(arrays[name].dtype) for name, t in zip(names, random, strict=True)}
-
-
-def _make_sampling(match: Match, arrays: Arrays) -> Sampling:
-    tensor, shapes, _, _, shares = read_bare_inputs(match, arrays)
-    maps = tuple((int(height), int(width)) for height, width in shapes)
-    ends = (ir.Value(name=str(v.name), shape=ir.Shape(arrays[str(v.name)].shape)) for v in match.inputs.values())
-    value, locations, weights = ends
-    heads, channels = tensor.shape[2:]
-    return Sampling(value, locations, weights, value, maps, (shares.shape[4],) * len(maps), heads, channels, None)
 
 
 def prepare_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:

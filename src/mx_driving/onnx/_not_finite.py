@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._graph import INTEGER, add_outputs, read_constant, walk_back
-from ._matches import Arrays
+from ._session import Arrays
 
 Run = Callable[[ir.Model], Arrays]  # model -> outputs by name
 _INSTEAD = 0.37  # replaces NaN and infinity. The location is on every map, and no implementation samples there for NaN.
@@ -33,33 +33,6 @@ def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor,
     return (value, shapes, starts, locations, weights), output, int(left_out.sum())
 
 
-def _replace_in_copy(model: ir.Model, names: Iterable[str]) -> ir.Model:
-    """Return a copy of the model that replaces NaN and infinity in these tensors by finite numbers."""
-    model = model.clone()
-    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
-    for name in names:
-        _replace_not_finite(model.graph, values[name])
-    return model
-
-
-def _replace_not_finite(graph: ir.Graph, value: ir.Value) -> None:
-    uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
-    is_wide = value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime's kernels take float32 and float64
-    wide = value if is_wide else tape.op("Cast", [value], {"to": dtype.value})
-    zero = tape.op("Sub", [wide, wide])
-    instead = tape.op("Constant", [], {"value": ir.tensor(np.array(_INSTEAD, dtype.numpy()))})
-    new = tape.op("Where", [tape.op("Equal", [zero, zero]), wide, instead])
-    if not is_wide and value.dtype:
-        new = tape.op("Cast", [new], {"to": value.dtype.value})
-    for use in uses:
-        use.node.replace_input_with(use.idx, new)
-    if producer is None:
-        graph.insert_before(graph[0], tape.nodes)
-    else:
-        graph.insert_after(producer, tape.nodes)
-
-
 def find_not_finite(model: ir.Model, names: Iterable[str], run: Run) -> list[str]:
     """Return the names of the tensors with NaN or infinity."""
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
@@ -69,8 +42,25 @@ def find_not_finite(model: ir.Model, names: Iterable[str], run: Run) -> list[str
 
 def run_with_finite(model: ir.Model, names: list[str], run: Run) -> tuple[Arrays, str]:
     """Replace NaN and infinity in these tensors by finite numbers. Return the outputs, and the source of the NaN in words."""
-    origin = _find_origin(model, names[0], run)
-    return run(_replace_in_copy(model, names)), origin
+    origin, changed = _find_origin(model, names[0], run), model.clone()
+    values = ir.convenience.create_value_mapping(changed.graph, include_subgraphs=False)
+    for value in (values[name] for name in names):
+        uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
+        is_wide = value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+        dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime's kernels take float32 and float64
+        wide = value if is_wide else tape.op("Cast", [value], {"to": dtype.value})
+        zero = tape.op("Sub", [wide, wide])
+        instead = tape.op("Constant", [], {"value": ir.tensor(np.array(_INSTEAD, dtype.numpy()))})
+        new = tape.op("Where", [tape.op("Equal", [zero, zero]), wide, instead])
+        if not is_wide and value.dtype:
+            new = tape.op("Cast", [new], {"to": value.dtype.value})
+        for use in uses:
+            use.node.replace_input_with(use.idx, new)
+        if producer is None:
+            changed.graph.insert_before(changed.graph[0], tape.nodes)
+        else:
+            changed.graph.insert_after(producer, tape.nodes)
+    return run(changed), origin
 
 
 def _find_origin(model: ir.Model, name: str, run: Run) -> str:
@@ -79,8 +69,12 @@ def _find_origin(model: ir.Model, name: str, run: Run) -> str:
     for _ in range(_RUNS):
         near = [v for v in itertools.islice(walk_back(value, lambda _: True), _NEAREST) if v.dtype not in INTEGER]
         arrays, start = _compute_arrays(model, near, run), value
-        value = _walk_to_first(value, arrays)
-        node = value.producer()
+        is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
+        while node := value.producer():  # walk upstream to the first tensor with NaN or infinity
+            bad = [v for v in node.inputs if v is not None and v.name in arrays and is_bad(arrays[str(v.name)]).any()]
+            if not bad:
+                break
+            value = bad[0]
         if value is start or node is None or all(v is None or v.name in arrays or v.dtype in INTEGER for v in node.inputs):
             break
     if (node := value.producer()) is not None and node.op_type != "Constant":
@@ -95,14 +89,3 @@ def _compute_arrays(model: ir.Model, values: list[ir.Value], run: Run) -> Arrays
     in_copy = ir.convenience.create_value_mapping(copy.graph, include_subgraphs=False)
     add_outputs(copy, (in_copy[name] for name in names))
     return constants | {name: array for name, array in run(copy).items() if name in names}
-
-
-def _walk_to_first(value: ir.Value, arrays: Arrays) -> ir.Value:
-    """Walk upstream from a tensor to the first tensor with NaN or infinity."""
-    is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
-    while node := value.producer():
-        bad = [v for v in node.inputs if v is not None and v.name in arrays and is_bad(arrays[str(v.name)]).any()]
-        if not bad:
-            return value
-        value = bad[0]
-    return value

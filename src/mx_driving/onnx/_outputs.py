@@ -1,4 +1,4 @@
-"""Compare a runtime's outputs of a file with onnxruntime's, within the error of rounding.
+"""Compare outputs of whole files: a runtime's with onnxruntime's, and outputs before `fuse` with outputs after.
 
 Rounding anywhere in a file acts like a small change of its weights and inputs. So change weights and inputs by a few ulps,
 several times: rounding may move each number of the outputs as far as these changes move it. If two scores of a ranking nearly
@@ -10,21 +10,31 @@ Only change arrays of two or more axes. Numbers that decide a shape, such as sca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from .._agreement import entry_differences
-from ._matches import Array, Arrays
+import mx_driving.onnx
+
+from .._agreement import ULPS, difference_beside_ties, entry_differences, model_difference
+from .._files import temporary_folder
+from .._measure.timing import interleaved
+from . import _file, _not_finite
+from ._session import Array, Arrays, make_inputs, open_session, run_session
 
 _SEEDS = 3
 _ULPS = 4.0  # the largest change of weights and inputs
 _FURTHER = 16.0  # allowed error as a multiple of the usual change. Changes of a tensor's numbers vary by a smaller factor.
 _SOME = 0.02  # the share of an output's numbers that may be off because of near ties in a ranking
+_FEW = 8  # `compare` takes the columns of an output apart if there are at most so many
+_SAME = 1e-5  # `compare` does not look for NaN locations if outputs differ by less than this share of the magnitude
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,11 @@ def judge(
     ulp, near = find_largest_ulp(true), [output for output in near if output.shape == true.shape]
     changes = [find_distances(output, true) for output in near] or [np.full(true.shape, _ULPS * ulp)]
     most, distance = np.maximum.reduce(changes), find_distances(got, true)
-    usual, left_out = _usual_change(most), np.zeros(true.shape, bool)
+    # The median change over the queries, on the longer of the last two axes. The shorter has boxes and scores, which move by
+    # different amounts.
+    axis = max(range(-min(2, most.ndim), 0), key=lambda axis: most.shape[axis], default=None)
+    usual = np.nan_to_num(np.median(most, axis=axis, keepdims=True), posinf=0.0)
+    left_out = np.zeros(true.shape, bool)
     if finite is not None and finite.shape == true.shape:
         left_out = find_distances(finite, true) > usual + ulp
     distance, allowed = np.where(left_out, 0.0, distance), _FURTHER * usual + ulp
@@ -186,10 +200,84 @@ def find_distances(a: Array, b: Array) -> Array:
     return entry_differences(*(torch.from_numpy(np.asarray(array, np.float64)) for array in (a, b))).numpy()
 
 
-def _usual_change(changes: Array) -> Array:
-    """Return the median of the changes over the queries.
+@dataclass(frozen=True)
+class Compared:
+    """`off`: the number of queries that change places because their scores nearly tie. `difference`: the largest difference of
+    the other queries, divided by the largest magnitude."""
 
-    The longer of the last two axes has the queries. The shorter has boxes and scores, which move by different amounts.
-    """
-    axis = max(range(-min(2, changes.ndim), 0), key=lambda axis: changes.shape[axis], default=None)
-    return np.nan_to_num(np.median(changes, axis=axis, keepdims=True), posinf=0.0)
+    difference: float
+    off: int
+    before: float  # milliseconds
+    after: float
+    rounds: int
+    note: str = ""  # the numbers that are not compared, in words
+
+    def __str__(self) -> str:
+        off = f", {self.off} queries change places" if self.off else ""
+        times = f"{self.before:.1f} ms before, {self.after:.1f} ms after, medians of {self.rounds} rounds in turn"
+        return "\n".join(
+            [f"outputs differ by {self.difference:.0e} of their magnitude{off}; {times}", *filter(None, [self.note])]
+        )
+
+
+def open_with_library(path: Path, **options: Any) -> Any:
+    """Return a session with our nodes and torch's number of threads. `options` go to open_session."""
+    return open_session(path, library=mx_driving.onnx.library(), threads=torch.get_num_threads(), **options)
+
+
+def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = None, locations: Sequence[str] = ()) -> Compared:
+    """Run both files in turn. Leave out numbers that depend on NaN or infinity in the tensors `locations` of the first file."""
+    running = {"before": open_with_library(before), "after": open_with_library(after)}
+    fed = make_inputs(running["before"], arrays or {})
+    theirs, ours = (opened.run(None, fed) for opened in running.values())
+    (difference, off), note = _difference(theirs, ours), ""
+    if locations and (off or difference > _SAME):
+        model = _file.load(before).model
+        with temporary_folder() as folder:
+
+            def run_model(model: ir.Model) -> dict[str, Any]:
+                ir.save(model, folder / "model.onnx", external_data="model.data")
+                return run_session(open_with_library(folder / "model.onnx"), fed)
+
+            names = _not_finite.find_not_finite(model, locations, run_model)
+            others, origin = _not_finite.run_with_finite(model, names, run_model) if names else ({}, "")
+        masks = []  # where finite locations move a number by more than rounding does
+        for output, finite in zip(theirs, others.values(), strict=False):
+            same = output.shape == finite.shape
+            far = find_distances(finite, output) > ULPS * find_largest_ulp(output) if same else np.zeros(output.shape, bool)
+            masks.append(far)
+        if names:
+            share = 100 * sum(int(mask.sum()) for mask in masks) / max(1, sum(mask.size for mask in masks))
+            note = f"{share:.3g} % of their numbers are left out: they depend on locations that are NaN or infinite, {origin}"
+            pairs = zip(theirs, ours, masks, strict=True)
+            theirs = [np.where(mask, b, a) if a.shape == b.shape else a for a, b, mask in pairs]
+        difference, off = _difference(theirs, ours)
+    times = interleaved({name: lambda opened=opened: opened.run(None, fed) for name, opened in running.items()}, seconds)
+    earlier, later = (1e3 * statistics.median(durations) for durations in times.values())
+    return Compared(difference, off, earlier, later, min(map(len, times.values())), note)
+
+
+def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
+    if [out.shape for out in before] != [out.shape for out in after]:
+        return math.inf, 0
+    theirs, ours = map(_split_columns, (before, after))
+    if not theirs:
+        return 0.0, 0
+    if len({out.shape[:2] for out in theirs.values()}) > 1 or all(out.dim() < 3 for out in theirs.values()):
+        return model_difference(ours, theirs), 0
+    theirs, ours = ({name: out.reshape(*out.shape[:2], -1) for name, out in outs.items()} for outs in (theirs, ours))
+    return difference_beside_ties(ours, theirs)
+
+
+def _split_columns(outputs: list[Any]) -> dict[str, torch.Tensor]:
+    """Return the floating outputs as a dictionary. Each column has its own key, because columns may be boxes, scores or classes
+    with different magnitudes."""
+    columns_by_name = {}
+    for index, out in enumerate(outputs):
+        if out.dtype.kind == "f" and out.size:
+            columns = out.shape[-1] if out.ndim == 3 and out.shape[-1] <= _FEW else 1
+            tensor = torch.from_numpy(np.atleast_1d(out))
+            # Models mark invalid anchors with the largest number of the dtype: replace it by infinity.
+            tensor = torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
+            columns_by_name |= {f"{index}.{column}": part for column, part in enumerate(tensor.tensor_split(columns, -1))}
+    return columns_by_name

@@ -17,8 +17,8 @@ import numpy as np
 from .._files import read_arrays, temporary_folder
 from .._operator.problems import Problem, need
 from .._operator.rules import first_line
-from . import _running
-from ._matches import Arrays
+from ._outputs import open_with_library
+from ._session import Arrays, run_session
 
 Run = Callable[[Path, Arrays], Arrays]
 # Provider -> its settings. OpenVINO may compute in 16 bits by default.
@@ -33,21 +33,17 @@ class Failed(Exception):
 def find_runtime(runtime: str) -> Run:
     """Return the runtime with this name, or a runtime that runs this command line."""
     name, _, provider = runtime.partition(":")
-    if runtime in _PYTHON or name == "onnxruntime":
-        need(f"--runtime {name}", name, name)
-        return _catch_errors(_make_onnxruntime(provider) if name == "onnxruntime" else _PYTHON[name])
-    words = []
-    with contextlib.suppress(ValueError):  # an unclosed quotation mark
-        words = shlex.split(runtime)
-    if not words or shutil.which(words[0]) is None:
-        raise Problem(f"--runtime must be onnxruntime, {', '.join(_PYTHON)} or a program that is there; got {runtime!r}")
-    return lambda path, arrays: _run_program(words, path, arrays)
+    if runtime not in _PYTHON and name != "onnxruntime":
+        words = []
+        with contextlib.suppress(ValueError):  # an unclosed quotation mark
+            words = shlex.split(runtime)
+        if not words or shutil.which(words[0]) is None:
+            raise Problem(f"--runtime must be onnxruntime, {', '.join(_PYTHON)} or a program that is there; got {runtime!r}")
+        return lambda path, arrays: _run_program(words, path, arrays)
+    need(f"--runtime {name}", name, name)
+    run = _make_onnxruntime(provider) if name == "onnxruntime" else _PYTHON[name]
 
-
-def _catch_errors(run: Run) -> Run:
-    """Return a runtime that raises Failed in place of all errors."""
-
-    def running(path: Path, arrays: Arrays) -> Arrays:
+    def run_or_fail(path: Path, arrays: Arrays) -> Arrays:
         try:
             return run(path, arrays)
         except (Problem, Failed):
@@ -55,48 +51,37 @@ def _catch_errors(run: Run) -> Run:
         except Exception as error:
             raise Failed((str(error).strip() or type(error).__name__).splitlines()[-1]) from None
 
-    return running
+    return run_or_fail
 
 
 def _make_onnxruntime(provider: str) -> Run:
     """Return a runtime with a provider of onnxruntime, built in or from a plugin package."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
-    providers, plugins = onnxruntime.get_available_providers(), _find_plugins()
+    providers = onnxruntime.get_available_providers()
+    plugins: dict[str, Any] = {}  # provider -> package, for the installed packages onnxruntime_ep_*
+    for name in [module.name for module in pkgutil.iter_modules() if module.name.startswith("onnxruntime_ep_")]:
+        with contextlib.suppress(ImportError, AttributeError):  # a package may consist of dependencies alone
+            package = importlib.import_module(name)
+            plugins |= dict.fromkeys(package.get_ep_names(), package)
     if provider and provider not in (*providers, *plugins):
         names = ", ".join(dict.fromkeys([*providers, *plugins]))
         advice = "others are packages such as onnxruntime-ep-webgpu"
         raise Problem(f"--runtime onnxruntime:NAME must name one of its providers, {names} ({advice}); got {provider!r}")
-    devices = [] if provider in providers or not provider else _register(provider, plugins[provider])
+    devices = []
+    if provider and provider not in providers:  # Load the plugin's library once for the process, and take its first device.
+        rule = f"--runtime onnxruntime:{provider} must have a library and a device here"
+        try:
+            path = plugins[provider].get_library_path()
+            if provider not in _REGISTERED:
+                onnxruntime.register_execution_provider_library(provider, path)
+                _REGISTERED.add(provider)
+        except Exception as error:  # onnxruntime and packages raise their own classes
+            raise Problem(f"{rule}; got {first_line(error)}") from None
+        devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider][:1]
+        if not devices:
+            raise Problem(f"{rule}; got no device for {path}")
     options = {"provider": provider or "CPUExecutionProvider", "devices": devices, "settings": _OPTIONS.get(provider)}
-    return lambda path, arrays: _running.run_session(_running.open_with_library(path, **options), arrays)
-
-
-def _find_plugins() -> dict[str, Any]:
-    """Return provider -> package for the installed packages onnxruntime_ep_*."""
-    names = [module.name for module in pkgutil.iter_modules() if module.name.startswith("onnxruntime_ep_")]
-    plugins = {}
-    for name in names:
-        with contextlib.suppress(ImportError, AttributeError):  # a package may consist of dependencies alone
-            package = importlib.import_module(name)
-            plugins |= dict.fromkeys(package.get_ep_names(), package)
-    return plugins
-
-
-def _register(provider: str, package: Any) -> list[Any]:
-    """Load a plugin's library once for the process, and return its devices."""
-    onnxruntime: Any = importlib.import_module("onnxruntime")
-    rule = f"--runtime onnxruntime:{provider} must have a library and a device here"
-    try:
-        path = package.get_library_path()
-        if provider not in _REGISTERED:
-            onnxruntime.register_execution_provider_library(provider, path)
-            _REGISTERED.add(provider)
-    except Exception as error:  # onnxruntime and packages raise their own classes
-        raise Problem(f"{rule}; got {first_line(error)}") from None
-    devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider]
-    if not devices:
-        raise Problem(f"{rule}; got no device for {path}")
-    return devices[:1]
+    return lambda path, arrays: run_session(open_with_library(path, **options), arrays)
 
 
 def _run_openvino(path: Path, arrays: Arrays) -> Arrays:

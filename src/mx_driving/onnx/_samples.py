@@ -56,29 +56,24 @@ class Candidates:
 
 def split_levels(value: ir.Value) -> list[ir.Value]:
     """Return the inputs of the Concat that joins the samples of levels to `value`; empty if an input has no samples."""
-    parts = list(_split_concats(value))
-    return parts if all(is_node(find_producer(v, *MOVES), "GridSample") or _find_gathers(v) for v in parts) else []
-
-
-def _split_concats(value: ir.Value) -> Iterator[ir.Value]:
-    node = find_producer(value, *MOVES)
-    if not is_node(node, "Concat"):
-        yield value
-        return
-    for part in node.inputs:
-        if part is not None:
-            yield from _split_concats(part)
+    parts, todo = [], [value]
+    while todo:
+        part = todo.pop(0)
+        node = find_producer(part, *MOVES)
+        if is_node(node, "Concat"):
+            todo[:0] = [v for v in node.inputs if v is not None]
+        elif is_node(node, "GridSample") or _find_gathers(part):
+            parts.append(part)
+        else:
+            return []
+    return parts
 
 
 def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Candidates:
     """Read the samples of one level. `constants`: role -> constant tensor of all levels."""
     node = find_producer(part, *MOVES)
-    if is_node(node, "GridSample"):
-        return _read_grid_sample(node, constants)
-    return _read_gathers(part, _find_gathers(part))
-
-
-def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Candidates:
+    if not is_node(node, "GridSample"):
+        return _read_gathers(part, _find_gathers(part))
     for name, allowed in _GRID_SAMPLE.items():
         chosen = read_attribute(node, name, allowed[0])
         if chosen not in allowed:
@@ -86,21 +81,25 @@ def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Candi
     image, grid = node.inputs[:2]
     assert image is not None
     assert grid is not None
-    sizes = (*dims(image)[2:], _read_points(grid)) if len(dims(image)) == len(dims(grid)) == 4 else ()
+    sizes: Any = (*dims(image)[2:], dims(grid)[2]) if len(dims(image)) == len(dims(grid)) == 4 else ()
+    split = grid.producer()
+    if len(sizes) == 3 and not isinstance(sizes[2], int) and is_node(split, "Split") and len(split.inputs) > 1:
+        # The number of points is not in the shape of the grid [n, queries, points, 2], but in the Split that computes it.
+        lengths = read_constant(split.inputs[1])
+        if read_attribute(split, "axis") in (2, -2) and lengths is not None:
+            sizes = *sizes[:2], int(lengths[split.outputs.index(grid)])
     if len(sizes) != 3 or not are_fixed(sizes):
         raise Unfit(_UNKNOWN)
+    if "locations" in constants:
+        locations = [constants["locations"]]
+    else:  # The grid is computed as 2 * locations - 1.
+        scaling = find_producer(grid, *MOVES)
+        doubled = _find_operand(scaling, "Sub", 1.0, (1,)) or _find_operand(scaling, "Add", -1.0)
+        if (x := _find_operand(find_producer(doubled, *MOVES), "Mul", 2.0)) is None:
+            raise Unfit("its grid is not 2 * locations - 1")
+        locations = list(walk_chosen_sources(x))
     images = [constants["value"]] if "value" in constants else list(walk_sources(image, *MOVES))
-    fixed = [constants["locations"]] if "locations" in constants else None
-    return Candidates(images, fixed or list(walk_chosen_sources(_undo_scaling(grid))), [((sizes[0], sizes[1]),)], sizes[2])
-
-
-def _read_points(grid: ir.Value) -> Any:
-    """Return the number of points of a grid [n, queries, points, 2], from its shape or from the Split that computes it."""
-    node = grid.producer()
-    if isinstance(dims(grid)[2], int) or not is_node(node, "Split") or len(node.inputs) < 2:
-        return dims(grid)[2]
-    lengths = read_constant(node.inputs[1])
-    return int(lengths[node.outputs.index(grid)]) if read_attribute(node, "axis") in (2, -2) and lengths is not None else None
+    return Candidates(images, locations, [((sizes[0], sizes[1]),)], sizes[2])
 
 
 def _find_operand(node: ir.Node | None, kind: str, factor: float, indices: tuple[int, ...] = (0, 1)) -> ir.Value | None:
@@ -110,22 +109,18 @@ def _find_operand(node: ir.Node | None, kind: str, factor: float, indices: tuple
     return next((node.inputs[1 - i] for i in indices if read_number(node.inputs[i]) == factor), None)
 
 
-def _undo_scaling(grid: ir.Value) -> ir.Value:
-    """Return x if `grid` is computed as 2 * x - 1."""
-    node = find_producer(grid, *MOVES)
-    doubled = _find_operand(node, "Sub", 1.0, (1,)) or _find_operand(node, "Add", -1.0)
-    x = _find_operand(find_producer(doubled, *MOVES), "Mul", 2.0)
-    if x is None:
-        raise Unfit("its grid is not 2 * locations - 1")
-    return x
-
-
 def _find_gathers(value: ir.Value) -> list[ir.Node]:
     """Return the Gather nodes that read the rows of the samples `value`. Their index is floored, or cast from floats."""
+    gathers = []
     sampled = walk_back(value, lambda node: not _read_index(node) and is_node(node, *MOVES, *_ARITHMETIC))
-    nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
-    indices = ((node, _read_index(node)) for node in nodes if node is not None)
-    return [node for node, index in indices if index is not None and (_is_floored(index) or _is_rounded(index))]
+    for node in dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER):
+        index = None if node is None else _read_index(node)
+        producers = [] if index is None else [v.producer() for v in _walk_index(index)]
+        casts = [cast for cast in producers if is_node(cast, "Cast") and cast.outputs[0].dtype in INTEGER]
+        is_rounded = any(v is not None and v.dtype not in INTEGER for cast in casts for v in cast.inputs[:1])
+        if node is not None and (is_rounded or any(is_node(producer, "Floor") for producer in producers)):
+            gathers.append(node)
+    return gathers
 
 
 def _read_index(node: ir.Node) -> ir.Value | None:
@@ -137,24 +132,21 @@ def _walk_index(index: ir.Value) -> Iterator[ir.Value]:
     return walk_back(index, lambda node: is_node(node, *MOVES, *_ARITHMETIC, *_INDEXING))
 
 
-def _is_floored(index: ir.Value) -> bool:
-    return any(is_node(v.producer(), "Floor") for v in _walk_index(index))
-
-
-def _is_rounded(index: ir.Value) -> bool:
-    """Return whether the index is cast from floats to integers."""
-    casts = [v.producer() for v in _walk_index(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
-    inputs = [node.inputs[0] for node in casts if node is not None]
-    return any(v is not None and v.dtype not in INTEGER for v in inputs)
-
-
 def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Candidates:
     images = intersect(walk_sources(node.inputs[0], *MOVES, "Pad") for node in nodes)
-    indices = [index for node in nodes if (index := _read_index(node)) is not None]
-    if not all(map(_is_floored, indices)):
+    chains = [[*_walk_index(index)] for node in nodes if (index := _read_index(node)) is not None]
+    if not all(any(is_node(v.producer(), "Floor") for v in chain) for chain in chains):
         raise Unfit('its samples are nearest rows ("discrete"); the operator interpolates')
-    locations = intersect(map(_walk_index, indices))
-    sizes = _list_map_sizes(images, indices)
+    locations = intersect(chains)
+    # In an image of 4 axes, two axes are the map's (height, width). In an image of 3 axes, one axis has height * width pixels,
+    # and the width is a constant by which an index is multiplied.
+    axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
+    areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
+    products = [v.producer() for chain in chains for v in chain if v.dtype in INTEGER]
+    factors = [read_number(v) for node in products if is_node(node, "Mul") for v in node.inputs]
+    widths = {int(n) for n in factors if n is not None and n > 0}
+    axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
+    sizes = list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
     grids = [dims(v)[-2] for v in locations if len(dims(v)) >= 4 and dims(v)[-1] == 2]
     points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)
     if not sizes or points is None:
@@ -162,27 +154,16 @@ def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Candidates:
     return Candidates(images, locations, [(two,) for two in sizes], points)
 
 
-def _list_map_sizes(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
-    """Return the possible (height, width) of the maps.
-
-    In an image of 4 axes, height and width are two axes. In an image of 3 axes, one axis has height * width pixels, and the
-    width is a constant by which an index is multiplied.
-    """
-    axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
-    areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
-    products = [v.producer() for index in indices for v in _walk_index(index) if v.dtype in INTEGER]
-    factors = [read_number(v) for node in products if is_node(node, "Mul") for v in node.inputs]
-    widths = {int(n) for n in factors if n is not None and n > 0}
-    axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
-    return list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
+def list_factors(node: ir.Node) -> list[ir.Value]:
+    """Return the two factors of the product that a ReduceSum sums; empty for another node."""
+    product = find_producer(node.inputs[0], *PAIRS) if is_node(node, "ReduceSum") else None
+    return [v for v in product.inputs if v is not None] if is_node(product, "Mul") else []
 
 
 def find_gather(corner: ir.Node) -> ir.Node | None:
     """If `corner` is a ReduceSum over weighted rows, return the Gather of these rows; else return None."""
-    product = find_producer(corner.inputs[0], *PAIRS) if is_node(corner, "ReduceSum") else None
-    if not is_node(product, "Mul"):
-        return None
-    return next((node for v in product.inputs if (node := _find_gather_upstream(v)) is not None and _read_index(node)), None)
+    gathers = (_find_gather_upstream(v) for v in list_factors(corner))
+    return next((node for node in gathers if node is not None and _read_index(node)), None)
 
 
 def _find_gather_upstream(value: ir.Value | None) -> ir.Node | None:
@@ -211,9 +192,7 @@ def read_table(corners: list[ir.Node]) -> Candidates:
 
 def list_weights(corner: ir.Node) -> list[ir.Value]:
     """Return candidates for weights: the sources of a corner's coefficient, the farthest first."""
-    product = find_producer(corner.inputs[0], *PAIRS)
-    assert product is not None
-    shares = [v for v in product.inputs if v is not None and _find_gather_upstream(v) is None]
+    shares = [v for v in list_factors(corner) if _find_gather_upstream(v) is None]
     values = [v for share in shares for v in walk_back(share, lambda node: is_node(node, *VIEWS, "Mul", "Where", "Cast"))]
     return [v for v in reversed(values) if v.dtype not in INTEGER]
 
@@ -226,7 +205,13 @@ def _find_scaled_locations(gather: ir.Node) -> tuple[list[ir.Value], list[Maps]]
     chains: list[list[ir.Value]] = []
     sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
     both: dict[Maps, None] = {}
-    for factor, array in _list_products(gather):
+    assert gather.inputs[1] is not None
+    products = [v.producer() for v in _walk_index(gather.inputs[1]) if v.dtype not in INTEGER]
+    factors = [two for node in products if is_node(node, "Mul") for two in (node.inputs, node.inputs[::-1])]
+    for factor, other in factors:
+        array = read_constant(other)
+        if factor is None or array is None or not array.ndim or not np.isfinite(array).all():
+            continue
         picked = find_producer(factor, *PAIRS)
         axis = read_number(picked.inputs[1]) if is_node(picked, "Gather") else None
         located = picked.inputs[0] if picked is not None and axis in (0, 1) else factor
@@ -240,15 +225,3 @@ def _find_scaled_locations(gather: ir.Node) -> tuple[list[ir.Value], list[Maps]]
     both |= {tuple(zip(heights, widths, strict=True)): None for widths, heights in pairs if len(widths) == len(heights)}
     tensors = dict.fromkeys([*intersect(chains), *itertools.chain(*chains)] if chains else ())
     return list(tensors), list(both)
-
-
-def _list_products(gather: ir.Node) -> Iterator[tuple[ir.Value, np.ndarray[Any, Any]]]:
-    """Yield (factor, constant) for each product of floats upstream of a row's index."""
-    assert gather.inputs[1] is not None
-    for value in _walk_index(gather.inputs[1]):
-        node = value.producer()
-        if is_node(node, "Mul") and value.dtype not in INTEGER:
-            for factor, other in (node.inputs, node.inputs[::-1]):
-                array = read_constant(other)
-                if factor is not None and array is not None and array.ndim and np.isfinite(array).all():
-                    yield factor, array

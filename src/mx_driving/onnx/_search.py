@@ -20,6 +20,7 @@ from ._samples import (
     Maps,
     are_of_one_table,
     find_gather,
+    list_factors,
     list_weights,
     read_level,
     read_table,
@@ -87,17 +88,12 @@ class Sampling:
         return f"{self.num_heads} heads of {self.channels} channels, {points} points on maps of {maps}"
 
     @property
+    def is_cast(self) -> bool:
+        return self.output.dtype != self.value.dtype
+
+    @property
     def num_keys(self) -> int:
         return sum(height * width for height, width in self.maps)
-
-
-def _read_factors(node: ir.Node) -> Pairs:
-    """Return the two factors of a product that the node sums, in both orders."""
-    product = find_producer(node.inputs[0], *PAIRS) if is_node(node, "ReduceSum") else None
-    if not is_node(product, "Mul"):
-        return []
-    left, right = product.inputs
-    return [(left, right), (right, left)] if left is not None and right is not None else []
 
 
 def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
@@ -119,7 +115,11 @@ def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Nod
 
 def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
     """Return node -> pairs in order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
-    return _add_up(graph, lambda node: next((pair for pair in _read_factors(node) if split_levels(pair[0])), None))
+
+    def read_pair(node: ir.Node) -> Any:
+        return next((pair for pair in itertools.permutations(list_factors(node), 2) if split_levels(pair[0])), None)
+
+    return _add_up(graph, read_pair)
 
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
@@ -135,23 +135,20 @@ def find_candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Valu
     """
     levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
     weights = [constants["weights"]] if "weights" in constants else intersect(walk_chosen_sources(w) for _, w in pairs)
-    return sorted(_list_candidates(node, levels, weights), key=_count_doubts)
+
+    def count_doubts(sampling: Sampling) -> int:
+        """Return a penalty: the number of casts and of batch and query sizes that differ from those of locations."""
+        bs, queries = dims(sampling.locations)[:2]
+        sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
+        different = sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
+        return different + sampling.is_cast
+
+    return sorted(_list_candidates(node, levels, weights), key=count_doubts)
 
 
 def find_table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
-    return sorted(_list_candidates(node, [read_table(corners)], intersect(map(list_weights, corners))), key=_is_cast)
-
-
-def _is_cast(sampling: Sampling) -> bool:
-    return sampling.output.dtype != sampling.value.dtype
-
-
-def _count_doubts(sampling: Sampling) -> int:
-    """Return a penalty: the number of casts, plus the number of batch and query sizes that differ from those of locations."""
-    bs, queries = dims(sampling.locations)[:2]
-    sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
-    different = sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
-    return different + _is_cast(sampling)
+    candidates = _list_candidates(node, [read_table(corners)], intersect(map(list_weights, corners)))
+    return sorted(candidates, key=lambda sampling: sampling.is_cast)
 
 
 def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.Value]) -> Iterator[Sampling]:
@@ -160,26 +157,21 @@ def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.V
     for choice in itertools.islice(itertools.product(*(level.maps for level in levels)), _MAPS):
         maps = tuple(size for sizes in choice for size in sizes)
         points = tuple(level.points for level, sizes in zip(levels, choice, strict=True) for _ in sizes)
-        for heads in _list_heads(locations, points):
-            yield from _list_with_heads(node, (images, locations, weights), heads, maps, points)
-
-
-def _list_heads(locations: list[ir.Value], points: tuple[int, ...]) -> set[int]:
-    ends = (sum(points), 2), (len(points), points[0], 2)
-    return {h for v in locations for h in dims(v)[2:3] if isinstance(h, int) and _ends_with(v, *((h, *end) for end in ends))}
-
-
-def _list_with_heads(
-    node: ir.Node, tensors: tuple[list[ir.Value], ...], heads: int, maps: Maps, points: tuple[int, ...]
-) -> Iterator[Sampling]:
-    keys = sum(height * width for height, width in maps)
-    samples = [(heads, sum(points))] + [(heads, len(points), points[0])] * (len(set(points)) == 1)
-    values = {v: width // heads for v in _drop_casts(tensors[0]) if (width := _read_width(v, keys, heads))}
-    locations = [v for v in _drop_casts(tensors[1]) if _ends_with(v, *((*s, 2) for s in samples))]
-    weights = [v for v in _drop_casts(tensors[2]) if _ends_with(v, *samples)]
-    for (value, channels), location, weight in itertools.product(values.items(), locations, weights):
-        for output in _list_outputs(node, heads * channels):
-            yield Sampling(value, location, weight, output, maps, points, heads, channels, node.outputs[0].dtype)
+        keys, joined, apart = sum(height * width for height, width in maps), (sum(points),), (len(points), points[0])
+        all_heads = {
+            heads
+            for v in locations
+            for heads in dims(v)[2:3]
+            if isinstance(heads, int) and _ends_with(v, (heads, *joined, 2), (heads, *apart, 2))
+        }
+        for heads in all_heads:
+            samples = [(heads, *joined)] + [(heads, *apart)] * (len(set(points)) == 1)
+            values = {v: width // heads for v in _drop_casts(images) if (width := _read_width(v, keys, heads))}
+            located = [v for v in _drop_casts(locations) if _ends_with(v, *((*s, 2) for s in samples))]
+            weighing = [v for v in _drop_casts(weights) if _ends_with(v, *samples)]
+            for (value, channels), location, weight in itertools.product(values.items(), located, weighing):
+                for output in _list_outputs(node, heads * channels):
+                    yield Sampling(value, location, weight, output, maps, points, heads, channels, node.outputs[0].dtype)
 
 
 def _drop_casts(values: list[ir.Value]) -> Iterable[ir.Value]:

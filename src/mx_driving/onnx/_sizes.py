@@ -103,40 +103,45 @@ def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[in
     batches, queries = choices
     sizes = list(dict.fromkeys([(batches[0], queries[0]), (batches[-1], queries[0]), (batches[0], queries[-1])]))
     for index, (bs, count) in enumerate(sizes):
-        _check_cost(sampling, bs, count, _ELEMENTS // 4 if index else _ELEMENTS)
+        rows, most = max(sampling.num_keys, count * sum(sampling.points)), _ELEMENTS // 4 if index else _ELEMENTS
+        if (elements := bs * rows * sampling.num_heads * sampling.channels) > most:
+            raise Unfit(f"a trial of batch {bs} and {count} queries has {elements} elements; at most {most} are tried")
     return sizes
 
 
-def _check_cost(sampling: Sampling, bs: int, queries: int, most: int) -> None:
-    rows = max(sampling.num_keys, queries * sum(sampling.points))
-    elements = bs * rows * sampling.num_heads * sampling.channels
-    if elements > most:
-        raise Unfit(f"a trial of batch {bs} and {queries} queries has {elements} elements; at most {most} are tried")
-
-
 def _list_numbers(nodes: list[ir.Node]) -> Iterator[int]:
-    """Yield the numbers with which nodes cut or compare a free size, except for "to the end"."""
-    free = _find_free(nodes)
+    """Yield the numbers with which nodes cut or compare a free size, except for "to the end".
+
+    The nodes must be in topological order.
+    """
+    free: set[ir.Value] = set()  # the values that are computed from free sizes
     for node in nodes:
         data = node.inputs[0] if node.inputs else None
-        numbers = [n for axis, n in _list_cuts(node) if not _is_fixed(data, axis)] if data is not None else []
+        numbers = []
+        if data is not None:
+            sizes = dims(data)
+            for axis, number in _list_cuts(node):
+                if axis is None:  # all axes
+                    is_fixed = data.shape is not None and are_fixed(sizes)
+                else:
+                    is_fixed = -len(sizes) <= axis < len(sizes) and isinstance(sizes[axis], int)
+                numbers += [] if is_fixed else [number]
         if is_node(node, *_COMPARES) and any(v in free for v in node.inputs):
             numbers += [n for v in node.inputs for n in _read_table(v)]
         yield from (abs(int(n)) for n in numbers if abs(n) < _ENDLESS)
+        inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
+        if is_node(node, "Shape", "Size"):
+            axes = slice(read_attribute(node, "start"), read_attribute(node, "end"))
+            is_free = any(v is None or v.shape is None or not are_fixed(dims(v)[axes]) for v in inputs)
+        else:
+            is_free = any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
+        free.update(node.outputs if is_free else ())
 
 
 def _read_table(value: ir.Value | None) -> list[Any]:
     """Return the numbers of a constant, or of a view of a constant."""
     array = next((a for v in walk_sources(value, *MOVES) if (a := read_constant(v)) is not None), None)
     return [] if array is None else array.reshape(-1).tolist()
-
-
-def _is_fixed(data: ir.Value, axis: int | None) -> bool:
-    """Return whether the file fixes the size of an axis; None stands for all axes."""
-    sizes = dims(data)
-    if axis is None:
-        return data.shape is not None and are_fixed(sizes)
-    return -len(sizes) <= axis < len(sizes) and isinstance(sizes[axis], int)
 
 
 def _list_cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
@@ -159,17 +164,3 @@ def _list_cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
     if is_node(node, "Expand"):
         return [(-index, n) for index, n in enumerate(reversed(read(1, "shape")), 1)]
     return [(None, n) for n in read(1, "pads")] if is_node(node, "Pad", "GatherElements", "GatherND") else []
-
-
-def _find_free(nodes: list[ir.Node]) -> set[ir.Value]:
-    """Return the values that are computed from free sizes. The nodes must be in topological order."""
-    free: set[ir.Value] = set()
-    for node in nodes:
-        inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
-        if is_node(node, "Shape", "Size"):
-            axes = slice(read_attribute(node, "start"), read_attribute(node, "end"))
-            is_free = any(v is None or v.shape is None or not are_fixed(dims(v)[axes]) for v in inputs)
-        else:
-            is_free = any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
-        free.update(node.outputs if is_free else ())
-    return free

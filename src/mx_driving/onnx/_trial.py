@@ -24,10 +24,10 @@ from .._agreement import ULPS, entry_differences, largest_magnitude, rounding_li
 from .._operator.rules import first_line
 from . import _sizes
 from ._file import LoadedFile
+from ._forms import make_tables
 from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, dims, is_node, read_attribute, read_constant
 from ._search import Sampling
 from ._session import is_missing_kernel, open_session
-from ._writer import make_tables
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
 _SIZES = {"Shape", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Range", "Size"}
@@ -114,30 +114,25 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
     return np.array(sizes, np.int64) if sizes and None not in sizes else None
 
 
-def _draw_locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
-    """Return locations of three kinds by seed: on and around the maps, across their borders, and far away."""
+def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
+    """Return value, locations and weights in the file's layout: constants of the file, or random numbers.
+
+    Locations are of three kinds by seed: on and around the maps, across their borders, and far away.
+    """
+    value, located, weights = _sizes.broadcast(sampling, shapes)
     random = torch.Generator().manual_seed(seed)
-    sizes = bs, queries, sampling.num_heads, sum(sampling.points), 2
+    sizes = *located[:2], sampling.num_heads, sum(sampling.points), 2
     if seed % 3 != 1:
         uniform = torch.rand(*sizes, generator=random)
-        return (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
-    # Across borders: near the outermost pixels of the maps, in x, in y or in both.
-    sides = torch.tensor([(width, height) for height, width in sampling.maps])
-    sides = sides.repeat_interleave(torch.tensor(sampling.points), 0)
-    across = torch.randint(2, sizes, generator=random) * (sides - 1) + torch.rand(*sizes, generator=random) * 3 - 1.5
-    inside = torch.rand(*sizes, generator=random) * sides
-    return (torch.where(torch.rand(*sizes, generator=random) < 0.7, across, inside) + 0.5) / sides
-
-
-def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
-    """Return value, locations and weights in the file's layout: constants of the file, or random numbers."""
-    random = torch.Generator().manual_seed(seed)
-    value, located, weights = _sizes.broadcast(sampling, shapes)
-    tensors = (
-        torch.rand(value, generator=random) * 2 - 1,
-        _draw_locations(sampling, seed, *located[:2]).reshape(located),
-        torch.randn(weights, generator=random),
-    )
+        locations = (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
+    else:  # Near the outermost pixels of the maps, in x, in y or in both.
+        sides = torch.tensor([(width, height) for height, width in sampling.maps])
+        sides = sides.repeat_interleave(torch.tensor(sampling.points), 0)
+        across = torch.randint(2, sizes, generator=random) * (sides - 1) + torch.rand(*sizes, generator=random) * 3 - 1.5
+        inside = torch.rand(*sizes, generator=random) * sides
+        locations = (torch.where(torch.rand(*sizes, generator=random) < 0.7, across, inside) + 0.5) / sides
+    random.manual_seed(seed)
+    tensors = torch.rand(value, generator=random) * 2 - 1, locations.reshape(located), torch.randn(weights, generator=random)
     random_ends = [t[tuple(map(slice, shape))] for t, shape in zip(tensors, shapes, strict=True)]
     free = [*sampling.inputs.values()]
     return tuple(
@@ -208,24 +203,6 @@ def _open_session(model: ir.Model, sampling: Sampling) -> tuple[Any, set[ir.Data
     raise AssertionError
 
 
-def _run(
-    session: tuple[Any, set[ir.DataType]], sampling: Sampling, tensors: tuple[Tensor, ...]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run the subgraph. Return its output, and the inputs in the dtypes of the trial."""
-    running, narrow = session
-    names = _sizes.name_sizes(sampling, tuple(tuple(t.shape) for t in tensors))
-    doubles = [end.dtype == ir.DataType.DOUBLE and end.dtype not in narrow for end in sampling.ends]
-    inputs = tuple(t.double() if double else t.float() for t, double in zip(tensors, doubles, strict=True))
-    feeds = {str(end.name): t.numpy() for end, t in zip(sampling.ends, inputs, strict=True)}
-    feeds |= {str(v.name): array for v in sampling.shapes if (array := _read_size(v, names)) is not None}
-    required = {i.name for i in running.get_inputs()}
-    try:
-        (output,) = running.run(None, {name: array for name, array in feeds.items() if name in required})
-    except Exception as error:  # onnxruntime raises a dozen classes
-        raise _DoesNotRun(error) from None
-    return torch.from_numpy(output).double(), inputs
-
-
 def prove(file: LoadedFile, sampling: Sampling) -> Sampling:
     """Return the sampling with its `shapes` if the subgraph equals the operator within rounding; else raise Unfit."""
     nodes, shapes = _collect_part(sampling, file.defaults)
@@ -260,7 +237,19 @@ def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: in
     An entry's error is relative to the sum of its absolute weights, because values are within 1. On large maps, the rounding
     of positions may hide a factor near 1 in each entry, but not in all.
     """
-    result, inputs = _run(session, sampling, draw_inputs(sampling, seed, shapes))
+    running, narrow = session
+    tensors = draw_inputs(sampling, seed, shapes)
+    doubles = [end.dtype == ir.DataType.DOUBLE and end.dtype not in narrow for end in sampling.ends]
+    inputs = tuple(t.double() if double else t.float() for t, double in zip(tensors, doubles, strict=True))
+    names = _sizes.name_sizes(sampling, tuple(tuple(t.shape) for t in tensors))
+    feeds = {str(end.name): t.numpy() for end, t in zip(sampling.ends, inputs, strict=True)}
+    feeds |= {str(v.name): array for v in sampling.shapes if (array := _read_size(v, names)) is not None}
+    required = {i.name for i in running.get_inputs()}
+    try:
+        (output,) = running.run(None, {name: array for name, array in feeds.items() if name in required})
+    except Exception as error:  # onnxruntime raises a dozen classes
+        raise _DoesNotRun(error) from None
+    result = torch.from_numpy(output).double()
     dtype = max((t.dtype for t in inputs), key=lambda dtype: torch.finfo(dtype).eps)
     called = make_bare_inputs(sampling, tuple(t.double() for t in inputs))
     expected, scale = ops.multi_scale_deformable_attn(*called), called[-1].abs().sum((-1, -2))
