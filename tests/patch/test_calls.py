@@ -135,7 +135,6 @@ def test_where_list_and_table_differ_each_serves_what_the_own_code_reads_it_for(
         assert not torch.allclose(layer(**named)[0], layer(**other)[0])
 
 
-@pytest.mark.xfail(strict=True, reason="find_layers does not look below a functools.partialmethod")
 @pytest.mark.parametrize("edit", [False, True])
 def test_a_forward_that_is_a_partialmethod_calls_the_operator_and_says_so(edit, make_layer):
     own = type(make_layer(DEFORMABLE))

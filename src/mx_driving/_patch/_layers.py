@@ -35,7 +35,7 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
         if not isinstance(core, torch.nn.Module):
             return is_served(core, None)
         # A core that is a layer may have a forward of its own, such as a wrapper.
-        forward = core.__dict__.get("forward", type(core).forward)
+        forward = core.__dict__.get("forward", inspect.getattr_static(type(core), "forward"))
         return any(is_served(function, core) for function in _search(list(_list_callables(forward)), type(core), {})[1])
 
     served: list[str] = []
@@ -43,7 +43,7 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
     for name, module in model.named_modules():
         if any(name.startswith(f"{layer}." if layer else "") for layer in (*served, *others)):
             continue
-        forward = module.__dict__.get("forward", type(module).forward)
+        forward = module.__dict__.get("forward", inspect.getattr_static(type(module), "forward"))
         attributes = {**vars(module), **dict(module.named_children())}
         cores, functions = _search(list(_list_callables(forward)), type(module), attributes)
         # On a CPU a layer calls the cores in plain torch, if it has any.
@@ -62,23 +62,28 @@ def _list_callables(function: Any) -> Iterator[Any]:
     waiting, seen = [function], set()
     while waiting:
         member = waiting.pop()
-        if id(member) in seen or not callable(member) or isinstance(member, (type, torch.nn.Module)):
+        member = getattr(member, "__func__", member)  # of a bound, static or class method
+        is_partial = isinstance(member, (functools.partial, functools.partialmethod))
+        if id(member) in seen or not (callable(member) or is_partial) or isinstance(member, (type, torch.nn.Module)):
             continue
         seen.add(id(member))
-        if isinstance(member, functools.partial):
+        if is_partial:
             waiting += [member.func, *member.args, *member.keywords.values()]
-        elif isinstance(member, types.MethodType):
-            waiting.append(member.__func__)
         elif isinstance(member, types.FunctionType):
             yield member
             waiting += [*(member.__defaults__ or ()), *(member.__kwdefaults__ or {}).values()]
-            for cell in member.__closure__ or ():
-                with contextlib.suppress(ValueError):  # The cell is empty.
-                    waiting.append(cell.cell_contents)
+            waiting += _list_contents(member)
         else:
             waiting += getattr(member, "__dict__", {}).values()
         if unwrap(member) is not member:  # The original of a replaced function is no wrapped function.
             waiting.append(getattr(member, "__wrapped__", None))
+
+
+def _list_contents(function: Any) -> Iterator[Any]:
+    """Return the contents of a function's closure."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # The cell is empty.
+            yield cell.cell_contents
 
 
 def list_cores(kind: type) -> list[Any]:
@@ -110,7 +115,8 @@ def _list_named(function: Any, kind: type, attributes: Mapping[str, Any]) -> Ite
     forward of another layer."""
     names, own = collect_words(function), getattr(find_source(function), "__globals__", {})
     spaces = [own, attributes, *(vars(own[name]) for name in names if isinstance(own.get(name), types.ModuleType))]
-    calls_base = "super" in names or any(base.__name__ in names for base in kind.__mro__)
+    held = [*_list_contents(function)]
+    calls_base = "super" in names or any(b.__name__ in names or any(b is other for other in held) for b in kind.__mro__)
     for name in names:
         members = [space[name] for space in spaces if name in space]
         members += list_attributes(kind, name) if name != "forward" or calls_base else []
@@ -118,8 +124,6 @@ def _list_named(function: Any, kind: type, attributes: Mapping[str, Any]) -> Ite
             bound = member.__self__ if isinstance(member, (types.MethodType, types.BuiltinMethodType)) else None
             if isinstance(bound, type):  # the `apply` of an autograd function
                 yield bound
-            elif isinstance(member, (staticmethod, classmethod)):
-                yield unwrap(member.__func__)
             elif isinstance(member, (type, torch.nn.Module)):
                 yield member
             else:
