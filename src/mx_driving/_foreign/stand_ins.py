@@ -249,7 +249,8 @@ def differentiable(entry: AutogradFunction) -> Callable[..., Tensor]:
     names, operator, is_last = entry.words.split(), entry.operator, entry.layout == "BDHWC"
 
     def run(*args: Any) -> Tensor:
-        arguments = dict(zip(names, args, strict=False))  # not strict, because im2col_step may be omitted; no operator reads it
+        # Not strict, because im2col_step may be omitted; no operator reads it. torch 2.6 compiles strict=False as strict=True.
+        arguments = dict(zip(names, args))  # noqa: B905
         if operator != POOL:
             return FORWARDS[operator](*sampling_inputs(operator, arguments))
         output = _pool(**arguments)
