@@ -53,29 +53,27 @@ for _entry in FUNCTIONS:
         modules.setdefault(_entry.module, {})[_entry.name] = stand_in(_entry)
 
 
-def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
-    """Return a `__getattr__` for a module. For a name that we lack, it returns a function that raises when called: mmcv checks
-    at import that the functions of mmcv._ext exist."""
-    replaced = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
-
-    def absent(name: str) -> Function:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def call(*args: Any, **kwargs: Any) -> None:
-            raise NotImplementedError(f"{module}.{name} is not compiled; mx_driving.compat stands in for {replaced} only")
-
-        return call
-
-    return absent
-
-
 NAMES = (*_EXTENSIONS, *_PARTS)
 
 
 def _find(modules: dict[str, dict[str, Function]], name: str) -> dict[str, Any] | None:
+    """Return the attributes of a module; None for other modules. A name that we lack is a function that raises when called:
+    mmcv checks at import that the functions of mmcv._ext exist."""
     functions = modules.get(name, modules.get(name.rpartition(".")[2]))
-    return None if functions is None else {**functions, "__getattr__": _make_getattr(name, functions)}
+    if functions is None:
+        return None
+    replaced = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
+
+    def absent(attribute: str) -> Function:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError(f"{name}.{attribute} is not compiled; mx_driving.compat stands in for {replaced} only")
+
+        return call
+
+    return {**functions, "__getattr__": absent}
 
 
 _LIBRARY = "MultiScaleDeformableAttention"

@@ -164,18 +164,6 @@ def fill(t: Tensor, numbers: Tensor) -> None:
         t.copy_(distributed.prepare((t, numbers.to(t.device)), shared=(1,))[1])
 
 
-def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
-    """Initialise offsets as Deformable-DETR does: point p of head h is p + 1 pixels away in direction h."""
-    angle = torch.arange(num_heads, dtype=torch.float32) * (2 * math.pi / num_heads)
-    direction = torch.stack([angle.cos(), angle.sin()], -1)
-    direction = direction / direction.abs().amax(-1, keepdim=True)
-    steps = torch.arange(1.0, num_points + 1)
-    nn.init.zeros_(offsets.weight)
-    levels = offsets.out_features // (num_heads * num_points * 2)
-    if offsets.bias is not None:
-        fill(offsets.bias, (direction[:, None] * steps[:, None])[:, None].expand(-1, levels, -1, -1).flatten())
-
-
 def initialise(draw: Callable[[Tensor], Any], *layers: nn.Linear) -> None:
     """Draw the weights of layers, and set their biases to zero."""
     for layer in layers:
@@ -214,7 +202,15 @@ class DeformableLayers(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as Deformable-DETR and BEVFormer do."""
-        look_around(self.sampling_offsets, self.num_heads, self.num_points)
+        offsets = self.sampling_offsets
+        nn.init.zeros_(offsets.weight)
+        if offsets.bias is not None:  # point p of head h is p + 1 pixels away in direction h
+            angle = torch.arange(self.num_heads, dtype=torch.float32) * (2 * math.pi / self.num_heads)
+            direction = torch.stack([angle.cos(), angle.sin()], -1)
+            direction = direction / direction.abs().amax(-1, keepdim=True)
+            steps = torch.arange(1.0, self.num_points + 1)
+            levels = offsets.out_features // (self.num_heads * self.num_points * 2)
+            fill(offsets.bias, (direction[:, None] * steps[:, None])[:, None].expand(-1, levels, -1, -1).flatten())
         initialise(nn.init.zeros_, self.attention_weights)
         initialise(nn.init.xavier_uniform_, self.value_proj, *([self.output_proj] if hasattr(self, "output_proj") else []))
 
