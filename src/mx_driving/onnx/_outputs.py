@@ -124,7 +124,11 @@ def judge(
     output = Output(name, float(distance.max()), float(is_off.mean()), changed, note=note * bool(left_out.any()))
     if output.right and true.dtype.kind == "f":
         # Errors of one sign add up to a common factor, which is 1 within a few ulps and the factors of changed files.
-        factors = [_find_factor(array, true, ~is_off & ~left_out) for array in (got, *near)]
+        factors, is_compared = [], ~is_off & ~left_out & np.isfinite(true)
+        for array in (got, *near):
+            a, b = (numbers.astype(np.float64)[is_compared & np.isfinite(array)] for numbers in (array, true))
+            squares = float(np.sum(b * b))
+            factors.append(float(np.sum(a * b)) / squares if squares else 1.0)
         ulps = _ULPS * max(eps, float(np.finfo(true.dtype).eps))
         if abs(factors[0] - 1) > ulps + _FURTHER * max((abs(factor - 1) for factor in factors[1:]), default=ulps):
             return replace(output, problem=f"it is {factors[0]:.6g} times onnxruntime's")
@@ -148,13 +152,6 @@ def judge(
         fact = f"{100 * share:.3g} % of its rows are off, and are no other rows of onnxruntime's output"
         return replace(output, problem=f"{fact}; near ties only exchange rows")
     return output
-
-
-def _find_factor(output: Array, true: Array, is_compared: Array) -> float:
-    """Return the factor between the finite numbers of two outputs."""
-    a, b = (array.astype(np.float64)[is_compared & np.isfinite(true) & np.isfinite(output)] for array in (output, true))
-    squares = float(np.sum(b * b))
-    return float(np.sum(a * b)) / squares if squares else 1.0
 
 
 def _find_new_rows(got: Array, is_off: Array, true: Array, near: list[Array], allowed: Array) -> Array:
@@ -260,24 +257,19 @@ def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = N
 def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     if [out.shape for out in before] != [out.shape for out in after]:
         return math.inf, 0
-    theirs, ours = map(_split_columns, (before, after))
+    theirs, ours = {}, {}
+    # Compare the columns of floating outputs separately: they may be boxes, scores or classes with different magnitudes.
+    for outputs, columns_by_name in ((before, theirs), (after, ours)):
+        for index, out in enumerate(outputs):
+            if out.dtype.kind == "f" and out.size:
+                columns = out.shape[-1] if out.ndim == 3 and out.shape[-1] <= _FEW else 1
+                tensor = torch.from_numpy(np.atleast_1d(out))
+                # Models mark invalid anchors with the largest number of the dtype: replace it by infinity.
+                tensor = torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
+                columns_by_name |= {f"{index}.{column}": part for column, part in enumerate(tensor.tensor_split(columns, -1))}
     if not theirs:
         return 0.0, 0
     if len({out.shape[:2] for out in theirs.values()}) > 1 or all(out.dim() < 3 for out in theirs.values()):
         return model_difference(ours, theirs), 0
     theirs, ours = ({name: out.reshape(*out.shape[:2], -1) for name, out in outs.items()} for outs in (theirs, ours))
     return difference_beside_ties(ours, theirs)
-
-
-def _split_columns(outputs: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the floating outputs as a dictionary. Each column has its own key, because columns may be boxes, scores or classes
-    with different magnitudes."""
-    columns_by_name = {}
-    for index, out in enumerate(outputs):
-        if out.dtype.kind == "f" and out.size:
-            columns = out.shape[-1] if out.ndim == 3 and out.shape[-1] <= _FEW else 1
-            tensor = torch.from_numpy(np.atleast_1d(out))
-            # Models mark invalid anchors with the largest number of the dtype: replace it by infinity.
-            tensor = torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
-            columns_by_name |= {f"{index}.{column}": part for column, part in enumerate(tensor.tensor_split(columns, -1))}
-    return columns_by_name

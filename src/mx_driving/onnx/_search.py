@@ -166,7 +166,13 @@ def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.V
         }
         for heads in all_heads:
             samples = [(heads, *joined)] + [(heads, *apart)] * (len(set(points)) == 1)
-            values = {v: width // heads for v in _drop_casts(images) if (width := _read_width(v, keys, heads))}
+            values = {}  # value -> number of channels
+            for v in _drop_casts(images):
+                sizes = dims(v)
+                has_rank = (len(sizes) == 4 and sizes[2] == heads) or len(sizes) == 3
+                if has_rank and _may_equal(sizes[1], keys) and are_fixed(blocks := sizes[2:]):
+                    width = math.prod(blocks)
+                    values |= {v: width // heads} if width and width % heads == 0 else {}
             located = [v for v in _drop_casts(locations) if _ends_with(v, *((*s, 2) for s in samples))]
             weighing = [v for v in _drop_casts(weights) if _ends_with(v, *samples)]
             for (value, channels), location, weight in itertools.product(values.items(), located, weighing):
@@ -190,16 +196,6 @@ def _ends_with(value: ir.Value, *last: tuple[int, ...]) -> bool:
 
 def _may_equal(size: int | str | None, number: int) -> bool:
     return size == number or not isinstance(size, int)
-
-
-def _read_width(value: ir.Value, keys: int, heads: int) -> int:
-    """Return num_heads * channels if the tensor has value's shape; else 0."""
-    sizes = dims(value)
-    fits = (len(sizes) == 4 and sizes[2] == heads) or len(sizes) == 3
-    if not fits or not _may_equal(sizes[1], keys) or not are_fixed(last := sizes[2:]):
-        return 0
-    width = math.prod(last)
-    return width if width % heads == 0 else 0
 
 
 def _list_outputs(node: ir.Node, width: int) -> Iterator[ir.Value]:
