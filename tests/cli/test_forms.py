@@ -73,7 +73,6 @@ def test_a_folder_whose_files_can_be_imported_ends_with_status_0(mx, write):
     assert mx("forms", write({"speaks": SPEAKS, "has_no_core": FOLDER["has_no_core"]}))[0] == 0
 
 
-@pytest.mark.xfail(strict=True, raises=SystemExit, reason="recognize catches Exception alone, and SystemExit ends the command")
 def test_a_core_that_ends_the_process_is_refused_by_its_trial(write):
     from mx_driving._patch._survey import survey
 

@@ -145,19 +145,23 @@ def _axes(t: Input, shape: Sequence[int]) -> Sequence[str]:
 def _fits(axes: Sequence[str], shape: Sequence[int], sizes: Sizes, options: Options) -> bool:
     """Return whether the axes may have the sizes of `shape`. `2 or 4` allows both, `8 or more` at least 8, `a * b` the product,
     and an unknown axis any size."""
-    fits = len(axes) == len(shape)
-    for axis, size in zip(axes, shape, strict=False):
+    if len(axes) != len(shape):
+        return False
+    for axis, size in zip(axes, shape, strict=True):
         if axis == "R":  # the reference points of a query, in multi_scale_deformable_attn_with_logits
-            if fits and "num_levels" in sizes and "num_points" in sizes:
+            if "num_levels" in sizes and "num_points" in sizes:
                 by_level = options["reference_axis"] == "level"
-                fits = size in (sizes["num_levels"], 1) if by_level else size > 0 and sizes["num_points"] % size == 0
+                if not (size in (sizes["num_levels"], 1) if by_level else size > 0 and sizes["num_points"] % size == 0):
+                    return False
         elif axis.endswith(" or more"):
-            fits = fits and size >= int(axis.removesuffix(" or more"))
+            if size < int(axis.removesuffix(" or more")):
+                return False
         elif axis[0].isdigit():
-            fits = fits and any(size == int(number) for number in axis.split(" or "))
-        elif (expected := _product(axis, sizes)) is not None:
-            fits = fits and size == expected
-    return bool(fits)
+            if not any(size == int(number) for number in axis.split(" or ")):
+                return False
+        elif (expected := _product(axis, sizes)) is not None and size != expected:
+            return False
+    return True
 
 
 def _product(axis: str, sizes: Sizes) -> int | None:

@@ -295,17 +295,20 @@ class Reader:
             kind = "class" if isinstance(value, type) else type(value).__name__
             raise NoKey(f"{name} is a {kind}, not a function")
         file = self._files[function.__code__.co_filename]
-        bindings = file.find_bindings(name)
+        bindings, bound = file.find_bindings(name), []
         if value is not _ABSENT and isinstance(value, _CONSTANTS):
             literals = [
                 _evaluate(b.value) if isinstance(b, ast.Assign) and isinstance(b.targets[0], ast.Name) else _ABSENT
                 for b in bindings
             ]
-            if bindings and _ABSENT not in literals and value not in literals:
-                raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
-            if not bindings:
-                return repr(value)
-        return [_Text("").dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
+            if bindings and _ABSENT not in literals:
+                if value not in literals:
+                    raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
+            elif not bindings or not isinstance(value, (bool, str, type(None))):  # Flags and versions are the machine's.
+                bound = [repr(value)]
+        elif isinstance(value, torch.Tensor):
+            raise NoKey(f"the global {name} is a tensor, whose numbers may change")
+        return bound + [_Text("").dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
 
     def _read_members(self, function: Any, text: _Text, code: Code) -> list[Any]:
         """Read the functions that code reaches through a module, as `utils.helper`. Check those of torch and of tensors."""
@@ -313,11 +316,24 @@ class Reader:
         for root, *names in sorted(text.chains):
             space, value, path = function.__globals__, function.__globals__.get(root), root
             for name in names:
+                if isinstance(value, types.FunctionType) and not is_of_known_library(value):
+                    raise NoKey(f"{path} is a function, whose attribute {name} may change")
                 if not isinstance(value, types.ModuleType):
+                    # Such as a namespace of options. The functions of an object that stands for a compiled module stay unread.
+                    members = {} if isinstance(value, (type, torch.Tensor)) else getattr(value, "__dict__", {})
+                    if isinstance(constant := members.get(name), _CONSTANTS) and constant is not None:
+                        self._note(code, members, {name})
+                        parts.append([f"{path}.{name}", repr(constant)])
                     break
                 space, path = value, f"{path}.{name}"
                 value = vars(value).get(name, _ABSENT)
-            if isinstance(value, types.ModuleType) or not isinstance(space, types.ModuleType) or value is _ABSENT:
+            # A compiled function may be absent or None where its file was not built.
+            if (
+                isinstance(value, types.ModuleType)
+                or not isinstance(space, types.ModuleType)
+                or value is None
+                or value is _ABSENT
+            ):
                 continue
             originals = _torch_private.ORIGINALS.get(space, {})
             self._note(code, vars(space), {path.rpartition(".")[2]})
@@ -335,6 +351,11 @@ class Reader:
                 parts.append([path, repr(value)])
             elif not isinstance(value, types.BuiltinFunctionType):
                 raise NoKey(f"{path} is a {'class' if isinstance(value, type) else type(value).__name__}, not a function")
+        for name in sorted(text.asked & function.__globals__.keys()):
+            if isinstance(value := function.__globals__[name], types.ModuleType) and not is_of_known_library(value):
+                raise NoKey(f"it asks {name} for a name")
+        if text.names & {"globals", "eval", "exec"}:
+            raise NoKey("it calls globals, eval or exec")
         originals = _torch_private.ORIGINALS[torch.Tensor]
         for name in sorted(text.members):
             if vars(torch.Tensor).get(name, _ABSENT) is not originals.get(name, _ABSENT):
@@ -454,6 +475,7 @@ class _Text:
         names: the names that are loaded.
         chains: a name, and the attributes that are read from it one after the other: ("torch", "nn", "functional", "softmax").
         members: the names of all attributes.
+        asked: the names that are arguments of getattr and vars.
         attributes, writes: the names of a layer's attributes that are loaded and set.
         passes_self: whether the layer itself is loaded.
     """
@@ -463,6 +485,7 @@ class _Text:
         self.names: set[str] = set()
         self.chains: set[tuple[str, ...]] = set()
         self.members: set[str] = set()
+        self.asked: set[str] = set()
         self.attributes: set[str] = set()
         self.writes: set[str] = set()
         self.passes_self = False
@@ -476,6 +499,8 @@ class _Text:
         if isinstance(node, ast.Name):
             self.names.add(node.id)
             self.passes_self |= node.id == self._own
+        if isinstance(node, ast.Call) and _get_called(node) in ("getattr", "vars"):
+            self.asked |= {argument.id for argument in node.args if isinstance(argument, ast.Name)}
         if isinstance(node, ast.Attribute):
             self.members.add(node.attr)
             if isinstance(node.value, ast.Name) and node.value.id == self._own != "":

@@ -153,7 +153,7 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = dict(zip(places, args, strict=False))
+        arguments = dict(zip(places, args))  # noqa: B905  (torch 2.6 compiles strict=False as strict=True)
         served = len(args) <= len(places)  # Otherwise *args has arguments.
         for name in kwargs:
             if name in keys:
@@ -323,10 +323,11 @@ def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         has_needs = isinstance(getattr(ctx, "needs_input_grad", None), tuple)
-        needed = dict(zip(words, ctx.needs_input_grad, strict=False)) if has_needs else {}
+        # The call may have further arguments. torch 2.6 compiles strict=False as strict=True.
+        needed = dict(zip(words, ctx.needs_input_grad)) if has_needs else {}  # noqa: B905
         needs = tuple([needed.get(word, False) for word in SamplingInputs._fields]) if has_needs else None
         gradients = _dispatch.functions.backward(ctx, operator, grad_output, needs)
-        by_word = dict(zip(SamplingInputs._fields, gradients, strict=False))
+        by_word = dict(zip(SamplingInputs._fields, gradients))  # noqa: B905
         own = [by_word.get(word) for word in words]
         own = [g if g is None else g.view(shape) for g, shape in zip(own, ctx.shapes, strict=True)]
         return (*own, *[None] * (len(ctx.needs_input_grad) - count if has_needs else 0))

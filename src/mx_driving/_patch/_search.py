@@ -130,7 +130,9 @@ def describe(member: Any) -> Candidate | None:
     if isinstance(member, types.FunctionType):
         function = unwrap(member)
         is_made_by_dynamo = member.__name__.startswith("torch_dynamo_resume_in")
-        return None if is_made_by_dynamo else Candidate(function, FUNCTION, Parameters(function))
+        if is_made_by_dynamo or not isinstance(function, types.FunctionType):  # such as a wrapper of torch.softmax
+            return None
+        return Candidate(function, FUNCTION, Parameters(function))
     if not isinstance(member, type) or member.__module__.partition(".")[0] in ("torch", "mx_driving"):
         return None
     kind = MODULE if issubclass(member, torch.nn.Module) else AUTOGRAD if issubclass(member, torch.autograd.Function) else None

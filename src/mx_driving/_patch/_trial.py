@@ -181,7 +181,7 @@ def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Fi
                     return Finding(candidate.name, code.key, "tried", name, difference, fit=fit)
                 except Refused as error:
                     refusals.setdefault(name, error)
-                except Exception as error:  # A form may raise anything on unknown code.
+                except (Exception, SystemExit) as error:  # A form may raise anything on unknown code.
                     refusals.setdefault(name, Refused(f"no known form fits it: {type(error).__name__}: {error}"))
     name = min(refusals, key=lambda name: (not refusals[name].args[0], refusals[name].rank, refusals[name].difference))
     reason = refusals[name].args[0] or "it does not run on a small example"
@@ -278,7 +278,7 @@ def _widen(fit: Fit, candidate: Candidate, module: Any, name: str, value: bool) 
     try:
         _try_examples(wider, candidate, module, {} if field == "flags" else {name: not value})
         return wider
-    except Exception:  # Unknown code may raise anything.
+    except (Exception, SystemExit):  # Unknown code may raise anything.
         return fit
     finally:
         if field == "flags":
@@ -347,7 +347,7 @@ def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast), torch.no_grad():
                 try:
                     expected = [out.dtype for out in tree_flatten(theirs(low))[0]]
-                except Exception:  # A core may not run in 16 bits.
+                except (Exception, SystemExit):  # A core may not run in 16 bits.
                     continue
                 dtypes = [out.dtype for out in tree_flatten(ours(low))[0]]
             if dtypes != expected:
@@ -363,7 +363,7 @@ def _build(kind: type, form: Attention) -> Any:
         if module.sampling_offsets.in_features not in (SMALL.width, 2 * SMALL.width):
             module = kind()
         module = module.to(torch.float64).train()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Fails("" if form.uneven else _describe_error(error)) from error
     rand = make_random(torch.float64)
     for p in module.parameters():
@@ -385,7 +385,7 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
     parameters = [] if module is None else [p for p in module.parameters() if p.requires_grad]
     try:
         expected, expected_container, expected_gradients = _compute(theirs, inputs, parameters)
-    except Exception as error:  # Unknown code may raise anything.
+    except (Exception, SystemExit) as error:  # Unknown code may raise anything.
         raise Fails(_describe_error(error)) from error
     if not all(isinstance(out, Tensor) for out in expected):
         raise Differs("it returns something else beside tensors")
