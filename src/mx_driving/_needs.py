@@ -18,6 +18,7 @@ NEEDS = {
     "Sampling by Triton": Need("2.8", "their Triton 3.2 adds up a gradient wrongly, at least in its interpreter"),
     "An ONNX file of opset 20": Need("2.8", "their exporter leaves functions in the file that it cannot convert"),
     "A program with free sizes, of a module": Need("2.8", "they take some free sizes of some modules for fixed ones"),
+    "A compiled model of transformers 5": Need("2.8", "their compiler cannot trace transformers' own decorators"),
     "fully_shard on a CPU": Need("2.8", "they ask a CPU for streams that only a GPU has"),
 }
 

@@ -105,6 +105,9 @@ def test_snippets_run(page, snippet):
         import quick_exports  # noqa: F401
     if "opset_version=20" in snippet and (sentence := _needs.lacks("An ONNX file of opset 20")):
         pytest.skip(sentence)
+    is_compiled = "transformers" in snippet and "torch.export" in snippet
+    if is_compiled and (sentence := _needs.lacks("A compiled model of transformers 5")):
+        pytest.skip(sentence)
     if "from_pretrained" in snippet:
         PREPARED[page]()
     if "compat.install" in snippet:  # compat.install must come before imports that other tests may have made

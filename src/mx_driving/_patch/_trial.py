@@ -373,7 +373,7 @@ def _build(kind: type, form: Attention) -> Any:
     return module
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"it does not run on a small example: {type(error).__name__}: {error}"
 
 
