@@ -8,6 +8,7 @@ import torch
 
 from mx_driving import _needs, nn
 
+torch.manual_seed(0)  # The inputs do not depend on the files that pytest imports before.
 MAPS = [torch.rand(2, 16, 4, 6), torch.rand(2, 16, 2, 3)]
 CAMERAS = [torch.rand(2, 3, 16, 4, 6), torch.rand(2, 3, 16, 2, 3)]
 VALUE, SHAPES, STARTS = nn.flatten_levels(MAPS)
