@@ -285,3 +285,19 @@ def test_methods_of_a_core_that_is_a_layer_count():
     doubled = library(plain_core, source=LAYER.replace("x * SCALE", "2 * x"))
     with pytest.raises(ValueError, match=f"got 'layer' for Core: {DIFFERS}"):
         mx_driving.patch(doubled, forms={doubled.Core: "layer"})
+
+
+def test_a_method_of_tensors_that_a_library_restored_is_torchs(monkeypatch):
+    """A library's tracer replaces an inherited method, and sets it back on Tensor itself."""
+    module = make_module("", "(1 + 0 * out.reshape(-1)[0])", monkeypatch, known="core")
+    own = torch.Tensor.reshape
+    try:
+        torch.Tensor.reshape = lambda *args: own(*args)
+        with pytest.raises(ValueError, match=r"because torch\.Tensor\.reshape is replaced"):
+            mx_driving.patch(module)
+        torch.Tensor.reshape = own
+        with mx_driving.patched(module) as done:
+            assert "a_library.core" in done.replaced
+    finally:
+        if "reshape" in vars(torch.Tensor):
+            del torch.Tensor.reshape

@@ -358,7 +358,7 @@ class Reader:
             raise NoKey("it calls globals, eval or exec")
         originals = _torch_private.ORIGINALS[torch.Tensor]
         for name in sorted(text.members):
-            if vars(torch.Tensor).get(name, _ABSENT) is not originals.get(name, _ABSENT):
+            if name[:2] != "__" and getattr(torch.Tensor, name, None) is not originals.get(name):
                 raise NoKey(f"torch.Tensor.{name} is replaced")
         return parts
 
