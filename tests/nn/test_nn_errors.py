@@ -375,4 +375,7 @@ def test_aggregation_of_maps_and_anchors_of_another_dtype(dtype):
     rounded = {n: t.float() if n in names[:4] else t for n, t in other.items()}
     output = module(**other)
     assert output.dtype == torch.float32
-    torch.testing.assert_close(output, module(**rounded), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(output, module(**rounded), rtol=2e-3, atol=2e-3)
+    points, exact = (module.kps_generator(each["anchor"], each["instance_feature"]) for each in (other, rounded))
+    assert points.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(points.float(), exact, rtol=1e-6, atol=1e-6)  # a point in 16 bits is centimetres away

@@ -25,7 +25,8 @@ class KeyPoints(nn.Module):
 
         point = centre + R(yaw) * (scale * size)        scale: fix_scale, and sigmoid(learnable_fc(feature)) - 1/2
 
-    An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); later numbers are not read.
+    An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); later numbers are not read. Points of a 16-bit anchor are
+    float32: the anchor's numbers are exact in it, and rounding at every step would move a point by centimetres.
     """
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
@@ -58,6 +59,7 @@ class KeyPoints(nn.Module):
 
         anchor is [bs, anchor, >= 8], instance_feature [bs, anchor, embed_dims].
         """
+        anchor = anchor.to(torch.promote_types(anchor.dtype, torch.float32))
         scale = self.fix_scale.expand(*anchor.shape[:2], -1, -1)
         if self.num_learnable_pts:
             learned = self.learnable_fc(instance_feature).unflatten(2, (self.num_learnable_pts, 3)).sigmoid() - 0.5
