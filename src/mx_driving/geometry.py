@@ -3,8 +3,8 @@
 Frames are right-handed and in metres. A camera looks along its z axis, with x to the right of its picture and y down. Pixels
 are (u, v): (0, 0) is the corner of the picture and (0.5, 0.5) the centre of the first pixel, as the operators count.
 
-A function computes in the common dtype of its tensors, under autocast, too. Tensors of whole numbers count as torch's default
-dtype.
+A result has the common dtype of the tensors, under autocast, too. Tensors of whole numbers count as torch's default dtype.
+16-bit tensors are computed with in float32, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def projection_matrix(
     >>> geometry.projection_matrix(K, torch.eye(3), torch.zeros(3)) @ torch.tensor([0.0, 0, 2, 1])
     tensor([100.,  50.,   2.,   1.])
     """
-    intrinsics, rotation, translation = _inputs(
+    dtype, intrinsics, rotation, translation = _inputs(
         ("intrinsics", intrinsics, (3, 3)), ("rotation", rotation, (3, 3)), ("translation", translation, (3,))
     )
     depth = intrinsics[..., 2:, :]  # S adds a multiple of this row to u and v
     matrix = torch.cat([intrinsics[..., :2, :] + (0.5 - first_pixel) * depth, depth], -2)
     if augmentation is not None:
-        (augmentation,) = _inputs(("augmentation", augmentation, (3, 3)))
+        _, augmentation = _inputs(("augmentation", augmentation, (3, 3)))
         matrix = augmentation.to(matrix) @ matrix
     matrix = matrix @ torch.cat([rotation, translation[..., None]], -1)
     last = torch.tensor([[0.0, 0, 0, 1]]).to(matrix).expand(*matrix.shape[:-2], 1, 4)
-    return torch.cat([matrix, last], -2)
+    return torch.cat([matrix, last], -2).to(dtype)
 
 
 def augmentation_matrix(
@@ -112,13 +112,13 @@ def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> t
         locations [..., cam, 2], (x, y) of 0..1 across the picture, (-1, -1) for a point that is not in front of the camera;
         and depths [..., cam] in metres.
     """
-    points, projection, image_size = _inputs(
+    dtype, points, projection, image_size = _inputs(
         ("points", points, (3,)), ("projection", projection, (4, 4)), ("image_size", image_size, (2,))
     )
     projected = torch.einsum("cij,...j->...ci", projection[:, :3, :3], points) + projection[:, :3, 3]
     depth = projected[..., 2]
     plane = projected[..., :2] / depth.clamp(min=1e-5)[..., None] / image_size
-    return torch.where((depth > 1e-5)[..., None], plane, -1), depth
+    return torch.where((depth > 1e-5)[..., None], plane, -1).to(dtype), depth.to(dtype)
 
 
 @without_autocast
@@ -133,11 +133,11 @@ def frustum(image_size: tuple[int, int], feature_size: tuple[int, int], depths: 
     Returns:
         [D, H, W, 3] in the dtype of depths: the pixel (u, v) at the centre of each feature, and its depth.
     """
-    (depths,) = _inputs(("depths", depths, ("D",)))
+    dtype, depths = _inputs(("depths", depths, ("D",)))
     sides, counts = _numbers("image_size", 2, image_size), _numbers("feature_size", 2, feature_size)
     u, v = ((torch.arange(n).to(depths) + 0.5) * (side / n) for side, n in zip(sides, counts, strict=True))
     d, v, u = torch.meshgrid(depths, v, u, indexing="ij")
-    return torch.stack([u, v, d], -1)
+    return torch.stack([u, v, d], -1).to(dtype)
 
 
 @without_autocast
@@ -146,10 +146,9 @@ def unproject(pixels: Tensor, projection: Tensor) -> Tensor:
 
     The inverse of :func:`image_locations`; `projection` is [cam, 4, 4].
     """
-    pixels, projection = _inputs(("pixels", pixels, (3,)), ("projection", projection, (4, 4)))
+    dtype, pixels, projection = _inputs(("pixels", pixels, (3,)), ("projection", projection, (4, 4)))
     projected = torch.cat([pixels[..., :2] * pixels[..., 2:], pixels[..., 2:], torch.ones_like(pixels[..., :1])], -1)
-    inverse = torch.linalg.inv(projection.to(torch.promote_types(projection.dtype, torch.float32)))  # inv has no 16-bit dtypes
-    return torch.einsum("cij,...j->c...i", inverse.to(pixels.dtype), projected)[..., :3]
+    return torch.einsum("cij,...j->c...i", torch.linalg.inv(projection), projected)[..., :3].to(dtype)
 
 
 @without_autocast
@@ -168,7 +167,7 @@ def bev_ranks(
         ranks_depth, ranks_feat and ranks_bev, int32 [n], of the n points that lie in the grid, for depth [B, cam, D, H, W],
         feat [B, cam, H, W, C] and bev_feat_shape (B, z, y, x, C).
     """
-    (points,) = _inputs(("points", points, ("B", "cam", "D", "H", "W", 3)))
+    _, points = _inputs(("points", points, ("B", "cam", "D", "H", "W", 3)))
     lower, cell, (nx, ny, nz) = (_numbers(*named) for named in (("lower", 3, lower), ("cell", 3, cell), ("cells", 3, cells)))
     if min(cell) <= 0:
         rules.fail(ValueError, "cell", "be positive", tuple(cell))
@@ -186,8 +185,11 @@ def bev_ranks(
     return ranks_depth.int(), ranks_feat.int(), ranks_bev.int()
 
 
-def _inputs(*named: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Tensor]:
-    """Check the last axes of tensors, and return the tensors in their common floating dtype. An axis is a size or a name."""
+def _inputs(*named: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Any]:
+    """Check the last axes of tensors. Return the dtype of the result, and the tensors in the dtype to compute in.
+
+    An axis is a size or a name.
+    """
     for name, tensor, sizes in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
@@ -200,7 +202,7 @@ def _inputs(*named: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Tensor]:
     rules.need_one_device(*((name, tensor) for name, tensor, _ in named))
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for _, tensor, _ in named))
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    return [tensor.to(dtype) for _, tensor, _ in named]
+    return [dtype, *(tensor.to(torch.promote_types(dtype, torch.float32)) for _, tensor, _ in named)]
 
 
 def _numbers(name: str, count: int, numbers: Any) -> list[Any]:

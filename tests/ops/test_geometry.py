@@ -148,6 +148,28 @@ def test_what_is_no_tensor_is_named():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_tensors_are_rounded_once(cameras, dtype):
+    """Each result is that of the same numbers in float32, rounded. Rounding at every step moves points into other cells."""
+    rounded = [t.to(dtype) for t in cameras]
+    projection = geometry.projection_matrix(*(t.float() for t in cameras)).to(dtype)
+    points = torch.linspace(-40, 40, 2 * 6 * 3).to(dtype).view(1, 2, 1, 2, 3, 3)
+    size = torch.tensor([1600, 900]).to(dtype)
+    calls = [
+        (geometry.projection_matrix, *rounded),
+        (geometry.image_locations, points, projection, size),
+        (geometry.unproject, points[0, 0], projection),
+        (lambda depths: geometry.frustum((1600, 900), (600, 300), depths), torch.arange(1.0, 9).to(dtype)),
+        (lambda points: geometry.bev_ranks(points, (-41.3, -41.3, -41.3), (0.7, 0.7, 0.7), (120, 120, 120)), points),
+    ]
+    for function, *inputs in calls:
+        found, exact = function(*inputs), function(*(t.float() for t in inputs))
+        found, exact = ([each] if isinstance(each, torch.Tensor) else each for each in (found, exact))
+        assert {t.dtype for t in found} <= {dtype, torch.int32}
+        for a, b in zip(found, exact, strict=True):
+            torch.testing.assert_close(a, b.to(a.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("widest", [torch.float32, torch.float64], ids=str)
 def test_no_function_computes_in_the_dtype_of_autocast(cameras, widest, dtype):
     """Autocast would multiply matrices in 16 bits: locations would be 92 pixels of 1600 off."""
