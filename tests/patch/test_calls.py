@@ -66,7 +66,7 @@ TRANSFORMS = {
     )(own, *rows),
     "vmap": lambda call, own, rows: vmap(functools.partial(call, own))(*rows),
     "vjp": lambda call, own, rows: vjp(lambda row: call(own, rows[0][0], row), rows[1][0])[1](torch.ones_like(rows[0][:1])),
-    "jacrev": lambda call, own, rows: jacrev(lambda row: call(own, row, rows[1][0])[0, 0])(rows[0][0]),
+    "jacrev": lambda call, own, rows: jacrev(lambda *row: call(own, *row)[0, 0], (0, 1))(*(row[0] for row in rows)),
 }
 
 

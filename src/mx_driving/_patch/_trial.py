@@ -384,16 +384,21 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
     """
     parameters = [] if module is None else [p for p in module.parameters() if p.requires_grad]
     try:
-        expected, expected_container, expected_gradients = _compute(theirs, inputs, parameters)
+        their_leaves, expected, expected_container = _call(theirs, inputs, parameters)
     except (Exception, SystemExit) as error:  # Unknown code may raise anything.
         raise Fails(_describe_error(error)) from error
     if not all(isinstance(out, Tensor) for out in expected):
         raise Differs("it returns something else beside tensors")
-    results, container, gradients = _compute(ours, inputs, parameters)
+    leaves, results, container = _call(ours, inputs, parameters)
     if container != expected_container:
         raise Differs(f"it returns a {expected_container}, the operator a {container}")
     if any(a.shape != b.shape for a, b in zip(results, expected, strict=True)):
         raise Differs("its results have other shapes")
+    try:
+        expected_gradients = _differentiate(expected, their_leaves)
+    except (Exception, SystemExit) as error:
+        raise Fails(_describe_error(error)) from error
+    gradients = _differentiate(results, leaves)
     pairs = [*zip(results, expected, strict=True), *zip(gradients, expected_gradients, strict=True)]
     # The operator's locations of a pool, or geometric_kernel_attention's, have no gradient. An original may have zeros or None.
     difference = 0.0
@@ -408,19 +413,21 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
     return difference
 
 
-def _compute(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> tuple[list[Any], str, list[Any]]:
-    """Return outputs, their container and gradients. Trajectories have no gradient."""
+def _call(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Any], str]:
+    """Return what the outputs are differentiated by, the outputs and their container. Trajectories have no gradient."""
     floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point() and n != "trajectories"}
     tensors = {n: i.clone().requires_grad_() for n, i in floating.items()}
     result = run({**inputs, **tensors})
     outputs, container = tree_flatten(result)
     name = type(result).__name__ if isinstance(result, Tensor) else f"{type(result).__name__} {container}"
+    return [*tensors.values(), *parameters], outputs, name
+
+
+def _differentiate(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
     ends = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
-    leaves = [*tensors.values(), *parameters]
     if not ends:
-        return outputs, name, [torch.zeros(())] * len(leaves)
+        return [torch.zeros(())] * len(leaves)
     rand = make_random(torch.float64)
     directions = [(rand(*out.shape) - 0.5).to(out.dtype) for out in ends]
     gradients = torch.autograd.grad(ends, leaves, directions, allow_unused=True)
-    gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
-    return outputs, name, gradients
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
