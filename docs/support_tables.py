@@ -59,20 +59,18 @@ def needs() -> str:
     return markdown(["feature", "needs torch", "older ones fail, since"], [[name, *need] for name, need in NEEDS.items()])
 
 
-def known(packages: bool = False) -> str:
-    """Return a table of the projects whose code `patch` knows. With `packages`, list only packages of PyPI."""
-    from mx_driving._patch._attention import ATTENTION_FORMS
+def known() -> str:
+    """Return a table of the projects whose code `patch` knows."""
     from mx_driving._patch.known import read_table
 
     projects: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for entry in read_table().values():
         project, version, name = entry.seen.rsplit(" ", 2)
-        if not (packages and "/" in project):
-            versions, names = projects.setdefault(project, ({}, {}))
-            versions[version] = None
-            names[("module" if entry.form in ATTENTION_FORMS else "core") if packages else f"`{name}`"] = None
+        versions, names = projects.setdefault(project, ({}, {}))
+        versions[version] = None
+        names[f"`{name}`"] = None
     rows = [[project, ", ".join(sorted(versions)), ", ".join(names)] for project, (versions, names) in sorted(projects.items())]
-    return markdown(["package" if packages else "project", "seen in", "known" if packages else "known code"], rows)
+    return markdown(["project", "seen in", "known code"], rows)
 
 
 def limits() -> str:
@@ -102,7 +100,7 @@ def wheels() -> str:
 
 
 def tested_libraries() -> str:
-    """Return a table of the libraries and their tests."""
+    """Return a table of the libraries and their outcomes, each with what was tried."""
     rows = _rows("libraries.csv")
     if not rows:
         return NOTHING_YET
@@ -112,9 +110,11 @@ def tested_libraries() -> str:
         outcome = row["outcome"] + (f": {row['message']}" if row["message"] else "")
         line = f"{row['library']} {row['version']}", f"slot of kernels, {way}" if slot else module, outcome
         lines[line] = lines.get(line, 0) + 1
-    several = {line: f": {n} attention modules" if n > 1 else "" for line, n in lines.items()}
-    counted = [[library, tried + more, outcome] for (library, tried, outcome), more in several.items()]
-    return f"{markdown(['library', 'tried', 'outcome'], counted)}\n{made(rows, 'made')}\n"
+    outcomes: dict[tuple[str, str], list[str]] = {}
+    for (library, tried, outcome), count in lines.items():
+        outcomes.setdefault((library, outcome), []).append(f"{tried} ({count} attention modules)" if count > 1 else tried)
+    table = [[library, "; ".join(tried), outcome] for (library, outcome), tried in outcomes.items()]
+    return f"{markdown(['library', 'tried', 'outcome'], table)}\n{made(rows, 'made')}\n"
 
 
 def onnx_forms() -> str:
@@ -161,16 +161,19 @@ def modules() -> str:
     """Return a section for each name of mx_driving.nn, from its docstrings: settings, and inputs and outputs of forward."""
     from mx_driving import nn
 
-    def list_parts(text: str, title: str, defaults: dict[str, inspect.Parameter]) -> list[list[str]]:
-        """Return [names, meaning] of each entry of a docstring's section."""
+    def list_parts(text: str, title: str, defaults: dict[str, inspect.Parameter]) -> str:
+        """Return a list of the entries of a docstring's section: names with their defaults, and the meaning."""
         section = re.search(rf"^ *{title}:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(text), flags=re.MULTILINE | re.DOTALL)
         entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", section[1] if section else "", flags=re.MULTILINE)
-        rows = []
+        lines = ""
         for names, meaning in entries:
             known = [defaults[name] for name in names.split(", ")]
             code = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in known)
-            rows.append([f"`{code}`", re.sub(r"\s+", " ", meaning)])
-        return rows
+            lines += f"- `{code}`: {join_lines(meaning)}\n"
+        return lines
+
+    def join_lines(text: str) -> str:
+        return re.sub(r"\s+", " ", text).strip()
 
     text = ""
     for name, member in ((name, getattr(nn, name)) for name in nn.__all__):
@@ -179,8 +182,7 @@ def modules() -> str:
         text += f"### {name}\n\n"
         if inspect.isclass(member):
             settings = list_parts(member.__doc__ or "", "Args", dict(inspect.signature(member).parameters))
-            text += markdown(["setting", "meaning"], settings) + "\n"
+            text += f"Settings:\n\n{settings}\nInputs of `forward`:\n\n"
         (output,) = re.findall(r"^Returns:\n((?:    .*\n?)+)", meaning, flags=re.MULTILINE)
-        rows = [*list_parts(meaning, "Args", dict(inputs)), ["returns", re.sub(r"\s+", " ", output).strip()]]
-        text += markdown(["input of `forward`" if inspect.isclass(member) else "argument", "shape and meaning"], rows) + "\n"
+        text += f"{list_parts(meaning, 'Args', dict(inputs))}- returns {join_lines(output)}\n\n"
     return text.removesuffix("\n")

@@ -17,7 +17,6 @@ import pictures
 import support_tables as support
 
 TABLES: dict[str, Callable[[], str]] = {
-    "first": times.first,
     "models": lambda: times.forwards("whole model", times.MODES, times.of_models(), times.BY_MODE),
     "module_forwards": times.module_forwards,
     "operators": lambda: times.forwards("operator", times.MODES[:1], times.of_operators(), times.BENCH),
@@ -44,7 +43,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "needs": support.needs,
     "wheels": support.wheels,
     "known": support.known,
-    "known_packages": partial(support.known, packages=True),
     "limits": support.limits,
     "deploy": support.deploy,
     "nn_modules": support.modules,
