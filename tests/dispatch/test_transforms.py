@@ -79,10 +79,7 @@ def test_vmap(operator, in_dims):
 @pytest.mark.parametrize(("operator", "in_dims"), VMAPPED, ids=str)
 def test_gradients_per_sample(operator, in_dims):
     args = stacked(operator, in_dims)
-    for argnums in (
-        cases.DIFFERENTIABLE[operator],
-        (cases.WEIGHTS[operator],),
-    ):  # vmap has another path without value's
+    for argnums in (cases.DIFFERENTIABLE[operator], (cases.WEIGHTS[operator],)):  # vmap has another path without value's
         gradient = torch.func.grad(loss_of(getattr(mx_driving, operator)), argnums=argnums)
         found = torch.vmap(gradient, in_dims=in_dims)(*args)
         expected = [gradient(*chosen(args, in_dims, k)) for k in range(3)]

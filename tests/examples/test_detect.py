@@ -1,7 +1,5 @@
 """examples/detect.py on a checkpoint of one's own and on random weights: the same boxes before and after, and a picture."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

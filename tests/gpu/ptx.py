@@ -7,8 +7,6 @@ instruction is not known. Unwritten registers hold NaN. ptxas, its contraction o
 and races in shared memory are not modelled.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import operator

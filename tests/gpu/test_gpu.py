@@ -1,7 +1,5 @@
 """What only a GPU can show: streams, devices, graphs, sizes beyond 65,535, no waiting. `make check-gpu` runs it."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch

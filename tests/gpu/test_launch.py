@@ -1,7 +1,5 @@
 """A compiled kernel that is kept serves only calls that Triton would compile the same kernel for."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch

@@ -3,8 +3,6 @@
 `python benchmarks/machine_code.py` prints every figure of their machine code.
 """
 
-from __future__ import annotations
-
 import pathlib
 import subprocess
 

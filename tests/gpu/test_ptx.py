@@ -1,7 +1,5 @@
 """The executor of PTX refuses what a GPU would do wrongly. test_triton.py shows that it computes right."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch

@@ -7,15 +7,7 @@ import cases
 import logits_cases
 import pytest
 import torch
-from cases import (
-    AGGREGATION,
-    AGGREGATION_LOGITS,
-    GEOMETRIC,
-    GEOMETRIC_LOGITS,
-    MULTI_SCALE,
-    MULTI_SCALE_LOGITS,
-    OPERATORS,
-)
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, OPERATORS
 from small_cases import TINY
 from values import compare, skip_unless_every_kernel
 

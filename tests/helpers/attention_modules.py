@@ -1,7 +1,5 @@
 """Sampling cores and attention modules in each form in which libraries write them, in few lines."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

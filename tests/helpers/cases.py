@@ -4,8 +4,6 @@
 `gradients_of` run it, `truth_of` computes in float64, and `assert_near` compares. values.py has these steps in one function.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

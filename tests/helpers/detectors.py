@@ -1,7 +1,5 @@
 """A small detector that somebody has saved, with random weights, for programs that read a checkpoint and a photograph."""
 
-from __future__ import annotations
-
 import pathlib
 
 import torch

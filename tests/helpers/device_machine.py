@@ -1,7 +1,5 @@
 """A folder like a device's machine: a program, stand-ins for the packages that serve its calls there, and record.py alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

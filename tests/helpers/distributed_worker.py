@@ -1,7 +1,5 @@
 """The program of each process of test_distributed.py. The first process writes the results."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs of the operators with logits, by name. cases.py has the inputs of bare operators, and the functions that use them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

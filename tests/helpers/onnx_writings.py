@@ -1,7 +1,5 @@
 """Deformable attention as other libraries write it in PyTorch, and the ONNX files exported from it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import pathlib

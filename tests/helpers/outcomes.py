@@ -1,7 +1,5 @@
 """`pytest --record=FILE tests`: how many tests of each file passed, failed and were skipped, and where, for docs/support.md."""
 
-from __future__ import annotations
-
 import collections
 import csv
 import datetime

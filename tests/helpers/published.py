@@ -4,8 +4,6 @@ the attentions as libraries write them.
 Each takes a module's state_dict and the inputs of its forward. Nothing of mx_driving is used.
 """
 
-from __future__ import annotations
-
 import math
 
 import attention_modules

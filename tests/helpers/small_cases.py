@@ -1,7 +1,5 @@
 """Small inputs of each operator: a dictionary for each use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

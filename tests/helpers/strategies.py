@@ -3,8 +3,6 @@
 FUZZ_EXAMPLES=1000 tries so many of each, and the same each time. FUZZ_RANDOM=1 tries others each time.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random

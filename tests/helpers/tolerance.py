@@ -1,7 +1,5 @@
 """The allowed distance of a result from float64 truth in numpy: `mx_driving._agreement.rounding_limit`."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

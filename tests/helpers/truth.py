@@ -4,8 +4,6 @@ Each function returns the output and the gradients, and a scale for each: the sa
 Rounding errors are measured in scales.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

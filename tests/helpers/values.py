@@ -1,7 +1,5 @@
 """Comparison of results with truth, and marks that try a test on all implementations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 python tests/helpers/wrong_runtime.py FAULT model.onnx inputs.npz outputs.npz
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`--record FILE` writes what each test gave, a row for each: library, version, what was tried, outcome, and a sentence."""
 
-from __future__ import annotations
-
 import csv
 import importlib.metadata
 import pathlib

@@ -1,7 +1,5 @@
 """The real package `kernels`, and transformers of a version that takes it: `kernelize` puts our layer into models."""
 
-from __future__ import annotations
-
 import copy
 
 import kernels

@@ -3,8 +3,6 @@
 A library that is missing fails, and so does one whose form changed: its sentence says which thing was left alone, and why.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import warnings
 

@@ -1,7 +1,5 @@
 """LibreYOLO's slot of kernels, with its package: attention modules call our operator, and give their own numbers."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from typing import Any

@@ -1,7 +1,5 @@
 """`mx-driving bench` and benchmarks/bench.py: workloads make sense, rivals compute the same, wrong kernels are not timed."""
 
-from __future__ import annotations
-
 import csv
 import pathlib
 import statistics

@@ -3,8 +3,6 @@
 As with pip, an installation overwrites files, and an uninstallation removes the files in its record.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib.machinery

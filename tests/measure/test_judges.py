@@ -1,8 +1,6 @@
 """Planted faults, and the judges that must refuse them: `check` (and `bench`, which asks it: test_bench.py), `replay`, the
 tests' own comparison with truth, and the differences of whole models. The output and all gradients have the fault."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch

@@ -3,8 +3,6 @@
 test_plan.py has each way to a gradient; operators/test_with_logits.py tests all implementations.
 """
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import numpy as np

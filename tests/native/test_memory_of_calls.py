@@ -3,8 +3,6 @@
 A description does not own its memory, so each of these mistakes is one slip in a program in C.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 

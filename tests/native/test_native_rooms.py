@@ -1,8 +1,6 @@
 """The rooms of native/src: no file includes a file of a higher room. Files that are compiled once per instruction set include
 only such files."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import re

@@ -1,8 +1,6 @@
 """A plan says how the native kernels compute a call. ROWS has all ways, which give the same bits for any number of threads.
 BOUNDS has the sizes at which a plan changes."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import pathlib

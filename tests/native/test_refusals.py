@@ -3,8 +3,6 @@
 mxd_describe_plan runs the checks of the function that it describes. It reads index tables, and no other memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import NamedTuple
 
@@ -32,7 +30,7 @@ class Argument(NamedTuple):
     def packed(self) -> bytes:
         return _backends.native._PACK[len(self.shape)](self.pointer, self.dtype, *self.shape, *self.strides)
 
-    def sized(self, axis: int, size: int) -> Argument:
+    def sized(self, axis: int, size: int):
         return self._replace(shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
 

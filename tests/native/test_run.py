@@ -1,7 +1,5 @@
 """mxd_run calls a C function by its name; mxd_last_error has the sentence of a refusal, which is that of the Python checks."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import ctypes
 import re

@@ -2,8 +2,6 @@
 
 The process is forked from a server with torch and without threads, or started if OpenMP's runtime must read the environment."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

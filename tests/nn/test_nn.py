@@ -1,7 +1,5 @@
 """The modules: numbers and gradients against published.py, checkpoint names, initialisation, errors, compilation."""
 
-from __future__ import annotations
-
 import copy
 
 import published

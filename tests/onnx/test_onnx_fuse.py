@@ -1,7 +1,5 @@
 """`mx_driving.onnx.fuse` on files exported from other libraries' code of deformable attention."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import NamedTuple

@@ -32,12 +32,7 @@ class Fixed(torch.nn.Module):
         return self.writing(*(getattr(self, f"fixed_{name}") if name in self.names else tensor for name, tensor in tensors))
 
 
-WRITINGS = {
-    "stacked": Stacked(),
-    "summed": Summed(),
-    "unequal points": Joined([2, 4]),
-    "ours": Ours(),
-}
+WRITINGS = {"stacked": Stacked(), "summed": Summed(), "unequal points": Joined([2, 4]), "ours": Ours()}
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,7 @@ import onnx
 import pytest
 import torch
 from onnx_stand_ins import run_form
-from onnx_writings import (
-    WRITINGS,
-    Calls,
-    Joined,
-    Logits,
-    Stacked,
-    assert_refused,
-    edit,
-    export,
-    feeds,
-    inputs,
-    kinds,
-    masked,
-)
+from onnx_writings import WRITINGS, Calls, Joined, Logits, Stacked, assert_refused, edit, export, feeds, inputs, kinds, masked
 
 import mx_driving
 import mx_driving.onnx

@@ -1,7 +1,5 @@
 """`fuse` and `verify` read nodes that other libraries write for the operators."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_other_nodes as others

@@ -1,7 +1,5 @@
 """bev_pool_v3: values and gradients beside float64 truth, memory, threads, transforms, and the public function."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cases
@@ -39,7 +37,7 @@ class Points(NamedTuple):
     def args(self) -> tuple[Any, ...]:
         return (*self[:5], *self.sizes)
 
-    def cast(self, dtype: torch.dtype) -> Points:
+    def cast(self, dtype: torch.dtype):
         return self._replace(feat=self.feat.to(dtype), depth=self.depth.to(dtype))
 
 

@@ -1,8 +1,6 @@
 """The native kernel of deformable_aggregation_with_logits: groups of every size, many pairs and anchors, infinities in softmax
 and in cameras, and the C interface. test_with_logits.py tests all operators with logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

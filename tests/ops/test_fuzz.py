@@ -1,7 +1,5 @@
 """Random shapes, layouts, dtypes and index tables, by hypothesis: a result is right, or the call is refused in a sentence."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch

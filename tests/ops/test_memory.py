@@ -1,8 +1,6 @@
 """No byte outside the tensors is read into a result, or written, for any index tables. Every output is written. Many calls take
 no more memory than few calls."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

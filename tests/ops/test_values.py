@@ -1,20 +1,10 @@
 """Outputs and gradients are those of float64 truth, for every implementation, dtype and layout."""
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import pytest
 import torch
-from cases import (
-    AGGREGATION,
-    CASES,
-    EVERY,
-    LATTICE,
-    MULTI_SCALE,
-    MULTI_SCALE_LOGITS,
-    OPERATORS,
-)
+from cases import AGGREGATION, CASES, EVERY, LATTICE, MULTI_SCALE, MULTI_SCALE_LOGITS, OPERATORS
 from small_cases import GOOD, TWO_PIXELS
 from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each, first, run, skip_unless_every_kernel
 

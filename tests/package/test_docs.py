@@ -1,7 +1,5 @@
 """README and pages: Python blocks run as they stand, links and figures hold, nothing stands twice, the site builds."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """patch: transforms of torch.func over known code, and tables that the code ignores, or that a caller writes."""
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -1,7 +1,5 @@
 """patch: an edit of whatever known code reaches, before patch, after it and after restore(), has its own effect."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

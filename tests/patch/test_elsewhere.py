@@ -1,7 +1,5 @@
 """patch: code of which only the byte code is there, and patched models that other processes get."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import multiprocessing

@@ -1,7 +1,5 @@
 """patch: the replaced code, the reasons for the other code, how the originals come back, and models between the two."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """patch: which code has the same key, and how a core that the caller names is tried."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

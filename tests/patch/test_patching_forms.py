@@ -1,7 +1,5 @@
 """patch: each form of attention modules and cores beside its own code in float64, and the calls that a form does not serve."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

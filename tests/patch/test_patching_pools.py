@@ -1,7 +1,5 @@
 """patch: functions that sum points into cells, over an extension for GPUs, and in plain torch."""
 
-from __future__ import annotations
-
 import functools
 import re
 import types

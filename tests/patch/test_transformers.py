@@ -1,7 +1,5 @@
 """Every model of the installed transformers with a deformable core: found here by its source, patched, and compared."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

@@ -1,8 +1,6 @@
 """compat.install("torch_npu"): the vendor's tests and code for its device run on a CPU, and everything can be given back."""
 # ruff: noqa: PT009 (assertEqual is what is tested)
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """viz: recorded looks, and the places of dots and cells in drawings."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pickle
