@@ -11,11 +11,8 @@ import mx_driving
 import mx_driving.onnx
 from mx_driving.onnx import FUSED_FORMS
 
-NODES = {
-    "onnxruntime": "multi_scale_deformable_attn",
-    "tensorrt": "MultiscaleDeformableAttnPlugin_TRT",
-    "npu": "MultiScaleDeformableAttn",
-}
+NODES = {"onnxruntime": "multi_scale_deformable_attn", "npu": "MultiScaleDeformableAttn"}
+NODES["tensorrt"] = "MultiscaleDeformableAttnPlugin_TRT"
 
 
 def judge(path, form, writing):
