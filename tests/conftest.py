@@ -87,8 +87,6 @@ def every_thread():
 def same_bits():
     """Make a GPU compute the same bits on every call. A CPU, which also executes the kernels' PTX, always does."""
     torch.use_deterministic_algorithms(cases.ON_GPU)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -99,7 +97,6 @@ def poisoned_allocations():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -175,12 +172,14 @@ def wide_terminal(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_per_worker():
-    """Use one thread, because pytest-xdist runs two workers on two cores. Tests of threads set their own number."""
+def _settings_of_torch():
+    """Use one thread, because pytest-xdist runs two workers on two cores. Undo the settings that a test makes for itself."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
 
 
 def pytest_addoption(parser):

@@ -1,7 +1,5 @@
 """`mx-driving` has help, exits with 0 only if all is well, and refuses a wrong command line in a sentence before the work."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`mx-driving forms FOLDER`: files that cannot be imported are reported, and what the files print or end stays theirs."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import itertools
+import re
 import textwrap
 
 import cases
@@ -41,15 +42,10 @@ class {name}(Function):
 PLAIN = {"forward": "", "backward": ""}
 MSDA = ATTENTION.format(name="MSDeformAttnFunction", function="MSDA.ms_deform_attn", **PLAIN)
 GKA = ATTENTION.format(name="GeometricKernelAttentionFunc", function="GKA.geometric_kernel_attn_cuda", **PLAIN)
-BEVFORMER = "".join(
-    ATTENTION.format(
-        name=f"MultiScaleDeformableAttnFunction_{kind}",
-        function="MSDA.ms_deform_attn",
-        forward=f"\n    @torch.amp.custom_fwd(device_type='cpu', cast_inputs=torch.{dtype})",
-        backward="\n    @torch.amp.custom_bwd(device_type='cpu')",
-    )
-    for kind, dtype in (("fp16", "float16"), ("fp32", "float32"))
-)
+FORWARD = "\n    @torch.amp.custom_fwd(device_type='cpu', cast_inputs=torch.float{})"
+DECORATED = {"forward": FORWARD, "backward": "\n    @torch.amp.custom_bwd(device_type='cpu')"}
+BEVFORMER = ATTENTION.format(name="MultiScaleDeformableAttnFunction_fp{}", function="MSDA.ms_deform_attn", **DECORATED)
+BEVFORMER = BEVFORMER.format(16, 16) + BEVFORMER.format(32, 32)
 PACKAGE = f"""
 import torch
 from torch.autograd import Function
@@ -101,9 +97,9 @@ def repository(unbuilt, monkeypatch):
     return module
 
 
+BY_DTYPE = [f"MultiScaleDeformableAttnFunction_fp{bits}" for bits in (16, 32)]
 CASTS = {
-    **dict.fromkeys(("MSDeformAttnFunction", "MultiScaleDeformableAttnFunction_fp16"), ("attention", "")),
-    "MultiScaleDeformableAttnFunction_fp32": ("attention", ""),
+    **dict.fromkeys(("MSDeformAttnFunction", *BY_DTYPE), ("attention", "")),
     "GeometricKernelAttentionFunc": ("geometric", ""),
     "DeformableAggregationFunction": ("aggregation", "float32"),
     "DoubleDeformableAggregationFunction": ("aggregation", "float64"),
@@ -111,11 +107,8 @@ CASTS = {
 }
 
 
-FUNCTIONS = {
-    cases.MULTI_SCALE: "MSDeformAttnFunction",
-    cases.AGGREGATION: "DeformableAggregationFunction",
-    cases.GEOMETRIC: "GeometricKernelAttentionFunc",
-}
+CLASSES = "MSDeformAttnFunction", "DeformableAggregationFunction", "GeometricKernelAttentionFunc"
+FUNCTIONS = dict(zip(cases.OPERATORS, CLASSES, strict=True))
 INPUTS = {
     cases.MULTI_SCALE: cases.multi_scale(2, 5, 8, 3, [(4, 6), (2, 3)], 2),
     cases.AGGREGATION: cases.aggregation(2, 5, 3, 8, 2, [[(4, 6), (2, 3)], [(5, 4), (3, 2)]]),
@@ -157,7 +150,7 @@ def take_extensions_away(repository, monkeypatch):
 
 NAMES = [*((name, operator) for operator, name in FUNCTIONS.items())]
 NAMES += [("DoubleDeformableAggregationFunction", cases.AGGREGATION), ("MultiScaleDeformableAttnFunction", cases.MULTI_SCALE)]
-NAMES += [(f"MultiScaleDeformableAttnFunction_{kind}", cases.MULTI_SCALE) for kind in ("fp16", "fp32")]
+NAMES += [(name, cases.MULTI_SCALE) for name in BY_DTYPE]
 MIXTURES = list(itertools.product([torch.float16, torch.bfloat16, torch.float32, torch.float64], repeat=2))
 
 
@@ -249,36 +242,26 @@ def test_the_older_interface_compiles_and_has_second_derivatives(repository):
         torch.testing.assert_close(torch.autograd.grad(compiled(*inputs).sin().sum(), inputs[0]), expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (
-            {1: torch.ones(3, 2, 2).long()},
-            r"feature_maps must have shape \(bs, num_feat, c\) where spatial_shape is \[cam, scale, 2\]; "
-            r"got \(2, 3, 30, 8\), as the older interface has them, beside spatial_shape \(3, 2, 2\)",
-        ),
-        ({1: torch.ones(2, 3).long()}, r"spatial_shape must have shape \(scale, 2\); got \(2, 3\)"),
-        ({2: torch.zeros(3).long()}, r"scale_start_index must have shape \(scale=2,\); got \(3,\)"),
-        ({3: torch.rand(2, 6, 1, 3, 2)}, r"sample_locations must have shape \(bs=2, pts, cam=3, 2\); got \(2, 6, 1, 3, 2\)"),
-        (
-            {4: torch.rand(2, 5, 3, 2, 2)},
-            r"weights must have shape \(bs=2, pts=6, cam=3, scale=2, group\); got \(2, 5, 3, 2, 2\)",
-        ),
-        ({4: torch.rand(2, 6, 3, 2, 3)}, r"weight must have a group count that divides c=8; got 3"),
-        (
-            {2: torch.tensor([0, 25])},
-            r"scale_start_index\[1\] must leave room for 2 x 3 rows among 30; got 25 \(needs 31 rows\)",
-        ),
-        ({2: torch.tensor([0, -6])}, r"scale_start_index\[1\] must not be negative; got -6"),
-        ({2: torch.tensor([0.0, 24.0])}, r"scale_start_index must have dtype int32 or int64; got float32"),
-    ],
-)
-def test_the_older_interface_refuses(repository, change, sentence):
+REFUSED = [  # an index, a wrong argument, the sentence
+    (1, torch.ones(3, 2, 2).long(), "feature_maps must have shape (bs, num_feat, c) where spatial_shape is [cam, scale, 2]; "
+     "got (2, 3, 30, 8), as the older interface has them, beside spatial_shape (3, 2, 2)"),
+    (1, torch.ones(2, 3).long(), "spatial_shape must have shape (scale, 2); got (2, 3)"),
+    (2, torch.zeros(3).long(), "scale_start_index must have shape (scale=2,); got (3,)"),
+    (3, torch.rand(2, 6, 1, 3, 2), "sample_locations must have shape (bs=2, pts, cam=3, 2); got (2, 6, 1, 3, 2)"),
+    (4, torch.rand(2, 5, 3, 2, 2), "weights must have shape (bs=2, pts=6, cam=3, scale=2, group); got (2, 5, 3, 2, 2)"),
+    (4, torch.rand(2, 6, 3, 2, 3), "weight must have a group count that divides c=8; got 3"),
+    (2, torch.tensor([0, 25]), "scale_start_index[1] must leave room for 2 x 3 rows among 30; got 25 (needs 31 rows)"),
+    (2, torch.tensor([0, -6]), "scale_start_index[1] must not be negative; got -6"),
+    (2, torch.tensor([0.0, 24.0]), "scale_start_index must have dtype int32 or int64; got float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("index", "other", "sentence"), REFUSED)
+def test_the_older_interface_refuses(repository, index, other, sentence):
     """A map may not reach into the next camera's rows."""
     inputs = list(maps_apart(*OLDER))
-    for index, other in change.items():
-        inputs[index] = other
-    with pytest.raises((TypeError, ValueError), match=f"^({sentence})$"):
+    inputs[index] = other
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(sentence)}$"):
         repository.DAF.deformable_aggregation_forward(*inputs)
 
 
@@ -307,13 +290,9 @@ def test_weights_whose_levels_and_points_share_an_axis(repository, operator, pat
 def test_tables_of_volumes_are_refused_as_such(repository, patched):
     """PanoOcc passes (H, W, Z) of its voxels."""
     value, _, _, *rest = cases.multi_scale(2, 5, 8, 3, [(4, 6)], 2)
-    with (
-        mx_driving.patched(repository) if patched else contextlib.nullcontext(),
-        pytest.raises(
-            ValueError,
-            match=r"^value_spatial_shapes must have shape \(num_levels, 2\), .*; got \(1, 3\): three sizes, of volumes",
-        ),
-    ):
+    sentence = r"^value_spatial_shapes must have shape \(num_levels, 2\), .*; got \(1, 3\): three sizes, of volumes"
+    context = mx_driving.patched(repository) if patched else contextlib.nullcontext()
+    with context, pytest.raises(ValueError, match=sentence):
         repository.MSDeformAttnFunction.apply(value, torch.tensor([[4, 3, 2]]), torch.tensor([0]), *rest, 64)
 
 
@@ -336,11 +315,8 @@ def test_install_twice_and_undo():
     except RuntimeError as error:
         print(error)
     """
-    done = python("-c", textwrap.dedent(code))
-    assert done.stdout.splitlines() == [
-        "gone",
-        "mx_driving.compat.install must come before the first import of GeometricKernelAttention",
-    ]
+    said = "gone\nmx_driving.compat.install must come before the first import of GeometricKernelAttention\n"
+    assert python("-c", textwrap.dedent(code)).stdout == said
 
 
 def test_a_library_file_that_torch_loads(tmp_path):
@@ -358,10 +334,8 @@ def test_a_library_file_that_torch_loads(tmp_path):
         for _ in range(2):
             torch.ops.load_library(str(path))
         forward, backward = torch.ops.nvidia.MultiscaleDeformableAttnPlugin_TRT, torch.ops.nvidia.DMHA_backward
-        assert same(
-            [*torch.autograd.grad(forward(*args).sum(), learned), *backward(*args, torch.ones_like(expected), 64)],
-            2 * gradients,
-        )
+        found = torch.autograd.grad(forward(*args).sum(), learned), backward(*args, torch.ones_like(expected), 64)
+        assert all(same(each, gradients) for each in found)
         (node,) = torch.jit.trace(lambda *args, op=forward: op(*args), [a.detach() for a in args]).graph.nodes()
         assert node.kind() == "nvidia::MultiscaleDeformableAttnPlugin_TRT"  # the node that TAO's exporter reads
         with pytest.raises(OSError):
@@ -387,9 +361,8 @@ def test_an_uncompiled_part_of_a_package(unbuilt, name):
     gradients = extension.ms_deform_attn_backward(*inputs, direction_of(out), 64)
     assert len(gradients) == 3
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-    with pytest.raises(
-        NotImplementedError, match=rf"^{name}\._C\.bezier_align_forward is not compiled; .* ms_deform_attn_backward only$"
-    ):
+    sentence = rf"^{name}\._C\.bezier_align_forward is not compiled; .* ms_deform_attn_backward only$"
+    with pytest.raises(NotImplementedError, match=sentence):
         extension.bezier_align_forward()
 
 
@@ -492,10 +465,7 @@ def test_patch_beside_a_missing_extension_says_what_helps(tmp_path, monkeypatch)
     (tmp_path / "unbuilt" / "__init__.py").write_text("from . import deformable_aggregation_ext")
     monkeypatch.syspath_prepend(tmp_path)
     helps = r"; call mx_driving\.compat\.install\(\) first, which stands in for it$"
-    with (
-        pytest.raises(ValueError, match=r"got none in mmcv; .*No module named 'mmcv\._ext'" + helps),
-        mx_driving.patched("mmcv"),
-    ):
-        pass
+    with pytest.raises(ValueError, match=r"got none in mmcv; .*No module named 'mmcv\._ext'" + helps):
+        mx_driving.patch("mmcv")
     with pytest.raises(ImportError, match="deformable_aggregation_ext.*" + helps):
         mx_driving.patch("unbuilt")

@@ -38,27 +38,20 @@ CALLS = {
     "bev_pool_v2_backward": ([MAP, torch.zeros(4), torch.zeros(4, C), *_OF_POOL, LENGTHS, STARTS], (1, 2)),
     "bev_pool_forward": ([ROWS, PLACES, LENGTHS, STARTS, B, D, H, W], ()),
     "voxel_pooling_train_forward_wrapper": (
-        [B, 4, C, *GRID_SIZES, GRID, torch.rand(B, 4, C), torch.zeros(B, H, W, C), torch.zeros(B, 4, 3).int()],
-        (8, 9),
-    ),
+        [B, 4, C, *GRID_SIZES, GRID, torch.rand(B, 4, C), torch.zeros(B, H, W, C), torch.zeros(B, 4, 3).int()], (8, 9)),
     "voxel_pooling_inference_forward_wrapper": (
-        [B, 1, 4, 1, 1, C, *GRID_SIZES, GRID, torch.rand(B, 4, 1, 1), torch.rand(B, C, 1, 1), torch.zeros(B, H, W, C)],
-        (12,),
-    ),
-}
+        [B, 1, 4, 1, 1, C, *GRID_SIZES, GRID, torch.rand(B, 4, 1, 1), torch.rand(B, C, 1, 1), torch.zeros(B, H, W, C)], (12,)),
+}  # fmt: skip
 ENTRIES = {entry.name: entry for entry in FUNCTIONS if entry.module != "mmcv._ext"}
 MMCV = next(entry for entry in FUNCTIONS if (entry.module, entry.name) == ("mmcv._ext", "ms_deform_attn_backward"))
 CALLS = {name: (stand_in(ENTRIES[name]), *call) for name, call in CALLS.items()}
 CALLS |= {
     "mmcv": (stand_in(MMCV), backward(ATTENTION, _ATTENDED, 0, 3, 4), (6, 7, 8)),
-    "_C": (
-        _C.geometric_kernel_attention_forward,
-        [*cases.geometric(2, 5, 8, 3, [(4, 6)], 2), torch.zeros(2, 5, 24, dtype=torch.float64)],
-        (5,),
-    ),
+    "_C": (_C.geometric_kernel_attention_forward,
+        [*cases.geometric(2, 5, 8, 3, [(4, 6)], 2), torch.zeros(2, 5, 24, dtype=torch.float64)], (5,)),
     "_C backward": (_C.npu_deformable_aggregation_backward, backward(AGGREGATION, _AGGREGATED), ()),
     "_C pool": (_C.npu_bev_pool_v3, [*_OF_POOL, B, D, H, W], ()),
-}
+}  # fmt: skip
 WRITTEN = [(name, index) for name, (_, _, written) in CALLS.items() for index in written]
 
 

@@ -1,7 +1,5 @@
 """The layer for Hugging Face's `kernels`, without that package: tests/libraries/test_huggingface_kernels.py has it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -119,9 +119,8 @@ def test_the_step_of_an_extension_is_taken():
     assert torch.equal(older(value, PAIRS, STARTS, locations, weights=weights, im2col_step=64), expected)
     for operator in (MULTI_SCALE, GEOMETRIC):
         args, public = GOOD[operator](), getattr(mx_driving, operator)
-        forward = next(
-            stand_in(row) for row in _foreign_functions.FUNCTIONS if row.operator == operator and "step" in row.names
-        )
+        row = next(row for row in _foreign_functions.FUNCTIONS if row.operator == operator and "step" in row.names)
+        forward = stand_in(row)
         assert torch.equal(forward(**dict(zip(ATTENTION, args, strict=True)), im2col_step=64), public(*args))
     assert torch.equal(GeometricKernelAttentionFunc.apply(*args, 64), public(*args))
 
@@ -185,11 +184,8 @@ def test_places_are_called_as_functions(place):
     assert torch.equal(compiled(*GOOD[operator]()), function(*GOOD[operator]()))
 
 
-FUNCTIONS = {
-    MULTI_SCALE: MultiScaleDeformableAttnFunction,
-    AGGREGATION: AdsDeformableAggregation,
-    GEOMETRIC: GeometricKernelAttentionFunc,
-}
+CLASSES = MultiScaleDeformableAttnFunction, AdsDeformableAggregation, GeometricKernelAttentionFunc
+FUNCTIONS = dict(zip((MULTI_SCALE, AGGREGATION, GEOMETRIC), CLASSES, strict=True))
 
 
 class Derived(MultiScaleDeformableAttnFunction):

@@ -134,9 +134,8 @@ def test_a_function_that_is_not_ours_says_so_when_it_is_called(name):
     contents = compat._first._contents(name) or compat._last._contents(name)
     assert contents is not None
     for missing in ("bev_max_pool_forward", "bev_max_pool_backward"):
-        with pytest.raises(
-            NotImplementedError, match=f"^{name}.{missing} is not compiled; mx_driving.compat stands in for .* only$"
-        ):
+        sentence = f"^{name}.{missing} is not compiled; mx_driving.compat stands in for .* only$"
+        with pytest.raises(NotImplementedError, match=sentence):
             contents["__getattr__"](missing)(torch.rand(1))
 
 

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mx_driving
 
 
-@pytest.mark.parametrize("operator", cases.EVERY)
+@pytest.mark.parametrize("operator", [*cases.EVERY, cases.POOL])
 def test_opcheck_forward(operator):
     result = torch.library.opcheck(getattr(torch.ops.mx_driving, operator).default, inputs_of(operator))
     assert set(result.values()) == {"SUCCESS"}
@@ -23,14 +23,14 @@ def opcheck_backward(operator, all_wanted, **options):
     assert set(torch.library.opcheck(backward, (grad, *args, mask), **options).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("operator", [cases.GEOMETRIC, cases.MULTI_SCALE_LOGITS])
+@pytest.mark.parametrize("operator", [cases.GEOMETRIC, cases.MULTI_SCALE_LOGITS, cases.POOL])
 def test_opcheck_backward(operator):
-    """A bare operator and one with logits suffice, because all derivatives are made by one class."""
+    """A bare operator, one with logits and the pool suffice, because all derivatives are made by one class."""
     opcheck_backward(operator, True)
 
 
 @pytest.mark.parametrize("all_wanted", [False, True])
-@pytest.mark.parametrize("operator", cases.EVERY)
+@pytest.mark.parametrize("operator", [*cases.EVERY, cases.POOL])
 def test_schema_and_fake_of_backward(operator, all_wanted):
     """A masked gradient is an empty tensor."""
     opcheck_backward(operator, all_wanted, test_utils=("test_schema", "test_faketensor"))
@@ -48,18 +48,15 @@ def test_compile_fullgraph(operator, dynamic, monkeypatch):
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
     # torch gives equal sizes one symbol: a first batch of 2 would be taken for the 2 of (x, y) and cost one recompilation
     for bs, queries in ((6, 5), (8, 7), (9, 11))[: 1 + 2 * dynamic]:
-        eager, args = (leaves_of(operator, GROWING[operator](bs, queries)) for _ in range(2))
+        eager, args = (GROWING[operator](bs, queries) for _ in range(2))
+        for i in cases.DIFFERENTIABLE[operator]:
+            eager[i].requires_grad_(), args[i].requires_grad_()
         outputs = function(*eager), compiled(*args)
         assert torch.equal(*outputs)
         for output in outputs:
             output.sum().backward()
-        for i in cases.DIFFERENTIABLE[operator]:
-            assert torch.equal(args[i].grad, eager[i].grad)
+        assert all(torch.equal(args[i].grad, eager[i].grad) for i in cases.DIFFERENTIABLE[operator])
     assert counter.frame_count == 1
-
-
-def leaves_of(operator, args):
-    return [a.requires_grad_() if i in cases.DIFFERENTIABLE[operator] else a for i, a in enumerate(args)]
 
 
 @pytest.mark.parametrize("operator", [*cases.OPERATORS, cases.MULTI_SCALE_LOGITS])

@@ -14,9 +14,7 @@ from mx_driving._operator.description import OPERATORS
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("distributed")]
 
 AXES = [(operator, axis) for operator in EVERY for axis in SHARDED[operator]]
-SUMMED = [
-    (operator, axis) for operator, axis in AXES if SHARDED[operator][axis][-1] is None
-]  # the output is a sum over the axis
+SUMMED = [each for each in AXES if SHARDED[each[0]][each[1]][-1] is None]  # the output is a sum over the axis
 
 # Processes that are forked from a server with torch do not import torch again.
 METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
@@ -106,13 +104,10 @@ def test_inference_mode(found):
     assert found["inference"] == 0
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("DistributedDataParallel", "FullyShardedDataParallel"),
-        pytest.param("fully_shard", marks=pytest.mark.needs("fully_shard on a CPU")),
-    ],
-)
+FULLY_SHARD = pytest.param("fully_shard", marks=pytest.mark.needs("fully_shard on a CPU"))
+
+
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "FullyShardedDataParallel", FULLY_SHARD])
 def test_training(found, kind):
     losses = found[kind]
     assert losses["together"] == pytest.approx(losses["alone"], rel=1e-12)

@@ -50,8 +50,7 @@ def test_export_saved_loaded_and_run_elsewhere(program, tmp_path):
     torch.save([inputs_of(*size) for size in SIZES], files[1])
     python("-c", RUN, *files)
     for size, outputs in zip(SIZES, torch.load(files[2]), strict=True):
-        for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
-            assert torch.equal(got, expected)
+        assert all(torch.equal(got, expected) for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True))
 
 
 def test_exported_module_trains(program):
@@ -103,31 +102,22 @@ def test_training_under_inductor_never_recompiles(monkeypatch):
     for size in ((6, 5), (8, 7), (9, 11)):
         expected, got = trained(Three(), size), trained(compiled, size)
         assert len(expected) == 9
-        for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(got, expected)
     assert counter.frame_count == 1
 
 
-def per_sample_gradient(function):
-    return torch.vmap(torch.func.grad(lambda w: function(w).square().sum()))
-
-
-def directional_derivative(function):
-    return lambda w: torch.func.jvp(torch.vmap(function), (w,), (w.sin(),))[1]
-
-
-@pytest.mark.parametrize(
-    ("operator", "transform"),
-    [
-        (cases.MULTI_SCALE, per_sample_gradient),
-        (cases.AGGREGATION, per_sample_gradient),
-        (cases.GEOMETRIC, directional_derivative),
-    ],
-)
-def test_compiled_function_transforms(operator, transform):
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_compiled_function_transforms(operator):
+    """Gradients of each sample, or a directional derivative."""
     torch._dynamo.reset()
     args = GROWING[operator](3, 5)
-    run = transform(lambda weights: getattr(mx_driving, operator)(*args[:4], weights))
+
+    def run(weights):
+        call = lambda w: getattr(mx_driving, operator)(*args[:4], w)  # noqa: E731
+        if operator == cases.GEOMETRIC:
+            return torch.func.jvp(torch.vmap(call), (weights,), (weights.sin(),))[1]
+        return torch.vmap(torch.func.grad(lambda w: call(w).square().sum()))(weights)
+
     weights = torch.stack([args[4], 2 * args[4]])
     got = torch.compile(run, fullgraph=True, backend="aot_eager")(weights)
     assert got.abs().sum() > 0

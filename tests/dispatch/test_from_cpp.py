@@ -164,10 +164,8 @@ print(register(0).decode())
 
 
 def answer_without_torch(first="pass"):
-    done = subprocess.run(
-        [sys.executable, "-c", ASK.format(first), str(config.library_path())], capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+    command = [sys.executable, "-c", ASK.format(first), str(config.library_path())]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of Linux's libraries")
@@ -223,9 +221,7 @@ def test_the_documented_lines_run_a_decoder_in_cpp_with_the_bits_of_python(tmp_p
         # Fewer of torch's headers, and a compiler that takes memory instead of looking for garbage: a third less time.
         "CXXFLAGS": "-DAT_PER_OPERATOR_HEADERS --param ggc-min-expand=1000 --param ggc-min-heapsize=2000000",
     }
-    done = subprocess.run(
-        ["bash", "-e", "-c", documented_lines()], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["bash", "-ec", documented_lines()], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     said = ["AOTInductor: 100 boxes, the bits of Python", "traced: 100 boxes, the bits of Python"]
     assert done.stdout.splitlines()[-2:] == said

@@ -107,10 +107,9 @@ other.join()
 """
 
 
-@pytest.mark.parametrize(
-    "before",
-    ["import mx_driving; importlib.util.find_spec('torch.distributed.tensor')", WHILE_IMPORTING],
-    ids=["looked for", "meanwhile"],
-)
+LOOKED_FOR = "import mx_driving; importlib.util.find_spec('torch.distributed.tensor')"
+
+
+@pytest.mark.parametrize("before", [LOOKED_FOR, WHILE_IMPORTING], ids=["looked for", "meanwhile"])
 def test_plain_tables_beside_dtensors(before):
     python("-c", f"import importlib, importlib.util, sys, threading, torch\n{before}\n{DTENSORS}")

@@ -1,7 +1,5 @@
 """examples/detect.py on a checkpoint of one's own and on random weights: the same boxes before and after, and a picture."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys
@@ -91,23 +89,14 @@ def test_a_wrong_photo_or_place_is_refused_first(refused, detect, monkeypatch, t
     assert "the folder of --page must exist; got nowhere" in refused("--page", "nowhere/x.html")
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        None,
-        {},
-        {"config.json": "{"},
-        {"config.json": '{"model_type": "yolo"}', "preprocessor_config.json": "{}"},
-        {
-            "config.json": '{"model_type": "bert"}',
-            "preprocessor_config.json": '{"image_processor_type": "RTDetrImageProcessor"}',
-        },
-    ],
-)
-def test_a_wrong_checkpoint_is_refused(refused, tmp_path, photo, files):
-    if files is not None:
+OTHER = '{"model_type": "bert"}', '{"image_processor_type": "RTDetrImageProcessor"}'
+
+
+@pytest.mark.parametrize("texts", [None, (), ("{",), ('{"model_type": "yolo"}', "{}"), OTHER])
+def test_a_wrong_checkpoint_is_refused(refused, tmp_path, photo, texts):
+    if texts is not None:
         (tmp_path / "saved").mkdir()
-    for name, text in (files or {}).items():
+    for name, text in zip(("config.json", "preprocessor_config.json"), texts or (), strict=False):
         (tmp_path / "saved" / name).write_text(text)
     said = refused("--checkpoint", str(tmp_path / "saved"), "--photo", photo)
     assert f"--checkpoint={tmp_path / 'saved'} must be the folder of a saved detector; got" in said

@@ -1,7 +1,5 @@
 """examples/train_bev.py: geometry, resume, several processes. Tests run a few steps; docs/training.md has the results."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv

@@ -1,7 +1,5 @@
 """examples/train_digits.py: its scenes and its precision. Tests run a few steps; docs/training.md has the results."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import sys

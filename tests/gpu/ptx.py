@@ -7,8 +7,6 @@ instruction is not known. Unwritten registers hold NaN. ptxas, its contraction o
 and races in shared memory are not modelled.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import operator
@@ -357,10 +355,8 @@ class Driver:
         file = pathlib.Path(get_cache_manager(metadata.hash).get_file(f"{metadata.name}.ptx") or "")
         kernel = Kernel(file.read_text())
         self.compiled.append(file.with_suffix(".cubin"))
-        indices = {name: i for i, (name, kind) in enumerate(source.signature.items()) if kind != "constexpr"}
-        return lambda programs, *others: self.execute(
-            kernel, programs, {name: others[i - len(source.signature)] for name, i in indices.items()}, metadata.shared
-        )
+        places = {name: i - len(source.signature) for i, (name, k) in enumerate(source.signature.items()) if k != "constexpr"}
+        return lambda count, *a: self.execute(kernel, count, {name: a[i] for name, i in places.items()}, metadata.shared)
 
     def execute(self, kernel: Kernel, programs: int, arguments: dict[str, Any], shared: int) -> None:
         tensors = {name: a for name, a in arguments.items() if isinstance(a, torch.Tensor)}

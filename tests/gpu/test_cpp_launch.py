@@ -11,6 +11,7 @@ import torch
 from cases import GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from small_cases import TINY
 from torch._C import DispatchKey, DispatchKeySet
+from values import misaligned
 
 from mx_driving import _backends
 
@@ -170,15 +171,7 @@ def small(dtype=torch.float32):
     return args, cases.grad_for(MULTI_SCALE, args).to(dtype)
 
 
-def strided(t):
-    return t.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def misaligned(t):
-    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-
-
-@pytest.mark.parametrize("change", [strided, misaligned, torch.Tensor.double])
+@pytest.mark.parametrize("change", [lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), misaligned, torch.Tensor.double])
 def test_what_cpp_does_not_launch_is_served_by_python(gpu, change):
     args, grad = small()
     *with_logits, axis = cases.cast(TINY[MULTI_SCALE_LOGITS](), torch.float32)

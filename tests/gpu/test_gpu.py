@@ -1,7 +1,5 @@
 """What only a GPU can show: streams, devices, graphs, sizes beyond 65,535, no waiting. `make check-gpu` runs it."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch
@@ -10,9 +8,7 @@ from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS
 import mx_driving
 from mx_driving import reference
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="need an NVIDIA GPU: make check-gpu on a machine that has one"
-)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="need an NVIDIA GPU: make check-gpu where there is one")
 
 MAKE = {
     MULTI_SCALE: lambda q=300: cases.multi_scale(2, q, 32, 8, [(20, 30), (10, 15)], 4),
@@ -68,8 +64,7 @@ def test_in_a_cuda_graph(operator):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(output, expected)
-    for a, b in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -138,14 +133,11 @@ def test_deterministic_mode_repeats_bitwise(operator):
     args[3] = args[3][:, :1].expand_as(args[3]).contiguous()
     grad = torch.randn_like(forward(operator)(*args))
     torch.use_deterministic_algorithms(True)
-    try:
-        first, *others = (backward(operator)(grad, *args) for _ in range(5))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    first, *others = (backward(operator)(grad, *args) for _ in range(5))
+    torch.use_deterministic_algorithms(False)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-    for a, b in zip(first, backward(operator)(grad, *args), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(first, backward(operator)(grad, *args), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -1,13 +1,11 @@
 """A compiled kernel that is kept serves only calls that Triton would compile the same kernel for."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch
 from cases import OPERATORS
 from small_cases import TINY
-from values import compare
+from values import compare, misaligned
 
 from mx_driving import _backends
 
@@ -49,13 +47,6 @@ def call(request, monkeypatch):
     return run
 
 
-def replaced(call, change):
-    """The arguments of a call with each tensor changed in turn."""
-    tensors = (call.grad, *call.args)
-    for i, t in enumerate(tensors):
-        yield i, (*tensors[:i], change(t), *tensors[i + 1 :])
-
-
 def test_a_second_call_does_not_ask_triton(call, asked):
     call()
     queries = [a[:, :1] if i > 2 else a for i, a in enumerate(call.args)]  # other sizes need no other kernel
@@ -63,17 +54,14 @@ def test_a_second_call_does_not_ask_triton(call, asked):
     assert not asked
 
 
-def misaligned(t):
-    """The same numbers, an element after an address that is a multiple of 16."""
-    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-
-
 OTHER = {torch.float32: torch.bfloat16, torch.int64: torch.int32}
 
 
 @pytest.mark.parametrize("change", [misaligned, lambda t: t.to(OTHER[t.dtype])], ids=["address", "dtype"])
 def test_another_kernel_where_triton_would_make_one(call, asked, change):
-    for i, (grad, *args) in replaced(call, change):
+    tensors = (call.grad, *call.args)
+    for i, t in enumerate(tensors):
+        grad, *args = (*tensors[:i], change(t), *tensors[i + 1 :])
         asked.clear()
         call(grad, args)
         assert asked == ["_forward", "_backward"][i == 0 :]

@@ -3,8 +3,6 @@
 `python benchmarks/machine_code.py` prints every figure of their machine code.
 """
 
-from __future__ import annotations
-
 import pathlib
 import subprocess
 
@@ -25,11 +23,6 @@ pytestmark = [
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compiled() -> list[pathlib.Path]:
-    """The machine code of every kernel that this process has launched, in order."""
-    return triton.runtime.driver.active.compiled
-
-
 # Operator, inputs by (batch, queries, height, width).
 MODELS = {
     MULTI_SCALE: lambda b, q, h, w: cases.multi_scale(b, q, 32, 8, [(h, w), (w, h)] * 2, 4),
@@ -45,11 +38,12 @@ MODELS = {
 @pytest.mark.parametrize("operator", MODELS)
 def test_sizes_of_models(operator, dtype):
     """No stack and no spills; one compilation for calls that differ in batch, queries and sizes of maps."""
-    before = len(compiled())
+    compiled = triton.runtime.driver.active.compiled  # the machine code of every kernel of this process, in order
+    before = len(compiled)
     for sizes in [(2, 1, 1, 1), (1, 3, 3, 5)]:
         args = cases.cast(MODELS[operator](*sizes), dtype)
         compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
-    kernels = compiled()[before:]
+    kernels = compiled[before:]
     # with logits a further kernel of the backward makes the gradient of the softmax; a kernel makes locations and the sums of
     # the softmax of an aggregation, for both directions
     assert len(kernels) == {MULTI_SCALE_LOGITS: 3, GEOMETRIC_LOGITS: 3, AGGREGATION_LOGITS: 4}.get(operator, 2)

@@ -1,7 +1,5 @@
 """The executor of PTX refuses what a GPU would do wrongly. test_triton.py shows that it computes right."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch
@@ -10,6 +8,7 @@ triton = pytest.importorskip("triton", "3.4")  # whose drivers ptx.py stands in 
 pytestmark = pytest.mark.skipif(cases.ON_GPU, reason="PTX is executed only where there is no GPU")
 
 import triton.language as tl  # noqa: E402
+from ptx import Fault  # noqa: E402
 
 
 @triton.jit
@@ -38,14 +37,10 @@ def test_a_copy():
     ids=["reads beyond the end", "writes beyond the end", "two threads, one address"],
 )
 def test_wrong_accesses_are_refused(count, step, reason):
-    from ptx import Fault
-
     with pytest.raises(Fault, match=reason):
         _copy[(4,)](torch.zeros(100), torch.zeros(100), count, step, BLOCK=32)
 
 
 def test_a_read_of_what_was_written_is_refused():
-    from ptx import Fault
-
     with pytest.raises(Fault, match="reads what it has written"):
         _add_then_read[(1,)](torch.zeros(32), BLOCK=32)

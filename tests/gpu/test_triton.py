@@ -1,29 +1,25 @@
 """What the GPU kernels alone do, and small but hard cases: on a GPU if there is one, otherwise as PTX in ptx.py.
 
-A kernel takes 0.2 to 0.5 s to compile, and then milliseconds. operators/ has what holds for every implementation.
+A kernel takes 0.2 to 0.5 s to compile, and then milliseconds. tests/ops has what holds for every implementation.
 """
 
 import cases
 import logits_cases
 import pytest
 import torch
-from cases import (
-    AGGREGATION,
-    AGGREGATION_LOGITS,
-    GEOMETRIC,
-    GEOMETRIC_LOGITS,
-    MULTI_SCALE,
-    MULTI_SCALE_LOGITS,
-    OPERATORS,
-)
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, OPERATORS
 from small_cases import TINY
-from values import compare, skip_unless_every_kernel
+from values import compare, misaligned, skip_unless_every_kernel
 
 import mx_driving
 from mx_driving import _backends
 
 NAN = float("nan")
 pytestmark = pytest.mark.skipif(_backends.triton.why_not() is not None, reason=str(_backends.triton.why_not()))
+
+
+def on_device(args):
+    return tuple(map(cases.on_gpu, args)) if cases.ON_GPU else tuple(args)
 
 
 WICKED = [
@@ -123,8 +119,7 @@ def test_garbage_tables(operator, shapes, starts):
         return
     expected = cases.forward_of("reference", operator)(*args)
     expected_gradients = cases.gradients_of("reference", operator, grad, tuple(args))
-    for a, b in zip((found, *gradients), (expected, *expected_gradients), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((found, *gradients), (expected, *expected_gradients), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -133,28 +128,22 @@ def test_data_checks_refuse_garbage_tables(operator):
     grad = cases.grad_for(operator, tuple(args)).float()
     args[2] = args[2] + 1000
     cases.forward_of("triton", operator)(*args)
-    with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
-        cases.forward_of("triton", operator)(*args)
-    with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
-        cases.gradients_of("triton", operator, grad, tuple(args))
+    for run in (cases.forward_of("triton", operator), lambda *args: cases.gradients_of("triton", operator, grad, args)):
+        with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
+            run(*args)
 
 
-@pytest.mark.parametrize(
-    ("operator", "dtype"), [*((operator, torch.float32) for operator in cases.EVERY), (GEOMETRIC, torch.bfloat16)], ids=str
-)
-def test_deterministic_mode(operator, dtype):
+@pytest.mark.parametrize("name", [*cases.EVERY, f"{GEOMETRIC} in bfloat16"])
+def test_deterministic_mode(name):
+    operator, dtype = name.split()[0], torch.bfloat16 if name.endswith("bfloat16") else torch.float32
     if dtype != torch.float32 or operator in cases.WITH_LOGITS:
         skip_unless_every_kernel("triton")
     args = cases.cast(TINY[operator](), dtype)
     grad = cases.grad_for(operator, args).to(dtype)
     torch.use_deterministic_algorithms(True)
-    try:
-        compare("triton", operator, args, grad)
-        first, second = (cases.gradients_of("triton", operator, grad, args) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+    compare("triton", operator, args, grad)
+    first, second = (cases.gradients_of("triton", operator, grad, args) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -164,7 +153,7 @@ def test_pairs_that_no_access_of_their_size_can_read(dtype):
         skip_unless_every_kernel("triton")
     args = list(cases.cast(TINY[MULTI_SCALE_LOGITS](), dtype))
     for i in (3, 4):
-        args[i] = torch.cat([args[i].new_zeros(1), args[i].flatten()])[1:].view(args[i].shape)
+        args[i] = misaligned(args[i])
         assert args[i].is_contiguous()
     compare("triton", MULTI_SCALE_LOGITS, tuple(args), cases.grad_for(MULTI_SCALE_LOGITS, tuple(args)).to(dtype))
 
@@ -180,8 +169,7 @@ def test_logits_without_a_tensor_of_weights(monkeypatch, operator, kernels, made
     launched, run = [], launch.run
     monkeypatch.setattr(launch, "run", lambda kernel, *args, **flags: launched.append(args[1]) or run(kernel, *args, **flags))
     args = cases.cast(TINY[operator](), torch.float32)
-    move = cases.on_gpu if cases.ON_GPU else lambda a: a
-    inputs = tuple(map(move, args))
+    inputs = on_device(args)
     output = _backends.triton.kernel(operator, False)(*inputs)
     assert len(launched) == kernels
     others = {t.data_ptr() for tensors in launched for t in tensors}
@@ -192,12 +180,8 @@ def test_logits_without_a_tensor_of_weights(monkeypatch, operator, kernels, made
 @pytest.mark.parametrize("operator", FUSED)
 def test_autocast_with_logits_gives_the_bits_of_converted_inputs(operator):
     """The sums of a row of powers do not depend on the threads that have its columns, which the dtype of value changes."""
-    move = cases.on_gpu if cases.ON_GPU else lambda a: a
-    if operator == MULTI_SCALE_LOGITS:
-        args = logits_cases.multi_scale(2, 5, 32, 2, [(5, 7), (3, 2)], 4)
-    else:
-        args = logits_cases.geometric(2, 5, 32, 2, [(5, 7), (3, 2)], (2, 2))
-    narrow = tuple(map(move, cases.cast(args, torch.bfloat16)))
+    make, last = (logits_cases.multi_scale, 4) if operator == MULTI_SCALE_LOGITS else (logits_cases.geometric, (2, 2))
+    narrow = on_device(cases.cast(make(2, 5, 32, 2, [(5, 7), (3, 2)], last), torch.bfloat16))
     kernel = _backends.triton.kernel(operator, False)
     output, expected = kernel(*narrow, dtype=torch.float32), kernel(*cases.cast(narrow, torch.float32))
     assert output.any()
@@ -209,19 +193,17 @@ def test_autocast_with_logits_gives_the_bits_of_converted_inputs(operator):
 
 def test_products_of_references_are_rounded_before_the_window_is_added():
     """(i + 0.5) / 41 as float32, times 41, is i + 0.5 or nearly; rounding half to even shows whether a product was rounded."""
-    move = cases.on_gpu if cases.ON_GPU else lambda a: a
     xs = ((torch.arange(40) + 0.5).double() / 41).float()
     args = (torch.arange(41.0).view(1, 41, 1, 1), torch.tensor([[1, 41]]), torch.tensor([0]))
     args += (torch.stack([xs, torch.zeros(40)], -1).view(1, 40, 1, 2), torch.tensor([[1, 0]]), torch.zeros(1, 40, 1, 1))
-    output = _backends.triton.kernel(GEOMETRIC_LOGITS, False)(*map(move, args))
+    output = _backends.triton.kernel(GEOMETRIC_LOGITS, False)(*on_device(args))
     assert output.flatten().tolist() == (xs * 41 + 1).round().clamp(max=40).tolist()
 
 
 @pytest.mark.parametrize("operator", [*OPERATORS, AGGREGATION_LOGITS])
 def test_autocast_reads_16_bits_as_they_are(operator):
     """The output is float32, as of inputs that were converted first."""
-    move = cases.on_gpu if cases.ON_GPU else lambda a: a
-    narrow = tuple(map(move, cases.cast(TINY[operator](), torch.bfloat16)))
+    narrow = on_device(cases.cast(TINY[operator](), torch.bfloat16))
     kernel = _backends.triton.kernel(operator, False)
     output, expected = kernel(*narrow, dtype=torch.float32), kernel(*cases.cast(narrow, torch.float32))
     assert output.any()

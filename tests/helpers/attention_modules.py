@@ -1,7 +1,5 @@
 """Sampling cores and attention modules in each form in which libraries write them, in few lines."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -201,16 +199,12 @@ HUGGING_FACE = (
     "hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None, position_embeddings=None, "
     "reference_points=None, spatial_shapes=None, spatial_shapes_list=None, level_start_index=None"
 )
-MMCV = (
-    "query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None, "
-    "spatial_shapes=None, level_start_index=None, "
-)
+MMCV = "query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None, "
+MMCV += "spatial_shapes=None, level_start_index=None, "
 PAPER = "query, reference_points, input_flatten, input_spatial_shapes"
 PAPERS = PAPER + ", input_level_start_index, input_padding_mask=None"
-LIBRE = (
-    "hidden_states, encoder_hidden_states, attention_mask, reference_points, spatial_shapes, spatial_shapes_list, "
-    "position_embeddings=None"
-)
+LIBRE = "hidden_states, encoder_hidden_states, attention_mask, reference_points, spatial_shapes, spatial_shapes_list, "
+LIBRE += "position_embeddings=None"
 BIRDER = PAPER + ", input_level_start_index, src_shapes, input_padding_mask=None"
 ULTRALYTICS = "query, refer_bbox, value, value_shapes, value_mask=None"
 D_FINE = "query, reference_points, value, value_spatial_shapes"
@@ -454,9 +448,7 @@ def build(kind: type, **more: Any) -> Any:
     return module.double().eval()
 
 
-def arguments_for(
-    module: Any, references: tuple[int, ...] = (2, 2), masked: bool = True, layout: Any = lambda rows: rows
-) -> Any:
+def arguments_for(module: Any, references=(2, 2), masked=True, layout: Any = lambda rows: rows) -> Any:
     """Arguments by the names of forward's parameters: `references` are the last sides of the reference points, `layout` is that
     of value."""
     generator = torch.Generator().manual_seed(1)
@@ -476,9 +468,7 @@ def arguments_for(
     return {name: arguments[ROLE[name]] for name in inspect.signature(module.forward).parameters if name in ROLE}
 
 
-def core_arguments(
-    points=(2, 4), layout=torch.clone, shapes: object = SIZES, dtype=torch.float64, sides=(2, 7, 2, 8), sizes=SIZES
-):
+def core_arguments(points=(2, 4), layout=torch.clone, shapes=SIZES, dtype=torch.float64, sides=(2, 7, 2, 8), sizes=SIZES):
     """Arguments of a core by position. `sides` are batches, queries, heads and channels; `shapes` are given for `sizes`."""
     generator, (bs, queries, heads, channels) = torch.Generator().manual_seed(3), sides
     samples, keys = (bs, queries, heads, *points), sum(h * w for h, w in sizes)

@@ -4,8 +4,6 @@
 `gradients_of` run it, `truth_of` computes in float64, and `assert_near` compares. values.py has these steps in one function.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -29,9 +27,10 @@ GEOMETRIC_LOGITS = "geometric_kernel_attention_with_logits"
 AGGREGATION_LOGITS = "deformable_aggregation_with_logits"
 WITH_LOGITS = (MULTI_SCALE_LOGITS, AGGREGATION_LOGITS, GEOMETRIC_LOGITS)
 EVERY = OPERATORS + WITH_LOGITS
+POOL = "bev_pool_v3"  # which samples nothing
 ON_GPU = torch.cuda.is_available()  # else the PTX of the Triton kernels is executed: tests/gpu/ptx.py
 EVERY_KERNEL = ON_GPU or "triton" in os.environ.get("MX_DRIVING_TEST_BACKENDS", "").split(",")
-DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
+DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4), POOL: (0, 1)}
 DIFFERENTIABLE |= {MULTI_SCALE_LOGITS: (0, 3, 4, 5), AGGREGATION_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 5)}
 WEIGHTS = dict.fromkeys(OPERATORS, 4) | dict.fromkeys(WITH_LOGITS, 5)  # the index of weights or logits
 
@@ -63,9 +62,10 @@ def _locations(generator: torch.Generator, shapes: Tensor, lead: tuple[int, ...]
     return (pixels + 0.5) / size
 
 
-def multi_scale(
-    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], points: int, seed: int = 0, margin=0.15
-) -> tuple[Tensor, ...]:
+Sizes = list[tuple[int, int]]
+
+
+def multi_scale(bs, queries, channels, heads, sizes: Sizes, points, seed=0, margin=0.15) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     shapes, starts = levels_of(*sizes)
     value = torch.randn(bs, int(shapes.prod(-1).sum()), heads, channels, dtype=torch.float64, generator=generator)
@@ -74,17 +74,13 @@ def multi_scale(
     return value, shapes, starts, locations, weights
 
 
-def geometric(
-    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], points: int, seed: int = 0, integral=True
-) -> tuple[Tensor, ...]:
+def geometric(bs, queries, channels, heads, sizes: Sizes, points, seed=0, integral=True) -> tuple[Tensor, ...]:
     value, shapes, starts, locations, weights = multi_scale(bs, queries, channels, heads, sizes, points, seed, margin=0.3)
     pixels = locations * shapes.flip(-1).double()[:, None]
     return value, shapes, starts, pixels.floor().long() if integral else pixels, weights
 
 
-def aggregation(
-    bs: int, anchors: int, points: int, channels: int, groups: int, sizes: list[list[tuple[int, int]]], seed: int = 0
-) -> tuple[Tensor, ...]:
+def aggregation(bs, anchors, points, channels, groups, sizes: list[Sizes], seed=0) -> tuple[Tensor, ...]:
     """Maps have sizes[cam][scale]. A point is inside some images, outside others, and off the lattice of every scale."""
     generator = torch.Generator().manual_seed(seed)
     cams, scales = len(sizes), len(sizes[0])
@@ -100,6 +96,16 @@ def aggregation(
             uniform[:, :, :, cam] = torch.where(near, torch.full_like(size, 1.7), uniform[:, :, :, cam])
     weight = torch.rand(bs, anchors, points, cams, scales, groups, dtype=torch.float64, generator=generator)
     return features, shapes, starts, uniform, weight
+
+
+def pooling(n, channels, sizes=(2, 1, 5, 7), rows=9, depths=40, seed=0, order="any", index=torch.int32) -> tuple[Any, ...]:
+    """Return inputs of torch.ops.mx_driving.bev_pool_v3: n points in cells of `sizes` (B, D, H, W)."""
+    random = torch.Generator().manual_seed(seed)
+    ranks = [torch.randint(max(1, count), (n,), generator=random, dtype=index) for count in (rows, depths, int(np.prod(sizes)))]
+    if order == "sorted":
+        ranks[2] = ranks[2].sort().values
+    feat = torch.randn(rows, channels, dtype=torch.float64, generator=random)
+    return feat, torch.rand(depths, dtype=torch.float64, generator=random), *ranks, *sizes
 
 
 def _edge_locations(args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
@@ -246,12 +252,11 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
 def forward_of(implementation: str, operator: str) -> Callable[..., Tensor]:
     if implementation == "triton":
         return _triton_kernel(operator, False)
-    return getattr(reference if implementation == "reference" else mx_driving, operator)
+    ours = torch.ops.mx_driving if operator == POOL else mx_driving  # the public function has the vendor's parameters
+    return getattr(reference if implementation == "reference" else ours, operator)
 
 
-def gradients_of(
-    implementation: str, operator: str, grad: Tensor, args: tuple[Tensor, ...], mask: list[bool] | None = None
-) -> tuple[Tensor, ...]:
+def gradients_of(implementation, operator, grad: Tensor, args, mask: list[bool] | None = None) -> tuple[Tensor, ...]:
     mask = mask or [True] * len(DIFFERENTIABLE[operator])
     if implementation == "triton":
         return _triton_kernel(operator, True)(grad, *args, mask)
@@ -268,10 +273,12 @@ def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     return tuple(a.to(dtype) if is_floating(a) else a for a in args)
 
 
-def grad_for(operator: str, args: tuple[Tensor, ...], seed: int = 1) -> Tensor:
-    last = args[0].shape[2] if args[0].dim() == 3 else args[0].shape[2] * args[0].shape[3]
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(args[0].shape[0], args[3].shape[1], last, dtype=torch.float64, generator=generator)
+def grad_for(operator: str, args: tuple[Any, ...], seed: int = 1) -> Tensor:
+    if operator == POOL:
+        shape = args[5], args[0].shape[1], *args[6:]
+    else:
+        shape = args[0].shape[0], args[3].shape[1], args[0].shape[2:].numel()
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def truth_of(operator: str, args: tuple[Tensor, ...], grad: Tensor) -> truth.Truth:

@@ -1,7 +1,5 @@
 """A small detector that somebody has saved, with random weights, for programs that read a checkpoint and a photograph."""
 
-from __future__ import annotations
-
 import pathlib
 
 import torch
@@ -13,10 +11,8 @@ STAGES = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [8, 16
 
 def small_deformable_detr() -> transformers.DeformableDetrForObjectDetection:
     backbone = transformers.ResNetConfig(embedding_size=8, layer_type="basic", **STAGES)
-    layers = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 64}
-    config = transformers.DeformableDetrConfig(
-        backbone_config=backbone, use_timm_backbone=False, num_queries=30, num_labels=3, **layers
-    )
+    layers = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 64, "num_queries": 30, "num_labels": 3}
+    config = transformers.DeformableDetrConfig(backbone_config=backbone, use_timm_backbone=False, **layers)
     return transformers.DeformableDetrForObjectDetection(config)
 
 

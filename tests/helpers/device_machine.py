@@ -1,7 +1,5 @@
 """A folder like a device's machine: a program, stand-ins for the packages that serve its calls there, and record.py alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib
@@ -49,9 +47,8 @@ class MultiScaleDeformableAttnFunction(Function):
         return value, None, None, locations, weights
 
 def multi_scale_deformable_attn(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights):
-    return MultiScaleDeformableAttnFunction.apply(
-        value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
-    )
+    tables = value_spatial_shapes, value_level_start_index
+    return MultiScaleDeformableAttnFunction.apply(value, *tables, sampling_locations, attention_weights)
 """
 MMCV = """
 from .kernels import sample, sample_backward
@@ -114,14 +111,10 @@ def device_machine(folder: pathlib.Path) -> pathlib.Path:
 
 def run(folder: pathlib.Path, *args: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
     """Run Python in the folder, without the finder of our editable installation."""
-    command = (
-        "import runpy, sys; sys.meta_path = [f for f in sys.meta_path if not type(f).__module__.startswith('_editable')]; "
-    )
+    command = "import runpy, sys; sys.meta_path = [f for f in sys.meta_path if '_editable' not in type(f).__module__]; "
     command += "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')"
-    return subprocess.run(
-        [sys.executable, "-c", command, *args],
-        cwd=folder, capture_output=True, text=True, check=check, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
+    options = {"capture_output": True, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1", **environment}}
+    return subprocess.run([sys.executable, "-c", command, *args], cwd=folder, check=check, **options)
 
 
 def read_calls(folder: pathlib.Path) -> dict[str, tuple[dict, dict[str, torch.Tensor]]]:

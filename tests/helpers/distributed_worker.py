@@ -1,7 +1,5 @@
 """The program of each process of test_distributed.py. The first process writes the results."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 
@@ -37,22 +35,21 @@ def louder(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return 4 * args[0], *args[1:]
 
 
-INPUTS = {
-    MULTI_SCALE: lambda: cases.multi_scale(4, 8, 3, 4, LEVELS, 4),
-    AGGREGATION: lambda: cases.aggregation(4, 8, 4, 8, 4, [[(3, 4)]] * 4),
-    GEOMETRIC: lambda: cases.geometric(4, 8, 3, 4, LEVELS, 4),
-    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(4, 8, 3, 4, LEVELS, 4),
-    AGGREGATION_LOGITS: lambda: louder(logits_cases.aggregation(4, 8, 4, 8, 4, [[(3, 4)]] * 4)),
-    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(4, 8, 3, 4, LEVELS, (2, 2)),
-}
-UNEVEN = {
-    MULTI_SCALE: lambda: cases.multi_scale(5, 7, 2, 3, LEVELS, 3),
-    AGGREGATION: lambda: cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
-    GEOMETRIC: lambda: cases.geometric(5, 7, 2, 3, LEVELS, 3),
-    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(5, 7, 2, 3, LEVELS, 3, box=True),
-    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
-    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(5, 7, 2, 3, LEVELS, (3, 1)),
-}
+def inputs_of(bs: int, queries: int, channels: int, blocks: int, cams: int, window: tuple[int, int], box: bool = False):
+    """Return functions that make the inputs of each operator. There are as many points as heads or groups."""
+    of_heads = bs, queries, channels, blocks, LEVELS
+    of_groups = bs, queries, blocks, 2 * blocks, blocks, [[(3, 4)]] * cams
+    return {
+        MULTI_SCALE: lambda: cases.multi_scale(*of_heads, blocks),
+        AGGREGATION: lambda: cases.aggregation(*of_groups),
+        GEOMETRIC: lambda: cases.geometric(*of_heads, blocks),
+        MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(*of_heads, blocks, box=box),
+        AGGREGATION_LOGITS: lambda: louder(logits_cases.aggregation(*of_groups)),
+        GEOMETRIC_LOGITS: lambda: logits_cases.geometric(*of_heads, window),
+    }
+
+
+INPUTS, UNEVEN = inputs_of(4, 8, 3, 4, 4, (2, 2)), inputs_of(5, 7, 2, 3, 2, (3, 1), box=True)
 
 
 def placed(tensor: torch.Tensor, mesh: Any, dims: tuple[int | None, ...]) -> DTensor:
@@ -111,10 +108,7 @@ class TwoLayers(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (
-            attention_modules.build(attention_modules.Paper),
-            attention_modules.build(attention_modules.Paper),
-        )
+        self.first, self.second = (attention_modules.build(attention_modules.Paper) for _ in range(2))
 
     def forward(self, rank, parts):
         query, *rest = attention_modules.arguments_for(self.first).values()

@@ -6,8 +6,6 @@ A line for each name that a caller can use: its place, kind, and parameters with
 holds what the last release had; tests/package/test_interface.py wants each change in CHANGELOG.md.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 

@@ -1,7 +1,5 @@
 """Inputs of the operators with logits, by name. cases.py has the inputs of bare operators, and the functions that use them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -32,9 +30,7 @@ def multi_scale(
     return value, shapes, starts, torch.cat([centre, sides], -1), offsets, logits, axis
 
 
-def geometric(
-    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], window: tuple[int, int], seed: int = 0
-) -> tuple[Any, ...]:
+def geometric(bs, queries, channels, heads, sizes: list[tuple[int, int]], window: tuple[int, int], seed=0) -> tuple[Any, ...]:
     """References 1 / 128 pixel or more away from where rounding jumps; a window of (height, width) pixels."""
     generator = torch.Generator().manual_seed(seed)
     shapes, starts = levels_of(*sizes)

@@ -17,12 +17,8 @@ OWNERS = (torch, *(operator.attrgetter(name)(torch) for name in NAMES.split()))
 
 def state():
     owned = [dict(vars(owner)) for owner in OWNERS]
-    registered = (
-        list(sys.meta_path),
-        list(torch.serialization._package_registry),
-        dict(torch.jit._builtins._get_builtin_table()),
-    )
-    return owned, registered
+    lists = list(sys.meta_path), list(torch.serialization._package_registry)
+    return owned, (*lists, dict(torch.jit._builtins._get_builtin_table()))
 
 
 def ours():

@@ -1,7 +1,5 @@
 """Programs for an Ascend device, which tests/vendor/test_npu.py runs in other processes with the stand-in for torch_npu."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """Our nodes for onnxruntime in graphs of one node, and random inputs for them."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

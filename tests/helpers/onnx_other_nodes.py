@@ -1,7 +1,5 @@
 """ONNX files with nodes that other libraries write for the operators. onnx_stand_ins.py runs them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

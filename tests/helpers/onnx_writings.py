@@ -1,7 +1,5 @@
 """Deformable attention as other libraries write it in PyTorch, and the ONNX files exported from it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import pathlib
@@ -256,9 +254,8 @@ def _export(module, path, exporter, opset, arguments):
         return torch.onnx.export(module, arguments, path, input_names=names, **old)
     if sentence := _needs.lacks("An ONNX file of opset 20"):
         pytest.skip(sentence)
-    more = (
-        {"dynamic_shapes": tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)} if is_free else {}
-    )
+    sizes = tuple({axis: torch.export.Dim(n) for axis, n in free[name].items()} for name in names)
+    more = {"dynamic_shapes": sizes} if is_free else {}
     forms = {"our nodes": "onnxruntime", "our samples": "grid_sample"}
     if form := next((form for words, form in forms.items() if words in exporter), None):
         more["custom_translation_table"] = mx_driving.onnx.translations(form)

@@ -1,7 +1,5 @@
 """`pytest --record=FILE tests`: how many tests of each file passed, failed and were skipped, and where, for docs/support.md."""
 
-from __future__ import annotations
-
 import collections
 import csv
 import datetime
@@ -50,11 +48,8 @@ def read(path: pathlib.Path) -> list[dict[str, str]]:
 def write(path: pathlib.Path, place: dict[str, str], by_file: dict[str, collections.Counter[str]]) -> None:
     """Replace the rows of the same run and test file, drop the rows of test files that are gone, and keep all others."""
     tests = {file.name for file in TESTS.rglob("test_*.py")}
-    rows = [
-        row
-        for row in read(path)
-        if row["file"] in tests and (row["file"] not in by_file or any(row[column] != place[column] for column in RUN))
-    ]
+    rows = [row for row in read(path) if row["file"] in tests]
+    rows = [row for row in rows if row["file"] not in by_file or any(row[column] != place[column] for column in RUN)]
     date = datetime.date.today().isoformat()
     for name, outcomes in by_file.items():
         numbers = {outcome: str(outcomes[outcome]) for outcome in ("passed", "failed", "skipped")}

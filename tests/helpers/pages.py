@@ -1,7 +1,5 @@
 """Make looks for pages, and parse pages."""
 
-from __future__ import annotations
-
 import base64
 import html.parser
 import json

@@ -4,8 +4,6 @@ To import torch takes a second and a half, in every program. A program that is a
 loaded or about the interpreter's own options needs a process of its own: subprocess.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib.util

@@ -4,8 +4,6 @@ the attentions as libraries write them.
 Each takes a module's state_dict and the inputs of its forward. Nothing of mx_driving is used.
 """
 
-from __future__ import annotations
-
 import math
 
 import attention_modules
@@ -21,10 +19,8 @@ def _linear(state: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 def _maps(rows: Tensor, shapes: Tensor, starts: Tensor) -> list[Tensor]:
     """The rows [n, c] as maps [c, H, W]."""
-    return [
-        rows[s : s + h * w].T.reshape(-1, h, w)
-        for (h, w), s in zip(shapes.view(-1, 2).tolist(), starts.flatten().tolist(), strict=True)
-    ]
+    levels = zip(shapes.view(-1, 2).tolist(), starts.flatten().tolist(), strict=True)
+    return [rows[s : s + h * w].T.reshape(-1, h, w) for (h, w), s in levels]
 
 
 def _sample(plane: Tensor, points: Tensor) -> Tensor:

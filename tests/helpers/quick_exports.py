@@ -1,7 +1,5 @@
 """Import this to make exports to ONNX faster: a small export takes three fifths of the time."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -19,12 +19,13 @@ def replay(*args):
 
 def call(operator, dtype=torch.float32):
     """Return the inputs and grad_output of a call in a dtype."""
+    maps = [(14, 26), (8, 13)]
     inputs = {
-        cases.MULTI_SCALE: lambda: cases.multi_scale(2, 30, 8, 3, [(14, 26), (8, 13)], 3),
-        cases.AGGREGATION: lambda: cases.aggregation(2, 30, 3, 8, 2, [[(14, 26), (8, 13)], [(15, 24), (3, 12)]]),
-        cases.GEOMETRIC: lambda: cases.geometric(2, 30, 8, 3, [(14, 26), (8, 13)], 3, integral=False),
-    }[operator]()
-    inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
+        M: lambda: cases.multi_scale(2, 30, 8, 3, maps, 3),
+        A: lambda: cases.aggregation(2, 30, 3, 8, 2, [maps, [(15, 24), (3, 12)]]),
+        G: lambda: cases.geometric(2, 30, 8, 3, maps, 3, integral=False),
+    }[operator]
+    inputs = cases.cast(inputs(), dtype)
     return inputs, cases.grad_for(operator, inputs).to(dtype)
 
 
@@ -37,16 +38,9 @@ def computed(operator, inputs, grad):
 
 def save(folder, operator, inputs, grad, results, name="call-000000", form=record.FORMAT, **more):
     folder.mkdir(parents=True, exist_ok=True)
-    about = {
-        "function": "device.function",
-        "operator": operator,
-        "index": 0,
-        "device": "npu:0",
-        "caller": "/a/train.py:7",
-        **more,
-    }
+    about = {"function": "device.function", "operator": operator, "index": 0, "device": "npu:0", "caller": "/a/train.py:7"}
     tensors = {**dict(zip(NAMES, inputs, strict=True)), "output": results["output"]}
     gradients = {"grad_output": grad, **{key: t for key, t in results.items() if key != "output"}}
-    metadata = {"format": str(form), "call": json.dumps(about)}
+    metadata = {"format": str(form), "call": json.dumps(about | more)}
     for ending, some in (("", tensors), ("-gradients", gradients)):
         torch.save({"metadata": metadata, "tensors": some}, folder / f"{name}{ending}.pt")

@@ -5,8 +5,6 @@ Modules have sentences of their own: tests/nn/test_nn_errors.py. So have CANN's 
 and limits: tests/native/test_aclnn_refusals.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,13 +1,11 @@
 """Small inputs of each operator: a dictionary for each use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases
 import logits_cases
 import torch
-from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, POOL
 
 import mx_driving
 from mx_driving._operator.description import OPERATORS
@@ -41,6 +39,7 @@ TINY = GOOD | {
     MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 4, 8, 2, [(3, 4), (2, 2)], 2),
     AGGREGATION_LOGITS: lambda: logits_cases.aggregation(2, 2, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
     GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 4, 8, 2, [(3, 4), (2, 2)], (1, 2)),
+    POOL: lambda: cases.pooling(90, 8),
 }
 
 
@@ -58,6 +57,7 @@ SMALL = {
     MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
     AGGREGATION_LOGITS: lambda: logits_cases.aggregation(2, 2, 3, 4, 2, [[(3, 4), (1, 1)], [(2, 2), (1, 3)]]),
     GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 2, 3, 2, [(3, 4), (2, 1)], (1, 2)),
+    POOL: lambda: cases.pooling(30, 3, (1, 2, 2, 3)),
 }
 
 

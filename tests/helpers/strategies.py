@@ -3,8 +3,6 @@
 FUZZ_EXAMPLES=1000 tries so many of each, and the same each time. FUZZ_RANDOM=1 tries others each time.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random
@@ -23,19 +21,9 @@ Model, Dice = onnx.ModelProto, random.Random
 
 def fuzz(few: int) -> settings:
     """Return settings for FUZZ_EXAMPLES examples, or for `few`: the same in each run unless FUZZ_RANDOM is 1."""
-    slow = [
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.large_base_example,
-    ]
-    return settings(
-        max_examples=int(os.environ.get("FUZZ_EXAMPLES") or few),
-        derandomize=os.environ.get("FUZZ_RANDOM") != "1",
-        deadline=None,
-        database=None,
-        suppress_health_check=slow,
-    )
+    slow = [getattr(HealthCheck, c) for c in ["too_slow", "data_too_large", "function_scoped_fixture", "large_base_example"]]
+    count, is_same = int(os.environ.get("FUZZ_EXAMPLES") or few), os.environ.get("FUZZ_RANDOM") != "1"
+    return settings(max_examples=count, derandomize=is_same, deadline=None, database=None, suppress_health_check=slow)
 
 
 SEEDS = st.integers(0, 2**32)
@@ -193,10 +181,8 @@ def insert(model: Model, dice: Dice) -> None:
         numbers = [np.array([n]) for n in (starts, ends, dice.choice([0, 1, 2, -1, -2]), dice.choice([1, 1, 1, 1, 2, -1]))]
     if kind in ("Mul", "Add", "Min", "Max"):
         numbers = [np.array(dice.choice(FLOATS), np.float32)]
-    nodes = [
-        helper.make_node("Constant", [], [f"{new}/{i}"], value=numpy_helper.from_array(number))
-        for i, number in enumerate(numbers)
-    ]
+    values = enumerate(map(numpy_helper.from_array, numbers))
+    nodes = [helper.make_node("Constant", [], [f"{new}/{i}"], value=value) for i, value in values]
     inputs = [] if kind in KINDS or kind in ("Where", "Cast") else [node.output[0] for node in nodes]
     nodes.append(helper.make_node(kind, [name, *inputs], [new], **({"to": dice.choice(TYPES)} if kind == "Cast" else {})))
     index = next((i + 1 for i, node in enumerate(model.graph.node) if name in node.output), 0)

@@ -4,8 +4,6 @@ Each function returns the output and the gradients, and a scale for each: the sa
 Rounding errors are measured in scales.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -192,12 +190,10 @@ def geometric_kernel_attention_with_logits(value, shapes, starts, reference, win
     return Truth([out, gv, of_logits.reshape(logits.shape)], [*scales[:2], logits_scale.reshape(logits.shape)])
 
 
-def deformable_aggregation_with_logits(
-    features, shapes, starts, points, projection, logits, image_size, pair_scale, grad
-) -> Truth:
+def deformable_aggregation_with_logits(features, shapes, starts, points, projection, logits, size, pair_scale, grad) -> Truth:
     bs, anchors, cams, maps, count, groups = logits.shape
     whole = np.concatenate([points, np.ones((*points.shape[:3], 1))], -1)
-    size = np.ones((bs, cams, 2)) if image_size is None else image_size
+    size = np.ones((bs, cams, 2)) if size is None else size
     scale = np.ones((bs, anchors, cams, count)) if pair_scale is None else pair_scale
     turned = np.einsum("bcij,bapj->bapci", projection[:, :, :3], whole)
     depth = np.maximum(turned[..., 2], 1e-5)

@@ -1,8 +1,6 @@
 """Comparison of results with truth, and marks that try a test on all implementations."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cases
@@ -12,15 +10,8 @@ import torch
 from small_cases import TINY
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-MIXED = [
-    (torch.float16, torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32, torch.bfloat16),
-    (torch.float32, torch.float64, torch.float32),
-    (torch.bfloat16, torch.float32, torch.float64),
-    (torch.float32, torch.float16, torch.float64),
-    (torch.float64, torch.float32, torch.float16),
-]
-
+F32, F64, F16, B16 = DTYPES
+MIXED = [(F16, F32, F32), (B16, F32, B16), (F32, F64, F32), (B16, F32, F64), (F32, F16, F64), (F64, F32, F16)]
 NATIVE = [name for name in cases.wanted_implementations() if name.startswith("native")]
 natively = pytest.mark.parametrize("implementation", NATIVE, indirect=True)
 # For tests whose inputs are small, or come from `first`.
@@ -35,9 +26,14 @@ def everywhere_each(operators: Sequence[str]) -> Any:
 
 def first(operator: str, implementation: str = "native", dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     """Return the inputs of an operator's first case, or small inputs for the executed PTX."""
-    if implementation == "triton" and not cases.ON_GPU:
+    if (implementation == "triton" and not cases.ON_GPU) or operator == cases.POOL:
         return cases.cast(TINY[operator](), dtype)
     return cases.cast(next(c for c in (*cases.CASES, *logits_cases.CASES) if c.operator == operator).make(), dtype)
+
+
+def misaligned(t: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers, an element after an address that is a multiple of 16."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 
 
 def assert_same_sums(implementation: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -46,17 +42,13 @@ def assert_same_sums(implementation: str, found: torch.Tensor, expected: torch.T
     torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
-def run(
-    implementation: str, operator: str, args: Sequence[Any], grad: torch.Tensor, mask: list[bool] | None = None
-) -> list[torch.Tensor]:
+def run(implementation, operator, args: Sequence[Any], grad, mask: list[bool] | None = None) -> list[torch.Tensor]:
     """Return the output and the gradients."""
     args = tuple(args)
     return [cases.forward_of(implementation, operator)(*args), *cases.gradients_of(implementation, operator, grad, args, mask)]
 
 
-def covering(
-    name: str, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of: Callable[[Any], str] = str, start: Any = ""
-) -> Any:
+def covering(name, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of=str, start: str | tuple[str, ...] = "") -> Any:
     """Mark a test of (implementation, item, dtype). The best native implementation and a GPU try each item with each dtype. The
     other implementations try an item with one dtype, in turn. test_plan.py and `make compare` compare instruction sets with
     each other. The names of implementations begin with `start`."""

@@ -3,8 +3,6 @@
 python tests/helpers/wrong_runtime.py FAULT model.onnx inputs.npz outputs.npz
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +35,8 @@ def before_each(model: Model, make: Callable[[Any, str, str], Any]) -> None:
         grid, new = node.input[1], f"changed_grid{number}"
         kind, array, attributes = make(node, grid, new)
         model.graph.initializer.append(numpy_helper.from_array(array, f"{new}/by"))
-        model.graph.node.insert(
-            list(model.graph.node).index(node), helper.make_node(kind, [grid, f"{new}/by"], [new], **attributes)
-        )
+        changed = helper.make_node(kind, [grid, f"{new}/by"], [new], **attributes)
+        model.graph.node.insert(list(model.graph.node).index(node), changed)
         node.input[1] = new
 
 
@@ -48,10 +45,8 @@ def swap_axes(model: Model) -> None:
 
 
 def shift_by_half_a_pixel(model: Model) -> None:
-    shapes = {
-        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim]
-        for v in shape_inference.infer_shapes(model).graph.value_info
-    }
+    known = shape_inference.infer_shapes(model).graph.value_info
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in known}
 
     def shift(node: Any, grid: str, new: str) -> Any:
         height, width = shapes[node.input[0]][2:]

@@ -1,7 +1,5 @@
 """`--record FILE` writes what each test gave, a row for each: library, version, what was tried, outcome, and a sentence."""
 
-from __future__ import annotations
-
 import csv
 import importlib.metadata
 import pathlib
@@ -59,13 +57,10 @@ def _version(distribution: str) -> str:
 
 def commit() -> str:
     """Return the commit a record is made at, "changed" where the package or its tests differ; nothing where there is no git."""
+    commands = ["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "../../src", "../../native", ".."]
     try:
-        name, changes = (
-            subprocess.run(
-                ["git", *words], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "../../src", "../../native", ".."])
-        )
+        here = pathlib.Path(__file__).parent
+        name, changes = (subprocess.check_output(words, cwd=here, text=True).strip() for words in commands)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f", commit {name}{' changed' if changes else ''}"

@@ -1,7 +1,5 @@
 """The real package `kernels`, and transformers of a version that takes it: `kernelize` puts our layer into models."""
 
-from __future__ import annotations
-
 import copy
 
 import kernels
@@ -74,7 +72,6 @@ def test_a_written_repository(library, model, tmp_path):
     assert repository.load() is mx_driving.kernels.MultiScaleDeformableAttention
     found = subject()
     with kernels.use_kernel_mapping({LAYER: {"cpu": repository}}):
-        kernels.kernelize(
-            found.model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu", use_fallback=STRICT
-        )
+        mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+        kernels.kernelize(found.model, mode=mode, device="cpu", use_fallback=STRICT)
     assert looks_of(found) == len(layers_of(found.model)) > 0

@@ -3,8 +3,6 @@
 A library that is missing fails, and so does one whose form changed: its sentence says which thing was left alone, and why.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import warnings
 
@@ -22,13 +20,8 @@ EXPECTED = {
     "ultralytics": {"multi_scale_deformable_attn_pytorch", "MSDeformAttn"},
 }
 # one model of each kind of encoder and decoder: the others differ in the number and width of layers
-MODELS = (
-    ("groundingdino-py", "GroundingDINO_SwinT_OGC"),
-    ("rfdetr", "Nano"),
-    ("rfdetr", "Base"),
-    ("ultralytics", "rtdetr-resnet50"),
-    ("ultralytics", "rtdetr-l"),
-)
+MODELS = [("groundingdino-py", "GroundingDINO_SwinT_OGC"), ("rfdetr", "Nano"), ("rfdetr", "Base")]
+MODELS += [("ultralytics", "rtdetr-resnet50"), ("ultralytics", "rtdetr-l")]
 BY_DISTRIBUTION = {library.distribution: library for library in libraries.LIBRARIES.values()}
 
 
@@ -57,15 +50,11 @@ def test_patch_by_name(library):
 def test_a_patched_model_gives_its_own_numbers(library, model):
     """Outputs and the gradients of all parameters in float64, and every layer calls an operator."""
     subject = libraries.in_float64(installed(library).models()[model](320, 320))
-    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    try:
-        layers = [part for part in subject.model.modules() if hasattr(part, "sampling_offsets")]
-        with mx_driving.patched(subject.model) as done, mx_driving.viz.recording() as looks:
-            subject.forward()
-        outputs, gradients = models.compare(subject)
-    finally:
-        torch.set_default_dtype(default)
+    layers = [part for part in subject.model.modules() if hasattr(part, "sampling_offsets")]
+    with mx_driving.patched(subject.model) as done, mx_driving.viz.recording() as looks:
+        subject.forward()
+    outputs, gradients = models.compare(subject)
     assert EXPECTED[library] <= {name.rpartition(".")[2] for name in done.replaced}
     assert len(looks) >= len(layers) > 0
     assert outputs < 1e-9, f"outputs of {model} must be its own; they differ by {outputs:.1e}"

@@ -1,7 +1,5 @@
 """LibreYOLO's slot of kernels, with its package: attention modules call our operator, and give their own numbers."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from typing import Any
@@ -21,9 +19,8 @@ DTYPES = (torch.float64, torch.bfloat16)
 
 def tried(*what: str):
     """All attention modules that consult the slot, and words for the record."""
-    return pytest.mark.parametrize(
-        ("library", "model", "how"), [("libreyolo", f"{model}, slot, {words}", how) for words in what for model, how in MODULES]
-    )
+    rows = [("libreyolo", f"{model}, slot, {words}", how) for words in what for model, how in MODULES]
+    return pytest.mark.parametrize(("library", "model", "how"), rows)
 
 
 @pytest.fixture(autouse=True)

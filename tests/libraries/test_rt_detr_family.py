@@ -4,8 +4,6 @@ Whole models of these libraries want their training frameworks. Their attention 
 what its packages import beside it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

@@ -1,7 +1,5 @@
 """A pytest plugin for transformers' own tests: the same random numbers each time, and the patch. `make test-transformers`."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

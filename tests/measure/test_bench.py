@@ -1,9 +1,6 @@
 """`mx-driving bench` and benchmarks/bench.py: workloads make sense, rivals compute the same, wrong kernels are not timed."""
 
-from __future__ import annotations
-
 import csv
-import pathlib
 import statistics
 
 import bench
@@ -55,10 +52,10 @@ def test_rivals_compute_the_same(name):
     assert len(make_ours(workload, args)) == (2 if workload.description.bare else 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "float32") for name in (*LOGITS[1:], *LIFTED)), (LOGITS[0], "bfloat16"), (LIFTED[0], "bfloat16")],
-)
+IN_EACH_DTYPE = [*((name, "float32") for name in (*LOGITS[1:], *LIFTED)), (LOGITS[0], "bfloat16"), (LIFTED[0], "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), IN_EACH_DTYPE)
 def test_errors(name, dtype):
     """The output and every gradient have allowed errors."""
     workload = named(name)
@@ -78,31 +75,25 @@ def test_the_reference_may_do_some_queries_at_a_time(name, monkeypatch):
     whole = accuracy._compute_in_float64(workload, args, grad)
     monkeypatch.setattr(accuracy, "CHUNK", 12)
     monkeypatch.setattr(accuracy, "CHANNELS", 12)
-    for got, expected in zip(accuracy._compute_in_float64(workload, args, grad), whole, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
-def rows_of_the_command(out: pathlib.Path):
-    """Return the rows of `mx-driving bench`: our operator and plain torch."""
-    result = CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.05", "--csv", str(out)])
-    assert result.exit_code == 0, result.output
-    return list(csv.DictReader(out.open()))
+    torch.testing.assert_close(accuracy._compute_in_float64(workload, args, grad), whole, rtol=1e-12, atol=1e-12)
 
 
 @needs_the_floor
 @pytest.mark.filterwarnings("error:constrained_layout")  # no room for the bars of one workload
 def test_rows_csv_and_bars(tmp_path, monkeypatch):
+    """`mx-driving bench` has our operator and plain torch; benchmarks/bench.py also has what only reads the rows."""
     monkeypatch.setenv("COLUMNS", "200")
-    out, bars = tmp_path / "rows.csv", tmp_path / "rows.png"
-    options = ["--workload", SMALL, "--seconds", "0.05", "--csv", str(out), "--plot", str(bars)]
-    result = CliRunner().invoke(bench.app, options)
-    assert result.exit_code == 0, result.output
-    rows = list(csv.DictReader(out.open()))
-    public = {
-        *((d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")),
-        ("backward", "mx_driving"),
-    }
-    assert {(r["direction"], r["implementation"]) for r in rows_of_the_command(tmp_path / "plain.csv")} == public
+    bars, found = tmp_path / "rows.png", []
+    for program, more in ((app, []), (bench.app, ["--plot", str(bars)])):
+        out = tmp_path / f"{len(found)}.csv"
+        command = ["bench"] * (program is app)
+        result = CliRunner().invoke(program, [*command, "--workload", SMALL, "--seconds", "0.05", "--csv", str(out), *more])
+        assert result.exit_code == 0, result.output
+        found.append(list(csv.DictReader(out.open())))
+    plain, rows = found
+    public = {(d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")}
+    public.add(("backward", "mx_driving"))
+    assert {(r["direction"], r["implementation"]) for r in plain} == public
     floors = {(d, i) for d in ("forward", "backward") for i in ("gather loop", "gather loop, head-major")}
     assert {(r["direction"], r["implementation"]) for r in rows} == public | floors
     assert all(float(r["milliseconds"]) > 0 and int(r["rounds"]) >= 3 for r in rows)

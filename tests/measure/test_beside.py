@@ -3,8 +3,6 @@
 As with pip, an installation overwrites files, and an uninstallation removes the files in its record.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib.machinery
@@ -30,19 +28,14 @@ SHARED = [
     "mx_driving/ops/npu_deformable_aggregation.py",
     "mx_driving/patcher/__init__.py",
 ]
-THEIRS = dict.fromkeys(SHARED, b"'of the vendor'\n") | {
-    "mx_driving/_C" + importlib.machinery.EXTENSION_SUFFIXES[0]: b"not a library"
-}
+COMPILED = "mx_driving/_C" + importlib.machinery.EXTENSION_SUFFIXES[0]
+THEIRS = dict.fromkeys(SHARED, b"'of the vendor'\n") | {COMPILED: b"not a library"}
 FILES = {"mx-driving-portable": OURS, "mx-driving": THEIRS}
 REMEDY = "run `pip uninstall mx-driving mx-driving-portable`, then install the one that you want"
-BESIDE = (
-    "the vendor's mx-driving 26.2.0.post2 is installed under the same import name, and uninstalling one breaks the other: "
-    + REMEDY
-)
-OVERWRITTEN = (
-    "the vendor's mx-driving 26.2.0.post2 replaced or removed files of mx-driving-portable "
-    "(9, mx_driving/__init__.py first): " + REMEDY
-)
+VENDOR = "the vendor's mx-driving 26.2.0.post2 "
+BESIDE = f"{VENDOR}is installed under the same import name, and uninstalling one breaks the other: {REMEDY}"
+FILES_OF_OURS = "files of mx-driving-portable (9, mx_driving/__init__.py first)"
+OVERWRITTEN = f"{VENDOR}replaced or removed {FILES_OF_OURS}: {REMEDY}"
 GUTTED = OVERWRITTEN.replace(" 26.2.0.post2", "")
 
 

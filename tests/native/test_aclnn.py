@@ -55,8 +55,7 @@ def test_empty_input_leaves_the_outputs_alone(sizes):
     assert (status, size) == (OK, 0)
     assert phase_two(None, 0, executor) == OK
     assert aclnn.synchronize() == OK
-    for output in tensors[6:]:
-        assert (output == MARK).all()
+    assert all((output == MARK).all() for output in tensors[6:])
 
 
 def laid_out(draw, t, output):
@@ -105,15 +104,12 @@ def test_any_strides(both):
 
 
 def test_levels_that_do_not_fit_are_reported_by_synchronize():
+    room = "must leave room for"
     for index, numbers, sentence in (
-        (2, [0, 13], "levelStartIndex[1] must leave room for 2 x 2 rows among 16; got 13 (needs 17 rows)"),
+        (2, [0, 13], f"levelStartIndex[1] {room} 2 x 2 rows among 16; got 13 (needs 17 rows)"),
         (2, [-1, 12], "levelStartIndex[0] must not be negative; got -1"),
         (1, [[3, 4], [0, 2]], "spatialShape[1] must be positive (H, W); got (0, 2)"),
-        (
-            1,
-            [[3, 2**62], [2, 2]],
-            f"levelStartIndex[0] must leave room for 3 x {2**62} rows among 16; got 0 (needs 2**63 or more rows)",
-        ),
+        (1, [[3, 2**62], [2, 2]], f"levelStartIndex[0] {room} 3 x {2**62} rows among 16; got 0 (needs 2**63 or more rows)"),
     ):
         tensors = replaced(index, torch.tensor(numbers))
         status, size, executor = phase_one(*tensors)
@@ -121,8 +117,7 @@ def test_levels_that_do_not_fit_are_reported_by_synchronize():
         assert phase_two(torch.empty(size, dtype=torch.uint8), size, executor) == OK
         assert aclnn.synchronize() == FAULT
         assert aclnn.recent_error() == sentence
-        for output in tensors[6:]:
-            assert (output == MARK).all()
+        assert all((output == MARK).all() for output in tensors[6:])
 
 
 def test_a_workspace_that_is_too_small_is_refused():
@@ -156,9 +151,8 @@ def test_a_deleted_executor_or_stream_is_destroyed():
     handle = stream._handle
     del stream
     assert aclnn._library().aclrtSynchronizeStream(handle) == Status.ACL_ERROR_INVALID_PARAM
-    assert (
-        aclnn.recent_error() == "stream must come from aclrtCreateStream and not be destroyed; got a pointer that is no stream"
-    )
+    rule = "stream must come from aclrtCreateStream and not be destroyed"
+    assert aclnn.recent_error() == f"{rule}; got a pointer that is no stream"
 
 
 def test_determinism_may_be_asked_for():

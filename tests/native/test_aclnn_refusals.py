@@ -22,8 +22,7 @@ def raw_phase_one(tensors, size, executor, handle_of=None):
     """Call the C function. `handle_of` replaces handles of some tensors by index."""
     handles = [aclnn._describe(name, t) for name, t in zip(NAMES, tensors, strict=True)]
     status = RAW(*((handle_of or {}).get(i, handle) for i, handle in enumerate(handles)), size, executor)
-    for handle in handles:
-        assert LIBRARY.aclDestroyTensor(handle) == OK
+    assert all(LIBRARY.aclDestroyTensor(handle) == OK for handle in handles)
     return status
 
 
@@ -94,18 +93,14 @@ def test_the_forwards_output_has_three_axes():
 
 
 LEVELS_16 = [(1, 1)] * 16
-ONE_SAMPLE = {"heads": 1, "points": 1, "sizes": [(1, 1)]}
+MANY = {"queries": 500000, "heads": 1, "points": 1, "sizes": [(1, 1)]}
 LIMITS = [
     ({"channels": 256}, {"channels": 264}, "value must have channels a multiple of 8 and <= 256; got 264"),
     ({"channels": 16}, {"channels": 12}, "value must have channels a multiple of 8 and <= 256; got 12"),
     ({"heads": 16}, {"heads": 17}, "value must have num_heads <= 16; got 17"),
     ({"sizes": LEVELS_16}, {"sizes": [*LEVELS_16, (1, 1)]}, "spatialShape must have num_levels <= 16; got 17"),
     ({"points": 16}, {"points": 17}, "location must have num_points <= 16; got 17"),
-    (
-        {"queries": 499999, **ONE_SAMPLE},
-        {"queries": 500000, **ONE_SAMPLE},
-        "location must have num_queries < 500000; got 500000",
-    ),
+    ({**MANY, "queries": 499999}, MANY, "location must have num_queries < 500000; got 500000"),
 ]
 
 
@@ -180,10 +175,8 @@ def test_the_memory_of_an_output_is_its_own(index):
 
 def create(t, shape, dtype, strides, offset, format, room):
     """Create a tensor of C with any description."""
-    numbers = [(ctypes.c_int64 * len(list_))(*list_) for list_ in (shape, strides)]
-    return LIBRARY.aclCreateTensor(
-        numbers[0], len(shape), dtype, numbers[1], offset, format, (ctypes.c_int64 * 1)(room), 1, t.data_ptr()
-    )
+    sizes, steps, rooms = ((ctypes.c_int64 * len(list_))(*list_) for list_ in (shape, strides, [room]))
+    return LIBRARY.aclCreateTensor(sizes, len(shape), dtype, steps, offset, format, rooms, 1, t.data_ptr())
 
 
 @pytest.mark.parametrize(
@@ -219,17 +212,8 @@ CHANGES = st.lists(st.tuples(st.integers(0, 8), st.sampled_from(FIELDS), st.inte
 def test_anything_may_stand_in_a_description(changes):
     """Each call returns a status, and writes results only on success. Accepted calls run, for any index tables."""
     tensors = nine()
-    described = [
-        {
-            "shape": [*t.shape],
-            "strides": [*t.stride()],
-            "offset": 0,
-            "dtype": aclnn._DTYPE[t.dtype],
-            "format": 2,
-            "room": t.numel(),
-        }
-        for t in tensors
-    ]
+    plain = [{"shape": [*t.shape], "strides": [*t.stride()], "room": t.numel()} for t in tensors]
+    described = [{"offset": 0, "format": 2, "dtype": aclnn._DTYPE[t.dtype], **p} for t, p in zip(tensors, plain, strict=True)]
     for index, field, axis, number in changes:
         if field in ("shape", "strides"):
             numbers = described[index][field]
@@ -241,8 +225,7 @@ def test_anything_may_stand_in_a_description(changes):
     handles = {i: create(t, **each) for i, (t, each) in enumerate(zip(tensors, described, strict=True))}
     size, executor = ctypes.c_uint64(0x1234), ctypes.c_void_p()
     status = raw_phase_one(tensors, ctypes.byref(size), ctypes.byref(executor), handles)
-    for handle in handles.values():
-        assert LIBRARY.aclDestroyTensor(handle) == OK
+    assert all(LIBRARY.aclDestroyTensor(handle) == OK for handle in handles.values())
     if status != OK:
         assert status in (NULLPTR, INVALID)
         assert (size.value, executor.value) == (0x1234, None)

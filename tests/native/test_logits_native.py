@@ -1,9 +1,7 @@
 """The native kernels of operators with logits: exp, softmax, and windows around ties.
 
-test_plan.py has each way to a gradient; operators/test_with_logits.py tests all implementations.
+test_plan.py has each way to a gradient; ops/test_with_logits.py tests all implementations.
 """
-
-from __future__ import annotations
 
 import cases
 import logits_cases
@@ -12,7 +10,7 @@ import pytest
 import torch
 from cases import GEOMETRIC_LOGITS
 from torch import Tensor
-from values import compare, natively
+from values import DTYPES, compare, natively
 
 import mx_driving
 
@@ -68,18 +66,13 @@ def test_softmax_as_torch_computes_it(dtype, samples):
     assert ((found - expected).abs() <= allowed)[~expected.isnan()].all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("shapes", "window", "queries", "heads"),
-    [
-        ([(20, 10)], (3, 5), 40, 4),
-        ([(20, 10)], (4, 4), 600, 4),
-        (PYRAMID, (2, 2), 60, 4),
-        ([(5, 7), (3, 4)], (1, 3), 100, 8),
-        ([(5, 7), (3, 4)], (3, 3), 70, 3),
-        ([(3, 3)], (1, 1), 9, 1),
-    ],
-)
+ONE, TWO = [(20, 10)], [(5, 7), (3, 4)]
+WINDOWS = [(ONE, (3, 5), 40, 4), (ONE, (4, 4), 600, 4), (PYRAMID, (2, 2), 60, 4)]
+WINDOWS += [(TWO, (1, 3), 100, 8), (TWO, (3, 3), 70, 3), ([(3, 3)], (1, 1), 9, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shapes", "window", "queries", "heads"), WINDOWS)
 def test_windows_around_ties(dtype, shapes, window, queries, heads):
     """Reference points lie on a grid of 1 / 8 of a map: many pixels are ties, and another pixel would be another row. Some
     reference points lie beyond the map or are NaN."""

@@ -3,8 +3,6 @@
 A description does not own its memory, so each of these mistakes is one slip in a program in C.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 
@@ -79,15 +77,12 @@ def test_slices_of_one_tensor_share_none():
     offsets, logits = (call.arguments[f"gradient of {n}"] for n in ("sampling_offsets", "attention_logits"))
     bs, queries, heads, levels, points, _ = offsets.shape
     whole = torch.zeros(bs, queries, heads, levels, points, 3)
-    by_head = torch.zeros(bs, queries, heads, levels * points * 3)
+    by_head = torch.zeros(bs, queries, heads, levels * points * 3).split(levels * points * 2, -1)
     for first, second in (
         (whole[..., :2], whole[..., 2]),
         (whole[..., 1:], whole[..., 0]),
         (whole[..., ::2], whole[..., 1]),
-        (
-            by_head[..., : levels * points * 2].unflatten(-1, (levels, points, 2)),
-            by_head[..., levels * points * 2 :].unflatten(-1, (levels, points)),
-        ),
+        (by_head[0].unflatten(-1, (levels, points, 2)), by_head[1].unflatten(-1, (levels, points))),
     ):
         given = {"gradient of sampling_offsets": described(first), "gradient of attention_logits": described(second)}
         assert (first.shape, second.shape) == (offsets.shape, logits.shape)

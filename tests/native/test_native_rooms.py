@@ -1,8 +1,6 @@
 """The rooms of native/src: no file includes a file of a higher room. Files that are compiled once per instruction set include
 only such files."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import re
@@ -12,14 +10,8 @@ SOURCES = pathlib.Path(__file__).parents[2] / "native" / "src"
 KERNELS = "kernels"
 DOOR = "kernels/kernels.h"  # the only header of the kernels that other rooms include
 # Lowest first. A file includes files of its own room and of lower floors. Rooms of one floor do not include each other.
-FLOORS = (
-    ("threads", "call"),
-    ("kernels/shared",),
-    ("kernels/attention", "kernels/aggregation", "kernels/pooling"),
-    (KERNELS,),
-    (".",),
-    ("cann", "onnxruntime", "torch"),
-)
+EACH = ("kernels/attention", "kernels/aggregation", "kernels/pooling")
+FLOORS = (("threads", "call"), ("kernels/shared",), EACH, (KERNELS,), (".",), ("cann", "onnxruntime", "torch"))
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Headers of C and of compilers. The linker would merge the standard library's templates of all instruction sets.
 HEADERS_OF_KERNELS = {"stdint.h", "stdlib.h", "string.h", "immintrin.h", "arm_neon.h"}

@@ -3,8 +3,6 @@
 mxd_describe_plan runs the checks of the function that it describes. It reads index tables, and no other memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import NamedTuple
 
@@ -32,7 +30,7 @@ class Argument(NamedTuple):
     def packed(self) -> bytes:
         return _backends.native._PACK[len(self.shape)](self.pointer, self.dtype, *self.shape, *self.strides)
 
-    def sized(self, axis: int, size: int) -> Argument:
+    def sized(self, axis: int, size: int):
         return self._replace(shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
 
@@ -147,13 +145,8 @@ def sized(call: Call, **sizes: tuple[int, ...]) -> dict[str, Argument]:
 @pytest.mark.parametrize(("channels", "status"), [(2**8 - 1, OK), (2**8, BAD_SHAPE), (2**50, BAD_SHAPE)])
 def test_a_tensor_has_fewer_than_2_to_the_48_elements(channels, status):
     call, batch, keys = call_of("samples", False), 2**20, 2**20
-    given = sized(
-        call,
-        value=(batch, keys, 1, channels),
-        sampling_locations=(batch, 0, 1, 2, 6, 2),
-        attention_weights=(batch, 0, 1, 2, 6),
-        output=(batch, 0, 1, channels),
-    )
+    samples = {"sampling_locations": (batch, 0, 1, 2, 6, 2), "attention_weights": (batch, 0, 1, 2, 6)}
+    given = sized(call, value=(batch, keys, 1, channels), output=(batch, 0, 1, channels), **samples)
     assert call.status(**given) == status
 
 
@@ -175,15 +168,7 @@ def test_a_query_has_at_most_2_to_the_32_numbers(points, status):
 def test_an_anchor_has_at_most_2_to_the_32_pairs(points, status):
     """There is no scale, so that no tensor has as many elements as there are pairs."""
     call, cams = call_of("projected", False), 2
-    given = sized(
-        call,
-        spatial_shape=(cams, 0, 2),
-        scale_start_index=(cams, 0),
-        key_points=(4, 0, points, 3),
-        projection=(4, cams, 4, 4),
-        logits=(4, 0, cams, 0, points, 5),
-        image_size=(4, cams, 2),
-        pair_scale=(4, 0, cams, points),
-        output=(4, 0, 5),
-    )
-    assert call.status(**given) == status
+    sizes = {"spatial_shape": (cams, 0, 2), "scale_start_index": (cams, 0), "key_points": (4, 0, points, 3)}
+    sizes |= {"projection": (4, cams, 4, 4), "logits": (4, 0, cams, 0, points, 5), "image_size": (4, cams, 2)}
+    sizes |= {"pair_scale": (4, 0, cams, points), "output": (4, 0, 5)}
+    assert call.status(**sized(call, **sizes)) == status

@@ -1,7 +1,5 @@
 """mxd_run calls a C function by its name; mxd_last_error has the sentence of a refusal, which is that of the Python checks."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import ctypes
 import re
@@ -70,16 +68,10 @@ def test_an_argument_that_is_not_given(name):
 def test_an_option():
     call = filled(call_of("references", False))
     packed = {n: a.packed() for n, a in call.arguments.items()}
-    for option, status, sentence in (
-        (
-            1,
-            BAD_SHAPE,
-            "reference_points must have shape (bs=3, num_queries=5, a divisor of num_points=7, 2 or 4); got (3, 5, 2, 2)",
-        ),
-        (2, BAD_SHAPE, "reference_axis must be 0 or 1; got 2"),
-        (-1, BAD_SHAPE, "reference_axis must be 0 or 1; got -1"),
-    ):
-        assert (run(call.function, packed.values(), option), last_error()) == (status, sentence)
+    shape = "reference_points must have shape (bs=3, num_queries=5, a divisor of num_points=7, 2 or 4); got (3, 5, 2, 2)"
+    axis = "reference_axis must be 0 or 1; got "
+    for option, sentence in ((1, shape), (2, axis + "2"), (-1, axis + "-1")):
+        assert (run(call.function, packed.values(), option), last_error()) == (BAD_SHAPE, sentence)
     points = torch.rand(3, 5, 7, 2)
     packed["reference_points"] = described(points).packed()
     assert run(call.function, packed.values(), 1) == OK

@@ -2,8 +2,6 @@
 
 The process is forked from a server with torch and without threads, or started if OpenMP's runtime must read the environment."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess
@@ -55,9 +53,7 @@ def printed(program: str, **environment: str) -> list[str]:
     code = f"{START}\nsignal.alarm(120)\n{program}"
     if not environment:
         return python("-c", code).stdout.splitlines()
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | environment
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

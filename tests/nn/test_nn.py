@@ -1,7 +1,5 @@
 """The modules: numbers and gradients against published.py, checkpoint names, initialisation, errors, compilation."""
 
-from __future__ import annotations
-
 import copy
 
 import published
@@ -143,15 +141,9 @@ def exported(module, inputs):
 
 
 # Example and call differ in batch, in queries, and in the cameras that see them.
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    "graph_of",
-    [
-        pytest.param(exported, marks=pytest.mark.needs("A program with free sizes, of a module")),
-        pytest.param(
-            torch.jit.trace, marks=pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-        ),
-    ],
-    ids=["export", "trace"],
+    "graph_of", [pytest.param(exported, marks=pytest.mark.needs("A program with free sizes, of a module")), torch.jit.trace]
 )
 def test_spatial_in_a_graph(graph_of):
     module, example = spatial()
@@ -205,8 +197,7 @@ def test_spatial_without_a_visible_query():
     query = rand(1, 5, 8)
     output = module(query, reference, value[None], shapes, starts, torch.zeros_like(mask))
     torch.testing.assert_close(output, query + module.output_proj.bias)
-    for found in torch.autograd.grad(output.sum(), list(module.deformable_attention.parameters())):
-        assert not found.any()
+    assert not any(found.any() for found in torch.autograd.grad(output.sum(), list(module.deformable_attention.parameters())))
 
 
 @pytest.mark.parametrize(("kernel_size", "dilation", "padded"), [((3, 5), 1, False), ((2, 3), 2, True), ((1, 1), 1, False)])
@@ -243,10 +234,8 @@ def cameras(bs: int = 2, cams: int = 3, seed: int = 4) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize("mode", ["cat", "add"])
 @pytest.mark.parametrize(("camera_embed", "learnable"), [(True, 3), (True, 0), (False, 2)])
 def test_aggregation(mode, camera_embed, learnable):
-    module = nn.DeformableFeatureAggregation(
-        16, 4, 2, 3, num_learnable_pts=learnable, use_camera_embed=camera_embed, residual_mode=mode
-    )
-    randomise(module).eval()
+    options = {"num_learnable_pts": learnable, "use_camera_embed": camera_embed, "residual_mode": mode}
+    module = randomise(nn.DeformableFeatureAggregation(16, 4, 2, 3, **options)).eval()
     projection, wh = cameras()
     maps = [torch.randn(2, 3, 16, *s, generator=torch.Generator().manual_seed(8), dtype=torch.float64) for s in SIZES[:2]]
     yaw = rand(2, 6, seed=6) * 6.28
@@ -332,13 +321,8 @@ def test_recorded_looks_are_the_modules_own():
     locations, weights = multi_scale.sampling(query, reference, shapes)
     torch.manual_seed(0)
     dropped = aggregation.weights(query + query, projection)
-    for found, true in [
-        (looks[0].locations, locations),
-        (looks[0].weights, weights),
-        (looks[1].locations, geometric.pixels(reference, shapes)),
-        (looks[2].weights, dropped),
-    ]:
-        torch.testing.assert_close(found, true)
+    found = looks[0].locations, looks[0].weights, looks[1].locations, looks[2].weights
+    torch.testing.assert_close(found, (locations, weights, geometric.pixels(reference, shapes), dropped))
 
 
 OFFSETS, WEIGHTS, VALUE, OUTPUT = "sampling_offsets", "attention_weights", "value_proj", "output_proj"
@@ -351,15 +335,11 @@ CHECKPOINTS = [
     (nn.SpatialCrossAttention(), {**INNER, "deformable_attention.value_proj": (256, 256), OUTPUT: (256, 256)}),
     (nn.MultiScaleDeformableAttention(), {OFFSETS: (256, 256), WEIGHTS: (128, 256), VALUE: (256, 256), OUTPUT: (256, 256)}),
     (nn.GeometricKernelAttention(), {WEIGHTS: (4 * 1 * 15, 256), VALUE: (256, 256)}),
-    (
-        nn.DeformableFeatureAggregation(),
-        {"camera_encoder.0": (256, 12), "camera_encoder.3": (256, 256), OUTPUT: (256, 256), **NORMS, **LEARNED},
-    ),
-    (
-        nn.DeformableFeatureAggregation(use_camera_embed=False, num_learnable_pts=0),
-        {OUTPUT: (256, 256), "weights_fc": (8 * 6 * 4 * 7, 256)},
-    ),
-]
+    (nn.DeformableFeatureAggregation(),
+     {"camera_encoder.0": (256, 12), "camera_encoder.3": (256, 256), OUTPUT: (256, 256), **NORMS, **LEARNED}),
+    (nn.DeformableFeatureAggregation(use_camera_embed=False, num_learnable_pts=0),
+     {OUTPUT: (256, 256), "weights_fc": (8 * 6 * 4 * 7, 256)}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "layers"), CHECKPOINTS)

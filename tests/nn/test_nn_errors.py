@@ -29,40 +29,22 @@ GOOD = {
     MULTI_SCALE: {"query": QUERY, "reference_points": torch.rand(2, 5, 2, 2), **LEVELS},
     GEOMETRIC: {"query": QUERY, "reference_points": torch.rand(2, 5, 4, 2), **LEVELS},
     AGGREGATION: {
-        "instance_feature": QUERY,
-        "anchor": torch.rand(2, 5, 11),
-        "anchor_embed": QUERY,
-        "feature_maps": FEATURES,
-        "spatial_shape": SHAPE,
-        "scale_start_index": START,
-        "projection_mat": torch.rand(2, 3, 4, 4),
+        **{"instance_feature": QUERY, "anchor": torch.rand(2, 5, 11), "anchor_embed": QUERY, "feature_maps": FEATURES},
+        **{"spatial_shape": SHAPE, "scale_start_index": START, "projection_mat": torch.rand(2, 3, 4, 4)},
         "image_wh": torch.rand(2, 3, 2),
     },
 }
 GOOD[BY_CAMERA] = GOOD[AGGREGATION]
 TABLES = {"spatial_shapes": SHAPES, "level_start_index": STARTS}
-CELLS = {"query": QUERY, "query_pos": QUERY, **TABLES}
-GOOD[TEMPORAL] = {  # its queries are the cells of its maps
-    **TABLES,
-    "query": VALUE,
-    "query_pos": VALUE,
-    "reference_points": torch.rand(2, 2, 30, 2, 2),
-    "value": torch.rand(2, 2, 30, 16),
-}
-GOOD[SPATIAL] = {
-    **CELLS,
-    "reference_points": torch.rand(2, 3, 5, 2, 2),
-    "value": torch.rand(2, 3, 30, 16),
-    "bev_mask": torch.rand(2, 3, 5, 2) < 0.4,
-}
-GOOD[PILLARS] = {
-    "query": torch.rand(1, 5, 16),
-    "reference_points": torch.rand(1, 5, 2, 2),
-    "value": VALUE,
-    "counts": [3, 2],
-    **TABLES,
-}
+REFERENCES, MAPS_OF_TWO = torch.rand(2, 2, 30, 2, 2), torch.rand(2, 2, 30, 16)  # queries are the cells of the maps
+GOOD[TEMPORAL] = {"query": VALUE, "query_pos": VALUE, "reference_points": REFERENCES, "value": MAPS_OF_TWO, **TABLES}
+CELLS = {"query": QUERY, "query_pos": QUERY, "reference_points": torch.rand(2, 3, 5, 2, 2), "value": torch.rand(2, 3, 30, 16)}
+GOOD[SPATIAL] = {**CELLS, "bev_mask": torch.rand(2, 3, 5, 2) < 0.4, **TABLES}
+ROWS_OF_ONE = {"query": torch.rand(1, 5, 16), "reference_points": torch.rand(1, 5, 2, 2)}
+GOOD[PILLARS] = {**ROWS_OF_ONE, "value": VALUE, "counts": [3, 2], **TABLES}
 GOOD[EVEN] = {"query": QUERY, "reference_points": torch.rand(2, 5, 2, 2), "value": VALUE, **TABLES}
+UNBATCHED = {"spatial_shapes", "level_start_index", "spatial_shape", "scale_start_index"}  # inputs without a batch
+ASKED = ("query", "reference_points", "instance_feature", "anchor", "anchor_embed")  # inputs whose axis 1 has the queries
 
 # A wrong shape, and the axes in its sentence: one row for each rule. Another test below tries all sizes.
 SHAPES_OF = [
@@ -86,30 +68,17 @@ OTHERS = [
     (PILLARS, "query", torch.rand(1, 5, 16).double(), f"query {DTYPE}; got float64"),
     (TEMPORAL, "value", torch.rand(2, 2, 30, 16).half(), f"value {DTYPE}; got float16"),
     (AGGREGATION, "instance_feature", QUERY.half(), f"instance_feature {DTYPE}; got float16"),
-    (
-        SPATIAL,
-        "reference_points",
-        torch.rand(2, 3, 5, 3, 2),
-        "bev_mask must have shape (bs=2, cam=3, num_queries=5, num_Z_anchors=3); got (2, 3, 5, 2)",
-    ),
+    (SPATIAL, "reference_points", torch.rand(2, 3, 5, 3, 2),
+     "bev_mask must have shape (bs=2, cam=3, num_queries=5, num_Z_anchors=3); got (2, 3, 5, 2)"),
     (EVEN, "reference_points", torch.rand(2, 5, 3, 2), f"{HEIGHTS}; got 3"),
     (PILLARS, "counts", [5], "counts must hold a number from 0 on for each of 2 pictures; got [5]"),
     (PILLARS, "counts", [6, -1], "counts must hold a number from 0 on for each of 2 pictures; got [6, -1]"),
-    *(
-        (PILLARS, "counts", wrong, f"counts must be a list of whole numbers; got {wrong!r}")
-        for wrong in (5, "ab", [2.5, 2.5], PADDING.sum(1))
-    ),
-    *(
-        (module, name, t.to(dtype), f"{name} {FLOATS}; got {str(dtype)[6:]}")
-        for module, name, t in [
-            (TEMPORAL, "query_pos", VALUE),
-            (SPATIAL, "query_pos", QUERY),
-            (AGGREGATION, "anchor_embed", QUERY),
-            (AGGREGATION, "anchor", torch.rand(2, 5, 8)),
-        ]
-        for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e5m2)
-    ),
-]
+    *((PILLARS, "counts", wrong, f"counts must be a list of whole numbers; got {wrong!r}")
+      for wrong in (5, "ab", [2.5, 2.5], PADDING.sum(1))),
+    *((module, name, GOOD[module][name].to(dtype), f"{name} {FLOATS}; got {str(dtype)[6:]}")
+      for module, names in {TEMPORAL: ["query_pos"], SPATIAL: ["query_pos"], AGGREGATION: ["anchor_embed", "anchor"]}.items()
+      for name in names for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e5m2)),
+]  # fmt: skip
 ROWS = [(*row[:2], torch.zeros(row[2]), f"{row[1]} must have shape {row[3]}; got {row[2]}") for row in SHAPES_OF] + OTHERS
 
 SIDES = "must have a height and a width of at least 1"
@@ -128,22 +97,15 @@ FLATTEN = [
     (nn.flatten_levels, [MAPS[0], MAPS[1][:1]], "maps[1] must have shape (bs=2, c=16, H, W); got (1, 16, 2, 3)"),
     (nn.flatten_levels, [MAPS[0], MAPS[1][0]], "maps[1] must have shape (bs=2, c=16, H, W); got (16, 2, 3)"),
     (nn.flatten_levels, [MAPS[0], MAPS[1].to("meta")], "maps[1] must be on maps[0]'s device (cpu); got meta"),
-    (
-        nn.flatten_cameras,
-        [CAMERAS[0], CAMERAS[1][:, :2]],
-        "maps[1] must have shape (bs=2, cam=3, c=16, H, W); got (2, 2, 16, 2, 3)",
-    ),
-]
+    (nn.flatten_cameras, [CAMERAS[0], CAMERAS[1][:, :2]],
+     "maps[1] must have shape (bs=2, cam=3, c=16, H, W); got (2, 2, 16, 2, 3)"),
+]  # fmt: skip
 
 AGGREGATE, WHOLE, FRACTION = nn.DeformableFeatureAggregation, "be a whole number", "be a fraction below 1"
 # module, argument, wrong value, rule
-COUNTS = {
-    nn.MultiScaleDeformableAttention: ("num_levels", "num_points"),
-    nn.TemporalSelfAttention: ("num_levels", "num_points"),
-    nn.SpatialCrossAttention: ("num_levels", "num_points"),
-    nn.GeometricKernelAttention: ("num_levels", "dilation"),
-    AGGREGATE: ("num_levels", "num_cams"),
-}
+SAMPLERS = nn.MultiScaleDeformableAttention, nn.TemporalSelfAttention, nn.SpatialCrossAttention
+COUNTS = dict.fromkeys(SAMPLERS, ("num_levels", "num_points"))
+COUNTS |= {nn.GeometricKernelAttention: ("num_levels", "dilation"), AGGREGATE: ("num_levels", "num_cams")}
 MADE = [
     *((kind, name, wrong, "be at least 1") for kind, names in COUNTS.items() for name in names for wrong in (0, -1)),
     *((kind, "num_heads", wrong, "divide embed_dims=256") for kind in [*COUNTS][:4] for wrong in (0, 3)),
@@ -165,12 +127,9 @@ MADE_OF_PARTS = [
     (nn.GeometricKernelAttention, {"kernel_size": (1.5, 3)}, "kernel_size[0] must be a whole number; got 1.5"),
     (nn.GeometricKernelAttention, {"kernel_size": (3, 0)}, "kernel_size[1] must be at least 1; got 0"),
     (AGGREGATE, {"fix_scale": (0, 0, 0, 1, 1, 1)}, "fix_scale must have shape (points, 3); got (6,)"),
-    (
-        AGGREGATE,
-        {"fix_scale": (), "num_learnable_pts": 0},
-        "fix_scale must hold a point where num_learnable_pts is 0; got none",
-    ),
-]
+    (AGGREGATE, {"fix_scale": (), "num_learnable_pts": 0},
+     "fix_scale must hold a point where num_learnable_pts is 0; got none"),
+]  # fmt: skip
 
 
 def said(call):
@@ -277,12 +236,10 @@ def test_modules_compile_and_export(module):
     if module in (TEMPORAL, AGGREGATION) and (sentence := _needs.lacks("A program with free sizes, of a module")):
         pytest.skip(sentence)
     batch, queries = torch.export.Dim("batch"), torch.export.Dim("queries")
-    tables = {"spatial_shapes", "level_start_index", "spatial_shape", "scale_start_index"}
-    asked = {"query", "reference_points", "instance_feature", "anchor", "anchor_embed"}
-    asked = set() if module is TEMPORAL else asked  # its queries are the cells of its maps
-    dims = {n: None if n in tables else {0: batch, **({1: queries} if n in asked else {})} for n in good}
+    asked = () if module is TEMPORAL else ASKED  # its queries are the cells of its maps
+    dims = {n: None if n in UNBATCHED else {0: batch, **({1: queries} if n in asked else {})} for n in good}
     program = torch.export.export(module, (), good, dynamic_shapes=dims).module()
-    more = {n: t if n in tables else torch.cat([t, t[:1]]) for n, t in good.items()}
+    more = {n: t if n in UNBATCHED else torch.cat([t, t[:1]]) for n, t in good.items()}
     more = {n: t[:, :3] if n in asked else t for n, t in more.items()}
     torch.testing.assert_close(program(**more), module(**more))
 
@@ -334,35 +291,22 @@ def test_pyramids_compile():
     torch._dynamo.reset()
     for function, maps in ((nn.flatten_levels, MAPS), (nn.flatten_cameras, CAMERAS)):
         compiled = torch.compile(function, fullgraph=True, backend="eager")
-        for a, b in zip(compiled(maps), function(maps), strict=True):
-            assert torch.equal(a, b)
+        assert all(torch.equal(a, b) for a, b in zip(compiled(maps), function(maps), strict=True))
 
 
-EMPTY = {
-    MULTI_SCALE: ({"query": 0, "reference_points": 0, "value": 0, "padding_mask": 0}, {"query": 1, "reference_points": 1}),
-    GEOMETRIC: ({"query": 0, "reference_points": 0, "value": 0, "padding_mask": 0}, {"query": 1, "reference_points": 1}),
-    AGGREGATION: (
-        dict.fromkeys(("instance_feature", "anchor", "anchor_embed", "feature_maps", "projection_mat", "image_wh"), 0),
-        dict.fromkeys(("instance_feature", "anchor", "anchor_embed"), 1),
-    ),
-    TEMPORAL: (dict.fromkeys(("query", "query_pos", "reference_points", "value"), 0),),
-    SPATIAL: (
-        dict.fromkeys(("query", "query_pos", "reference_points", "value", "bev_mask"), 0),
-        {"reference_points": 1, "value": 1, "bev_mask": 1},
-        {"query": 1, "query_pos": 1, "reference_points": 2, "bev_mask": 2},
-    ),
-    EVEN: (dict.fromkeys(("query", "reference_points", "value"), 0), dict.fromkeys(("query", "reference_points"), 1)),
-}
+NO_QUERIES = {"query": 1, "query_pos": 1, "reference_points": 2, "bev_mask": 2}
+EMPTY = [(module, dict.fromkeys(GOOD[module].keys() - UNBATCHED, 0)) for module in GOOD if module not in (BY_CAMERA, PILLARS)]
+EMPTY += [(module, dict.fromkeys(ASKED, 1)) for module in (MULTI_SCALE, GEOMETRIC, AGGREGATION, EVEN)]
+EMPTY += [(SPATIAL, {"reference_points": 1, "value": 1, "bev_mask": 1}), (SPATIAL, NO_QUERIES)]
 
 
-@pytest.mark.parametrize(("module", "axes"), [(m, axes) for m, each in EMPTY.items() for axes in each])
+@pytest.mark.parametrize(("module", "axes"), EMPTY)
 def test_every_parameter_has_a_gradient_of_a_batch_that_is_empty(module, axes):
     """Without scenes, cameras or queries, parameters have gradients, because DistributedDataParallel waits for all of them."""
     module.train()
     inputs = {n: t.narrow(axes[n], 0, 0) if n in axes else t for n, t in GOOD[module].items()}
-    gradients = torch.autograd.grad(
-        module(**inputs).sum(), [p for p in module.parameters() if p.requires_grad], allow_unused=True
-    )
+    learned = [p for p in module.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(module(**inputs).sum(), learned, allow_unused=True)
     assert all(g is not None and g.isfinite().all() for g in gradients)
 
 

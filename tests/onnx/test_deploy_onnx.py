@@ -1,7 +1,5 @@
 """examples/deploy_onnx.py on a small detector: the boxes of torch from our operators in onnxruntime."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

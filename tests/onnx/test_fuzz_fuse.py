@@ -4,8 +4,6 @@ It either writes a file that onnxruntime loads, and whose outputs are the source
 with a sentence, and writes nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -137,15 +137,12 @@ def test_tensorrt_plugin_for_any_batch_and_queries():
         torch.testing.assert_close(beside_the_nodes(model, *args), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("form", "dtypes", "casts"),
-    [
-        ("tensorrt", (torch.float16, torch.float16), 2),  # the index tables
-        ("npu", (torch.float16, torch.float16), 6),
-        *((form, (torch.float16, torch.float32), 4) for form in ("npu", "tensorrt")),  # and value, there and back
-        *((form, (torch.float64, torch.float64), 6) for form in ("npu", "tensorrt")),
-    ],
-)
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
+# casts of the two index tables, and of floating inputs and the output
+CASTS = [("tensorrt", (F16, F16), 2), ("npu", (F16, F16), 6), ("tensorrt", (F16, F32), 4), ("npu", (F16, F32), 4)]
+
+
+@pytest.mark.parametrize(("form", "dtypes", "casts"), [*CASTS, ("tensorrt", (F64, F64), 6), ("npu", (F64, F64), 6)])
 def test_nodes_of_others_with_other_dtypes(form, dtypes, casts):
     """All floating inputs of a node have one dtype. It is float16 in the plugin if all tensors have it, else float32."""
     value, shapes, starts, *rest = cases.cast(GROWING[MULTI_SCALE](3, 5), torch.float32)

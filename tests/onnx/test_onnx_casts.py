@@ -27,7 +27,8 @@ FREE = ("Shape", "Constant", "ConstantOfShape", "Range", "Cast")
 
 def compute_in(model, ops, dtype):
     """Let float32 nodes of these types compute in another dtype, between casts."""
-    floats = {v.name for v in (*model.graph.value_info, *model.graph.input, *model.graph.output) if _is_float(v)}
+    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    floats = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT}
     floats |= {t.name for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
     floats |= {node.output[0] for node in model.graph.node if node.op_type == "Constant" and node.attribute[0].t.data_type == 1}
     nodes, outputs = [], {v.name for v in model.graph.output}
@@ -47,10 +48,6 @@ def compute_in(model, ops, dtype):
     del model.graph.node[:], model.graph.value_info[:]
     model.graph.node.extend(nodes)
     assert outputs <= {name for node in nodes for name in node.output}
-
-
-def _is_float(value):
-    return value.type.tensor_type.elem_type == TensorProto.FLOAT
 
 
 NO_SUCH_NODES = {("summed", "sides"), ("gathers", "samples"), ("one table", "samples")}

@@ -1,7 +1,5 @@
 """`mx_driving.onnx.fuse` on files exported from other libraries' code of deformable attention."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import NamedTuple
@@ -9,30 +7,10 @@ from unittest import mock
 
 import numpy as np
 import onnx
+import onnx_writings as writings
 import pytest
 import torch
-from onnx_writings import (
-    GATHERS,
-    WRITINGS,
-    Calls,
-    Cut,
-    Joined,
-    Logits,
-    Stacked,
-    Summed,
-    assert_refused,
-    at_the_border,
-    edit,
-    export,
-    feeds,
-    inputs,
-    kinds,
-    masked,
-    nearest,
-    of_capped_values,
-    run,
-    set_size,
-)
+from onnx_writings import WRITINGS, Calls, Cut, Joined, Stacked, Summed, assert_refused, export, inputs, kinds, masked, run
 from tolerance import allowed
 from torch.nn.functional import grid_sample
 
@@ -69,14 +47,14 @@ CASES = {
     "our samples": Case(Calls(), "our samples"),
     "sizes that the file computes": Case(Chosen(), "older, fixed sizes", 18, ("GridSample", "Pad", "ReduceMax", "TopK")),
     "as many queries as heads": Case(Stacked(), "fixed sizes", sizes=(1, 4)),  # shapes do not tell which axis is which
-    **{f"{f.__name__}, dynamo": Case(Stacked(f), "fixed sizes", nodes=FLOOR) for f in GATHERS},
+    **{f"{f.__name__}, dynamo": Case(Stacked(f), "fixed sizes", nodes=FLOOR) for f in writings.GATHERS},
     # Opsets 11 to 15 have no GridSample.
-    **{f.__name__: Case(Stacked(f), "older", opset, FLOOR) for f, opset in zip(GATHERS, (11, 13, 15, 11), strict=True)},
+    **{f.__name__: Case(Stacked(f), "older", n, FLOOR) for f, n in zip(writings.GATHERS, (11, 13, 15, 11), strict=True)},
     "gathers, unequal points": Case(Joined([2, 4], masked), "older", 13, FLOOR),
     "gathers, float64": Case(Stacked(masked), "older, fixed sizes", 20, FLOOR, torch.float64),
     **{f"torch's default, {sizes}": Case(Calls(), sizes, nodes=FLOOR) for sizes in ("fixed sizes", "free sizes")},
     "torch's default, float16": Case(Calls(), "fixed sizes", nodes=FLOOR, dtype=torch.float16),
-    "torch's default, logits": Case(Logits(), "free sizes", nodes=FLOOR),
+    "torch's default, logits": Case(writings.Logits(), "free sizes", nodes=FLOOR),
 }
 
 
@@ -113,9 +91,9 @@ NEAR_MISSES = {
     "order": (Stacked(order=(1, 0)), "it computes something else"),
     "summed, order": (Summed(1, 0), "it computes something else"),
     "gathers, factor": (Stacked(masked, factor=3), "it computes something else"),
-    "gathers, padding": (Stacked(at_the_border), "it computes something else"),
-    "gathers, values": (Stacked(of_capped_values), "Where ("),
-    "nearest": (Joined([2, 4], nearest), 'its samples are nearest rows ("discrete"); the operator interpolates'),
+    "gathers, padding": (Stacked(writings.at_the_border), "it computes something else"),
+    "gathers, values": (Stacked(writings.of_capped_values), "Where ("),
+    "nearest": (Joined([2, 4], writings.nearest), 'its samples are nearest rows ("discrete"); the operator interpolates'),
 }
 
 
@@ -128,7 +106,7 @@ def test_a_near_miss_stays(name, before):
 
 def with_views(path, count):
     """Insert `count` Gather nodes that keep all batches, in a chain, behind each of value, locations and weights."""
-    with edit(path) as model:
+    with writings.edit(path) as model:
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(2), "all"))
         for end in "vlw":
             (made,) = (node for node in model.graph.node if end in node.input)
@@ -157,7 +135,7 @@ def test_of_many_candidates_few_are_tried(order, before, after):
 def test_the_command_compares_and_times(mx, before, after, tmp_path):
     arrays = tmp_path / "inputs.npz"
     export(Stacked(), before, "older")
-    np.savez(arrays, **feeds())
+    np.savez(arrays, **writings.feeds())
     status, said, problem = mx("fuse", before, after, "--time", "--inputs", arrays, "--seconds", 0)
     assert (status, problem) == (0, "")
     words = re.search(r"outputs differ by (\S+) of their magnitude; \S+ ms before, \S+ ms after, medians of 3 rounds", said)
@@ -191,22 +169,16 @@ def test_no_cut_of_a_free_axis_is_lost(name, before, after, tmp_path, monkeypatc
         np.testing.assert_allclose(run(after, inputs(*sizes)), run(before, inputs(*sizes)), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("writing", "tensor", "axis", "size", "narrow"),
-    [
-        ("summed", "w", 1, 1, "w"),
-        ("summed", "l", 1, 1, "l"),
-        ("summed", "w", 1, "other", "w"),
-        ("summed", "w", 1, 11, "l"),
-        ("stacked", "w", 1, 1, "w"),
-        ("stacked", "v", 0, 1, "v"),
-    ],
-)
+SMALL = [("summed", "w", 1, 1, "w"), ("summed", "l", 1, 1, "l"), ("summed", "w", 1, "other", "w"), ("summed", "w", 1, 11, "l")]
+SMALL += [("stacked", "w", 1, 1, "w"), ("stacked", "v", 0, 1, "v")]
+
+
+@pytest.mark.parametrize(("writing", "tensor", "axis", "size", "narrow"), SMALL)
 @pytest.mark.parametrize("form", ["onnxruntime", "gather"])
 def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, size, narrow, form, before, after):
     """A tensor has size 1, fixed or free, and another tensor has more. The new file runs for the sizes of the source."""
     export(WRITINGS[writing], before, "older")
-    set_size(before, tensor, axis, size)
+    writings.set_size(before, tensor, axis, size)
     mx_driving.onnx.fuse(before, after, form)
     arguments = dict(zip("vlw", inputs(3, 11), strict=True))
     arguments[narrow] = arguments[narrow].narrow(axis, 0, 1)
@@ -220,7 +192,7 @@ def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, size, n
 
 def test_a_sum_that_is_added_to_itself_stays(before, after):
     export(WRITINGS["summed"], before, "older")
-    with edit(before) as model:
+    with writings.edit(before) as model:
         (total,) = (node for node in model.graph.node if node.op_type == "Add" and "ReduceSum" in node.input[0] + node.input[1])
         total.input[1] = total.input[0]
     assert_refused(before, "path_in must hold deformable attention")

@@ -32,26 +32,13 @@ class Fixed(torch.nn.Module):
         return self.writing(*(getattr(self, f"fixed_{name}") if name in self.names else tensor for name, tensor in tensors))
 
 
-WRITINGS = {
-    "stacked": Stacked(),
-    "summed": Summed(),
-    "unequal points": Joined([2, 4]),
-    "ours": Ours(),
-}
+WRITINGS = {"stacked": Stacked(), "summed": Summed(), "unequal points": Joined([2, 4]), "ours": Ours()}
 
 
-@pytest.mark.parametrize(
-    ("writing", "fixed", "batch"),
-    [
-        ("ours", "lw", 1),
-        ("ours", "l", 2),
-        ("stacked", "lw", 1),
-        ("stacked", "w", 2),
-        ("unequal points", "l", 2),
-        ("summed", "vw", 1),
-        ("summed", "vl", 2),
-    ],
-)
+FIXED = [("ours", "lw", 1), ("ours", "l", 2), ("stacked", "lw", 1), ("stacked", "w", 2), ("unequal points", "l", 2)]
+
+
+@pytest.mark.parametrize(("writing", "fixed", "batch"), [*FIXED, ("summed", "vw", 1), ("summed", "vl", 2)])
 def test_constants_of_levels_are_found(writing, fixed, batch, before, after):
     module, arguments = Fixed(WRITINGS[writing], fixed, batch), inputs(batch)
     export(module, before, "our samples, fixed sizes" if writing == "ours" else "fixed sizes", arguments=arguments)

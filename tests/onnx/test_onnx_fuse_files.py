@@ -164,13 +164,9 @@ def write_inside(path, kind, beside, ours=False):
         mx_driving.onnx.fuse(path, path.with_name("ours.onnx"))
     model = onnx.load(path.with_name("ours.onnx") if ours else path)
     nodes, functions = inside(model, kind)
-    outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [None] * 3)]
-    graph = onnx.helper.make_graph(
-        [*(list(model.graph.node) if beside else []), *nodes],
-        "outer",
-        list(model.graph.input),
-        [*(list(model.graph.output) if beside else []), *outputs],
-    )
+    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [None] * 3)
+    main = model.graph if beside else onnx.GraphProto()
+    graph = onnx.helper.make_graph([*main.node, *nodes], "outer", list(model.graph.input), [*main.output, output])
     opsets = [*model.opset_import, *[onnx.helper.make_opsetid("theirs", 1)] * bool(functions)]
     onnx.save(onnx.helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=9), path)
 

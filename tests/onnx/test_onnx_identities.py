@@ -14,13 +14,8 @@ from onnx_writings import Calls, Joined, Stacked, Summed, edit, export, feeds, i
 import mx_driving.onnx
 from mx_driving.onnx import _file, _identities
 
-WRITTEN = {
-    "stacked": Stacked(),
-    "summed": Summed(),
-    "unequal points": Joined([2, 4]),
-    "gathers": Stacked(masked),
-    "one table": Calls(),
-}
+WRITTEN = {"stacked": Stacked(), "summed": Summed(), "unequal points": Joined([2, 4])}
+WRITTEN |= {"gathers": Stacked(masked), "one table": Calls()}
 # Name -> kind of a node, and its inputs: x, or a number of x's dtype.
 NOTHING = {
     "Identity": ("Identity", "x"),
@@ -79,15 +74,9 @@ def test_the_rest_of_the_file_stays_as_it_is(before, after):
     for name, numbers in (("negative", -0.0), ("none", 0.0)):
         model.graph.initializer.append(numpy_helper.from_array(np.array([numbers], np.float32), name))
     (y,) = (output.name for output in model.graph.output)
-    model.graph.node.extend(
-        [
-            helper.make_node("Identity", ["negative"], ["same"], name="first"),
-            helper.make_node("Add", ["same", "none"], ["sum"], name="second"),
-            helper.make_node("Reciprocal", ["sum"], ["infinite"], name="third"),
-            helper.make_node("Identity", [y], ["copy"], name="fourth"),
-            helper.make_node("Identity", ["copy"], ["z"], name="fifth"),
-        ]
-    )
+    steps = [("Identity", ["negative"], "same"), ("Add", ["same", "none"], "sum"), ("Reciprocal", ["sum"], "infinite")]
+    steps += [("Identity", [y], "copy"), ("Identity", ["copy"], "z")]
+    model.graph.node.extend(helper.make_node(kind, read, [made], name=f"to {made}") for kind, read, made in steps)
     model.graph.output.extend([value("infinite", TensorProto.FLOAT, [1]), value("z", TensorProto.FLOAT, None)])
     onnx.save(model, before)
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1

@@ -43,10 +43,6 @@ def exchange_rows(times, array, dtype):
     return array
 
 
-def round_once_more(array, dtype):
-    return torch.from_numpy(array).to(NARROWER[dtype]).to(torch.from_numpy(array).dtype).numpy()
-
-
 FAULTS = {
     **{f"a factor of {x}": lambda array, dtype, x=x: array * array.dtype.type(x) for x in (1.1, 1.01, 1.001)},
     "one entry, a tenth of the largest": functools.partial(add_to_one_entry, 0.1),
@@ -55,7 +51,9 @@ FAULTS = {
     **{f"{x} in 2 % of rows": functools.partial(in_rows, x, 0.02) for x in (np.nan, np.inf, 1e30)},
     "two rows exchanged": functools.partial(exchange_rows, 1),
     "two rows exchanged twice": functools.partial(exchange_rows, 2),
-    "rounded once too often": round_once_more,
+    "rounded once too often": lambda array, dtype: (
+        torch.from_numpy(array).to(NARROWER[dtype]).double().numpy().astype(array.dtype)
+    ),
     "another shape": lambda array, dtype: array[:, :-1],
     "another dtype": lambda array, dtype: array.astype(np.float32 if array.dtype == np.float64 else np.float64),
     "missing": None,
@@ -126,15 +124,13 @@ def judged_in_verify(dtype):
 NEAR_TIE = "two queries whose scores nearly tie change places in a right runtime", "two rows exchanged twice"
 STEPS = "a right runtime may truncate to 16 bits, which makes each number smaller by up to 0.001", "a factor of 1.01"
 SUMS = "sums in 16 bits are as far off", "one entry, a tenth of the largest"
+DECLARED = "fuse casts the node's output to the dtype that the file declares", "missing"
 REASONS = {  # (fault, judge, dtype) -> why the judge accepts it, and the least fault of the kind that it refuses
     **{("two rows exchanged", "output", dtype): NEAR_TIE for dtype in DTYPES},
     **{("a factor of 1.001", judge, "float16"): STEPS for judge in ("match", "output")},
     **{("one entry, a hundredth of the largest", judge, "float16"): SUMS for judge in ("match", "output")},
     **{("rounded once too often", judge, "float16"): SUMS for judge in ("match", "output")},
-    **{
-        ("another dtype", "trial", dtype): ("fuse casts the node's output to the dtype that the file declares", "missing")
-        for dtype in ("float32", "float16", "bfloat16")
-    },
+    **{("another dtype", "trial", dtype): DECLARED for dtype in ("float32", "float16", "bfloat16")},
 }
 JUDGES = {"trial": list(DTYPES), "match": list(DTYPES)[:3], "output": list(DTYPES)[:3]}
 TABLE = [(fault, judge, dtype) for judge, dtypes in JUDGES.items() for dtype in dtypes for fault in PLANTED]

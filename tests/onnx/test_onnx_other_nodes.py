@@ -1,7 +1,5 @@
 """`fuse` and `verify` read nodes that other libraries write for the operators."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_other_nodes as others
@@ -53,9 +51,8 @@ def test_verify_judges_a_runtime_of_the_node(name, before):
     report = check(before, run_plugins, feeds(node))
     assert report.right
     inputs = ("in the file", "across borders")[: 2 - ("references" in node.inputs)]
-    assert [(one.match.name, one.inputs) for one in report.comparisons] == [
-        (layer, words) for layer in ("first", "second") for words in inputs
-    ]
+    expected = [(layer, words) for layer in ("first", "second") for words in inputs]
+    assert [(one.match.name, one.inputs) for one in report.comparisons] == expected
     report = check(before, swap_axes(run_plugins), feeds(node))
     assert not any(one.right for one in report.comparisons)
     assert "references" in node.inputs or all("x and y are swapped in the locations" in one.why for one in report.comparisons)

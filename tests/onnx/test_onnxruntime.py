@@ -26,18 +26,9 @@ import mx_driving.onnx
 from mx_driving import _needs
 from mx_driving._operator.description import OPERATORS
 
-ONNX_TYPES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float64: "double",
-    torch.int64: "int64",
-    torch.int32: "int32",
-    torch.int16: "int16",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
-DTYPES = {kind: dtype for dtype, kind in ONNX_TYPES.items()}
+KINDS = ("float32", "float16", "bfloat16", "double", "int64", "int32", "int16", "uint8", "bool")
+DTYPES = {kind: getattr(torch, kind) for kind in KINDS}
+ONNX_TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 def graph_of(operator, args):
@@ -113,17 +104,11 @@ def test_optional_inputs_are_left_out_by_the_export():
     assert torch.equal(run_exported(model, args), mx_driving.deformable_aggregation_with_logits(*args))
 
 
-@pytest.mark.parametrize(
-    ("axis", "fact"),
-    [
-        ("points", "'points'"),
-        ("", "''"),
-        ("p" * 40, "40 letters"),
-        (1, "an attribute of another type"),
-        (0.5, "an attribute of another type"),
-        (("point",), "an attribute of another type"),
-    ],
-)
+AXES = [("points", "'points'"), ("", "''"), ("p" * 40, "40 letters")]
+AXES += [(axis, "an attribute of another type") for axis in (1, 0.5, ("point",))]
+
+
+@pytest.mark.parametrize(("axis", "fact"), AXES)
 def test_a_wrong_axis_is_refused_when_the_session_is_made(axis, fact):
     types = ("float32", "int64", "int64", "float32", "float32", "float32")
     with pytest.raises(Exception, match=f"reference_axis must be 'level' or 'point'; got {fact}"):
@@ -144,8 +129,7 @@ def test_the_same_bits_on_any_number_of_threads_again_and_again(name):
     args = cases.cast(make(), torch.float32)
     expected = getattr(mx_driving, operator)(*args)
     for threads in (1, 2, 3):
-        for _ in range(5):
-            assert torch.equal(run(operator, args, threads), expected)
+        assert all(torch.equal(run(operator, args, threads), expected) for _ in range(5))
 
 
 def threads_of_this_process():

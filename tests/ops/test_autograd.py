@@ -9,28 +9,30 @@ from small_cases import SMALL, inputs_of
 from torch.autograd import gradcheck, gradgradcheck
 from values import assert_same_sums, everywhere_each, first
 
-import mx_driving
+WITH_POOL = [*cases.EVERY, cases.POOL]
 
 
-@pytest.mark.parametrize("operator", cases.EVERY)
+@pytest.mark.parametrize("operator", WITH_POOL)
 def test_gradcheck(implementation, operator):
     """All entries of gradients; of the reference one direction, because test_values.py compares it with truth in float64."""
     function, is_slow = cases.forward_of(implementation, operator), implementation == "reference"
     assert gradcheck(function, inputs_of(operator), fast_mode=is_slow)
 
 
-@pytest.mark.parametrize("operator", cases.EVERY)
+@pytest.mark.parametrize("operator", WITH_POOL)
 def test_gradgradcheck(operator):
     """Reverse over reverse, for one gradient and for a batch of them, and forward over reverse, along a random direction, as
     torch's own tests do it."""
     flags = {"check_batched_grad": True, "check_fwd_over_rev": True, "fast_mode": True}
-    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
+    assert gradgradcheck(cases.forward_of("native", operator), inputs_of(operator), **flags)
 
 
-@pytest.mark.parametrize("operator", cases.EVERY)
+@pytest.mark.parametrize("operator", WITH_POOL)
 def test_only_the_gradients_asked_for(operator):
-    function = getattr(mx_driving, operator)
+    function = cases.forward_of("native", operator)
     everything = inputs_of(operator)
+    with torch.no_grad():
+        assert not function(*everything).requires_grad
     function(*everything).sum().backward()
     for i in cases.DIFFERENTIABLE[operator]:
         args = inputs_of(operator, wanted=(i,))
@@ -39,7 +41,7 @@ def test_only_the_gradients_asked_for(operator):
         assert all(args[j].grad is None for j in cases.DIFFERENTIABLE[operator] if j != i)
 
 
-@everywhere_each(cases.EVERY)
+@everywhere_each(WITH_POOL)
 def test_only_wanted_gradients_are_computed(implementation, operator):
     """Each mask gives the gradients of the full mask, and empty tensors for the other inputs. Without a GPU, only
     `make test-ptx` compiles the kernels of all masks."""
@@ -55,7 +57,7 @@ def test_only_wanted_gradients_are_computed(implementation, operator):
             assert_same_sums(implementation, a, b if wanted else b.new_empty(0))
 
 
-@pytest.mark.parametrize("operator", cases.EVERY)
+@pytest.mark.parametrize("operator", WITH_POOL)
 def test_inputs_are_not_modified(implementation, operator):
     args = SMALL[operator]()
     grad = cases.grad_for(operator, args)
@@ -64,10 +66,3 @@ def test_inputs_are_not_modified(implementation, operator):
     cases.forward_of(implementation, operator)(*args)
     cases.gradients_of(implementation, operator, grad, args)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
-def test_no_grad_builds_no_graph(operator):
-    args = inputs_of(operator)
-    with torch.no_grad():
-        assert not getattr(mx_driving, operator)(*args).requires_grad

@@ -1,21 +1,20 @@
 """bev_pool_v3: values and gradients beside float64 truth, memory, threads, transforms, and the public function."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cases
 import numpy as np
 import pytest
 import torch
-from test_memory import embedded
+import values
+from cases import POOL
+from small_cases import inputs_of
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
-from values import DTYPES, NATIVE, assert_same_sums, covering, natively, skip_unless_every_kernel
+from values import DTYPES, NATIVE, covering, natively, skip_unless_every_kernel
 
 import mx_driving
-from mx_driving import _backends, reference
+from mx_driving import _backends
 from mx_driving._dispatch.registered import REGISTERED
 
 TRITON = ["triton"] if cases.EVERY_KERNEL and _backends.triton.why_not() is None else []
@@ -39,18 +38,13 @@ class Points(NamedTuple):
     def args(self) -> tuple[Any, ...]:
         return (*self[:5], *self.sizes)
 
-    def cast(self, dtype: torch.dtype) -> Points:
+    def cast(self, dtype: torch.dtype):
         return self._replace(feat=self.feat.to(dtype), depth=self.depth.to(dtype))
 
 
-def points(n: int, channels: int, sizes=(2, 1, 5, 7), rows=9, depths=40, *, seed=0, order="any", index=torch.int32) -> Points:
-    random = torch.Generator().manual_seed(seed)
-    ranks = [torch.randint(max(1, count), (n,), generator=random, dtype=index) for count in (rows, depths, int(np.prod(sizes)))]
-    if order == "sorted":
-        ranks[2] = ranks[2].sort().values
-    feat = torch.randn(rows, channels, dtype=torch.float64, generator=random)
-    depth = torch.rand(depths, dtype=torch.float64, generator=random)
-    return Points(feat, depth, *ranks, sizes)
+def points(*args: Any, **options: Any) -> Points:
+    inputs = cases.pooling(*args, **options)
+    return Points(*inputs[:5], inputs[5:])
 
 
 def truth(p: Points, grad: Tensor) -> list[np.ndarray]:
@@ -67,17 +61,11 @@ def truth(p: Points, grad: Tensor) -> list[np.ndarray]:
 
 
 def run(implementation: str, p: Points, grad: Tensor, mask=(True, True)) -> list[Tensor]:
-    if implementation == "triton":
-        forward, backward = (cases._triton_kernel("bev_pool_v3", b) for b in (False, True))
-        return [forward(*p.args), *backward(grad, *p.args, list(mask))]
-    room = reference if implementation == "reference" else torch.ops.mx_driving
-    return [room.bev_pool_v3(*p.args), *room.bev_pool_v3_backward(grad, *p.args, list(mask))]
+    return values.run(implementation, POOL, p.args, grad, list(mask))
 
 
 def grad_for(p: Points) -> Tensor:
-    b, *rest = p.sizes
-    random = torch.Generator().manual_seed(1)
-    return torch.randn(b, p.feat.shape[1], *rest, generator=random, dtype=torch.float64).to(p.feat.dtype)
+    return cases.grad_for(POOL, p.args).to(p.feat.dtype)
 
 
 def assert_near(found: list[Tensor], p: Points, grad: Tensor) -> None:
@@ -128,8 +116,7 @@ def test_triton(request, deterministic, channels, dtype):
     inside = (p.ranks_feat < 9) & (p.ranks_depth < 40) & (p.ranks_bev < 12)
     inside &= (p.ranks_feat >= 0) & (p.ranks_depth >= 0) & (p.ranks_bev >= 0)
     kept = p._replace(**{name: getattr(p, name)[inside] for name in ("ranks_feat", "ranks_depth", "ranks_bev")})
-    for a, b in zip(run("triton", p, grad), run("triton", kept, grad), strict=True):
-        assert_close(a, b)
+    assert_close(run("triton", p, grad), run("triton", kept, grad))
 
 
 @everywhere
@@ -152,11 +139,7 @@ def test_triton_sums_runs_of_equal_ranks(deterministic):
     p.ranks_feat[140:220] = 5
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(deterministic)
-    try:
-        assert_near(run("triton", p, grad_for(p)), p, grad_for(p))
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.set_default_dtype(torch.float32)
+    assert_near(run("triton", p, grad_for(p)), p, grad_for(p))
 
 
 @everywhere
@@ -170,8 +153,7 @@ def test_any_strides(implementation, same_bits):
     channels_last = grad.movedim(1, -1).contiguous().movedim(-1, 1)
     padded = torch.stack([grad, grad], -1)[..., 0]
     for given in (channels_last, padded):
-        for a, b in zip(run(implementation, strided, given), expected, strict=True):
-            assert torch.equal(a, b)
+        assert all(torch.equal(a, b) for a, b in zip(run(implementation, strided, given), expected, strict=True))
 
 
 @natively
@@ -225,15 +207,6 @@ def test_points_that_are_nearly_sorted(implementation, every_thread, threads):
 
 
 @everywhere
-@pytest.mark.parametrize("mask", [(True, False), (False, True)])
-def test_one_gradient_alone(implementation, mask):
-    p = points(300, 24).cast(torch.float32 if implementation == "triton" else torch.float64)
-    both, one = run(implementation, p, grad_for(p)), run(implementation, p, grad_for(p), mask)
-    for wanted, a, b in zip(mask, one[1:], both[1:], strict=True):
-        assert_same_sums(implementation, a, b if wanted else b.new_empty(0))
-
-
-@everywhere
 def test_nan_and_infinity_go_where_their_product_goes(implementation):
     for number in (float("nan"), float("inf")):
         p = points(60, 8, rows=30)
@@ -246,40 +219,7 @@ def test_nan_and_infinity_go_where_their_product_goes(implementation):
         assert torch.equal(~output.isfinite().all(1), cells)
 
 
-@natively
-def test_surroundings_are_neither_read_nor_written(implementation, poisoned_allocations):
-    for channels in (1, 5, 8, 37, 64):
-        p = points(77, channels)
-        grad = grad_for(p)
-        expected = run(implementation, p, grad)
-        inner, buffers = zip(*(embedded(t) for t in (*p[:5], grad)), strict=True)
-        before = [b.clone() for b in buffers]
-        for a, b in zip(run(implementation, Points(*inner[:5], p.sizes), inner[5]), expected, strict=True):
-            assert torch.equal(a, b)
-        for a, b in zip(buffers, before, strict=True):
-            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-
-
 # ---- as a part of PyTorch
-
-
-def leaves(p: Points) -> tuple[Any, ...]:
-    return (p.feat.requires_grad_(), p.depth.requires_grad_(), *p.args[2:])
-
-
-def test_derivatives():
-    args = leaves(points(30, 3, (1, 2, 2, 3)))
-    op, flags = torch.ops.mx_driving.bev_pool_v3, {"check_batched_grad": True}
-    assert gradcheck(op, args, check_forward_ad=True, check_batched_forward_grad=True, **flags)
-    assert gradgradcheck(op, args, fast_mode=True, **flags)
-
-
-def test_opcheck():
-    p = points(30, 4, (1, 1, 3, 3))
-    assert set(torch.library.opcheck(torch.ops.mx_driving.bev_pool_v3.default, leaves(p)).values()) == {"SUCCESS"}
-    grad = grad_for(p).requires_grad_()
-    backward = torch.ops.mx_driving.bev_pool_v3_backward.default
-    assert set(torch.library.opcheck(backward, (grad, *leaves(p), [True, True])).values()) == {"SUCCESS"}
 
 
 def public(p: Points) -> tuple[Any, ...]:
@@ -301,10 +241,8 @@ def test_forward_mode_over_expanded_inputs(function):
     depth, feat, *ranks = public(p)
     more = (torch.arange(40), torch.ones(40, dtype=torch.int64)) if function is mx_driving.bev_pool_v2 else ()
     place = torch.stack([torch.randint(size, (9,)) for size in (5, 7, 1, 2)], 1)
-    at, along = (
-        torch.tensor([0.5, 2.0], dtype=torch.float64).unbind(),
-        torch.tensor([1.0, -3.0], dtype=torch.float64).unbind(),
-    )
+    at, along = torch.tensor([[0.5, 2.0], [1.0, -3.0]], dtype=torch.float64).unbind()
+    at, along = at.unbind(), along.unbind()
 
     def call(d, f, copy=torch.Tensor.view_as):
         d, f = (copy(t, t) for t in (d.expand(depth.shape), f.expand(feat.shape)))
@@ -320,10 +258,9 @@ def test_forward_mode_over_expanded_inputs(function):
 def test_flops():
     from torch.utils.flop_counter import FlopCounterMode
 
-    p = points(40, 6)
     with FlopCounterMode(display=False) as counter:
-        torch.ops.mx_driving.bev_pool_v3(*leaves(p)).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 40 * 6
+        torch.ops.mx_driving.bev_pool_v3(*inputs_of(POOL)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 30 * 3
 
 
 # ---- the public function

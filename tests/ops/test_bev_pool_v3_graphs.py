@@ -54,17 +54,13 @@ def places(batch, points):
     return torch.randn(points, C), torch.stack([torch.randint(0, size, (points,)) for size in sizes], 1)
 
 
-def voxels(batch, points):
-    return torch.randint(-1, 6, (batch, points, 3)), torch.randn(batch, points, C)
-
-
 # function -> (make its inputs, the free axes of each input)
 B, N, K, P = ({"batch": 0}, {"n": 0}, {"intervals": 0}, {"batch": 0, "n": 1})
 CALLS = {
     v1: (places, (N, N)),
     v2: (with_intervals, (B, B, N, N, N, K, K)),
     v3: (lifted, (B, B, N, N, N)),
-    voxel_pooling: (voxels, (P, P)),
+    voxel_pooling: (lambda batch, points: (torch.randint(-1, 6, (batch, points, 3)), torch.randn(batch, points, C)), (P, P)),
 }
 
 
@@ -80,8 +76,7 @@ def inputs_of(batch, points):
 
 
 def assert_equal(found, inputs):
-    for output, expected in zip(found, Every()(*inputs), strict=True):
-        assert torch.equal(output, expected)
+    assert all(torch.equal(output, expected) for output, expected in zip(found, Every()(*inputs), strict=True))
 
 
 @functools.cache
@@ -105,11 +100,7 @@ def compiled(call, inputs):
     return torch.compile(call, fullgraph=True, backend="aot_eager")
 
 
-def strictly_exported(call, inputs):
-    return torch.export.export(call, inputs, strict=True).module()
-
-
-@pytest.mark.parametrize("graph_of", [compiled, strictly_exported])
+@pytest.mark.parametrize("graph_of", [compiled, lambda call, inputs: torch.export.export(call, inputs, strict=True).module()])
 def test_the_vendors_function_trains_in_a_graph(graph_of):
     """Graphs trace forward and backward of the class, and not its apply."""
     inputs, gradients = lifted(2, 30), []
@@ -240,9 +231,8 @@ def test_intervals_are_vmapped(dims, of):
     expected = torch.stack([call(POOLED[0], *pair) for pair in pairs])
     assert torch.equal(torch.func.vmap(call, (None, *dims))(POOLED[0], *tables), expected)
     nested = torch.func.vmap(torch.func.vmap(call, (None, *dims)), (None, *dims))
-    assert torch.equal(
-        nested(POOLED[0], *(t if dim is None else t[None] for t, dim in zip(tables, dims, strict=True)))[0], expected
-    )
+    batched = (t if dim is None else t[None] for t, dim in zip(tables, dims, strict=True))
+    assert torch.equal(nested(POOLED[0], *batched)[0], expected)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

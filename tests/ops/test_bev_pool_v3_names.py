@@ -153,17 +153,12 @@ def test_bevfusion(extension, sizes):
     close([out, pool.bev_pool_backward(grad, places, lengths, starts, *sizes)], expected)
 
 
-@pytest.mark.parametrize(
-    ("module", "function"),
-    [
-        ("voxel_pooling_train_ext", "voxel_pooling_train_forward_wrapper"),
-        ("voxel_pooling_ext", "voxel_pooling_forward_wrapper"),
-    ],
-)
-def test_bevdepth_in_training(extension, module, function):
+@pytest.mark.parametrize("name", ["voxel_pooling_train", "voxel_pooling"])
+def test_bevdepth_in_training(extension, name):
     feat, number = torch.randn(2, 4, 5, requires_grad=True), torch.tensor([3, 2, 1])
     output, memo = torch.zeros(2, 2, 3, 5), torch.full((2, 4, 3), -1, dtype=torch.int32)
-    assert getattr(extension(module), function)(2, 4, 5, *number, GEOMETRY, feat, output, memo) == 1
+    function = getattr(extension(f"{name}_ext"), f"{name}_forward_wrapper")
+    assert function(2, 4, 5, *number, GEOMETRY, feat, output, memo) == 1
     close([output.permute(0, 3, 1, 2)], [mx_driving.npu_voxel_pooling_train(GEOMETRY, feat, number).detach()])
     inside = torch.tensor(INSIDE)
     assert memo.view(-1, 3)[inside].tolist() == [[0, 0, 0], [0, 1, 2], [1, 1, 2], [1, 1, 2]]
@@ -282,10 +277,7 @@ REFUSED = [
     (voxels(geom_xyz=GEOMETRY.to("meta")), "geom_xyz must be on input_features's device (cpu); got meta"),
     (voxels(input_features=torch.rand(2, 3, 5)), "input_features must have shape (2, 4, C); got (2, 3, 5)"),
     (voxels(input_features=torch.rand(4, 2, 5)), "input_features must have shape (2, 4, C); got (4, 2, 5)"),
-    *(
-        (voxels(voxel_num=number), f"voxel_num must be three ints, (X, Y, Z); got {number}")
-        for number in (3, (3, 2), (3, 2, 1.5))
-    ),
+    *((voxels(voxel_num=n), f"voxel_num must be three ints, (X, Y, Z); got {n}") for n in (3, (3, 2), (3, 2, 1.5))),
     (voxels(voxel_num=(3, -2, 1)), "voxel_num must have no negative size; got (3, -2, 1)"),
     (voxels(voxel_num=(2**63, 2, 1)), "voxel_num must have sizes below 2**48; got "),
     (lambda: _C.npu_bev_pool_v3_backward(torch.rand(2, 8), *lifted()), "grad_out must have shape (B, D, H, W, C); got (2, 8)"),
@@ -324,11 +316,9 @@ def test_every_name_serves_meta_tensors():
     """The shape of the output does not depend on data, so that meta tensors suffice."""
     depth, feat, *ranks = (t.detach().to("meta") for t in lifted())
     start = FIRST.to("meta")
-    outputs = [
-        mx_driving.bev_pool_v3(depth, feat, *ranks, SHAPE),
-        mx_driving.bev_pool_v2(depth, feat, *ranks, SHAPE, start, start),
-        mx_driving.bev_pool(torch.rand(3, C, device="meta"), torch.zeros(3, 4, device="meta").int(), B, D, H, W),
-    ]
+    outputs = [mx_driving.bev_pool_v3(depth, feat, *ranks, SHAPE)]
+    outputs += [mx_driving.bev_pool_v2(depth, feat, *ranks, SHAPE, start, start)]
+    outputs += [mx_driving.bev_pool(torch.rand(3, C, device="meta"), THREE.to("meta"), B, D, H, W)]
     assert [(out.device.type, *out.shape) for out in outputs] == [("meta", B, C, D, H, W)] * 3
     out = mx_driving.npu_voxel_pooling_train(GEOMETRY.to("meta"), torch.rand(2, 4, 5, device="meta"), (3, 2, 1))
     assert (out.device.type, *out.shape) == ("meta", 2, 5, 2, 3)
@@ -359,23 +349,17 @@ def test_a_single_row_may_have_one_axis():
         assert torch.equal(leaf.grad, torch.tensor([0.5 * 0.5 + 2 * 2, 0.5 * 1.5 + 2 * 6]))
 
 
-@pytest.mark.parametrize("name", ["bev_pool_v2", "bev_pool_v3", "bev_pool", "npu_voxel_pooling_train"])
-def test_vmap_over_nothing_is_refused_in_a_sentence(name):
-    rank, shape = torch.arange(4), (1, 1, 2, 2, 8)
-    depth, feat = torch.rand(4), torch.rand(4, 8)
-    places = torch.zeros(4, 4, dtype=torch.long)
-    call, mapped = {
-        "bev_pool_v2": (
-            lambda s: mx_driving.bev_pool_v2(depth, feat, rank, rank, rank, shape, s, s + 4),
-            torch.zeros(1).long(),
-        ),
-        "bev_pool_v3": (lambda r: mx_driving.bev_pool_v3(depth, feat, rank, rank, r, shape), rank),
-        "bev_pool": (lambda p: mx_driving.bev_pool(feat, p, 1, 1, 2, 2), places),
-        "npu_voxel_pooling_train": (
-            lambda p: mx_driving.npu_voxel_pooling_train(p[None, :, :3], feat[None], (2, 2, 1)),
-            places,
-        ),
-    }[name]
+RANK, FOUR, OF_FOUR = torch.arange(4), (torch.rand(4), torch.rand(4, 8)), (1, 1, 2, 2, 8)
+MAPPED = [  # a call, and what vmap maps
+    (lambda s: mx_driving.bev_pool_v2(*FOUR, *[RANK] * 3, OF_FOUR, s, s + 4), torch.zeros(1).long()),
+    (lambda r: mx_driving.bev_pool_v3(*FOUR, RANK, RANK, r, OF_FOUR), RANK),
+    (lambda p: mx_driving.bev_pool(FOUR[1], p, 1, 1, 2, 2), torch.zeros(4, 4).long()),
+    (lambda p: mx_driving.npu_voxel_pooling_train(p[None, :, :3], FOUR[1][None], (2, 2, 1)), torch.zeros(4, 4).long()),
+]
+
+
+@pytest.mark.parametrize(("call", "mapped"), MAPPED)
+def test_vmap_over_nothing_is_refused_in_a_sentence(call, mapped):
     assert torch.vmap(call)(mapped.expand(2, *mapped.shape)).shape[0] == 2
     with pytest.raises(ValueError, match=r"^in_dims must name axes with entries where vmap calls .* for each; got size 0$"):
         torch.vmap(call)(mapped.expand(0, *mapped.shape))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, POOL
 from programs import python
 from small_cases import TINY
 from values import Through
@@ -18,7 +18,7 @@ from mx_driving import _data_checks
 from mx_driving._dispatch.registered import REGISTERED
 from mx_driving._operator.description import OPERATORS
 
-NAN, POOL = float("nan"), "bev_pool_v3"
+NAN = float("nan")
 SIZES = [(12, 20), (6, 10)]
 
 
@@ -93,14 +93,8 @@ def six_cameras():
 def by_scale():
     """Return six cameras whose maps lie scale by scale."""
     args = six_cameras()
-    maps = [
-        args[0][:, s : s + h * w] for (h, w), s in zip(args[1].view(-1, 2).tolist(), args[2].flatten().tolist(), strict=True)
-    ]
+    maps = args[0].split(args[1].view(-1, 2).prod(-1).tolist(), 1)  # camera by camera
     return AGGREGATION, [torch.cat([*maps[::2], *maps[1::2]], 1), *args[1:]]
-
-
-def pool_of(*sizes):
-    return POOL, [*GOOD[POOL][:5], *sizes]
 
 
 # (operator and arguments), the sentence
@@ -145,7 +139,7 @@ ROWS = [
      "attention_weights should sum to about 1 for each query, as after a softmax; got sums around 3"),
     (lambda: of(AGGREGATION, 4, lambda t: t / 2),
      "weight should sum to about 1 for each query, as after a softmax; got sums around 0.5"),
-    (lambda: pool_of(1, 4, 1, 3),
+    (lambda: (POOL, [*GOOD[POOL][:5], 1, 4, 1, 3]),
      "bev_feat_shape should be (B, D, H, W, C); got D=4 beside H=1 and W=3, as if D and H were exchanged"),
 ]  # fmt: skip
 
@@ -244,14 +238,10 @@ def gradients(function, operator, args):
     return [output, *torch.autograd.grad(output.square().sum(), [inputs[i] for i in places])]
 
 
-def vmapped(function):
-    return lambda *args: torch.vmap(lambda weights: function(*args[:4], weights))(args[4][None])[0]
-
-
 WAYS = {
     "eager": lambda function: function,
     "compile": lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"),
-    "vmap": vmapped,
+    "vmap": lambda function: lambda *args: torch.vmap(lambda weights: function(*args[:4], weights))(args[4][None])[0],
     "autocast": torch.autocast("cpu", torch.bfloat16),
 }
 

@@ -1,8 +1,6 @@
 """The native kernel of deformable_aggregation_with_logits: groups of every size, many pairs and anchors, infinities in softmax
 and in cameras, and the C interface. test_with_logits.py tests all operators with logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,8 +129,7 @@ def test_no_samples(nothing):
         key_points = one.expand(1, anchors, points, 3)
         return (torch.ones(1, 4, 4), *tables, key_points, torch.ones(1, cams, 4, 4), logits, None, scale)
 
-    for result in run(inputs(3), torch.ones(1, 3, 4)):
-        assert not result.any()
+    assert not any(result.any() for result in run(inputs(3), torch.ones(1, 3, 4)))
     mask = [True, points == 0, True, True]  # else a gradient would be 10^12 elements
     for result in cases.gradients_of("native", NAME, torch.ones(1).expand(1, ENDLESS, 4), inputs(ENDLESS), mask):
         assert not result.any()

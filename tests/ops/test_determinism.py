@@ -14,9 +14,7 @@ def test_bits_do_not_depend_on_where_a_sample_stands(dtype):
     """Kernels compute sixteen samples at once, or eight. Eight samples off the map shift samples from one to the other."""
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(1, 35, 2, 40, generator=generator).to(dtype)
-    edges = torch.tensor(
-        [-0.5, -0.1, -0.0, 0.0, 0.1, 0.3, 0.5, 0.9, 1.0, 1.1, 1.5, 1e9, -1e9, float("nan"), float("inf"), 1e-9]
-    )
+    edges = torch.tensor([-0.5, -0.1, -0.0, 0, 0.1, 0.3, 0.5, 0.9, 1, 1.1, 1.5, 1e9, -1e9, torch.nan, torch.inf, 1e-9])
     locations = (edges[torch.randint(16, (1, 300, 2, 1, 16, 2), generator=generator)] / torch.tensor([7, 5]) * 5).to(dtype)
     weights = torch.rand(1, 300, 2, 1, 16, generator=generator).to(dtype)
     off_map = torch.full((1, 300, 2, 1, 8, 2), -3.0, dtype=dtype), torch.zeros(1, 300, 2, 1, 8, dtype=dtype)
@@ -53,16 +51,12 @@ def test_a_16_bit_gradient_of_value_is_that_of_float32_rounded(implementation, c
     assert torch.equal(narrow, wide.bfloat16())
 
 
-IN_ONE_PASS_OR_SEVERAL = [
-    *((case, torch.float32) for case in (*cases.CASES, *logits_cases.CASES) if case.name not in cases.OF_MILLIONS),
-    *((case, torch.bfloat16) for case in logits_cases.CASES),
-]
+SEVERAL = [(case, torch.float32) for case in (*cases.CASES, *logits_cases.CASES) if case.name not in cases.OF_MILLIONS]
+SEVERAL += [(case, torch.bfloat16) for case in logits_cases.CASES]
 
 
 @pytest.mark.parametrize("implementation", [i for i in cases.on_the_cpu() if i != "reference"], indirect=True)
-@pytest.mark.parametrize(
-    ("case", "dtype"), [pytest.param(c, d, id=f"{cases.case_id(c)}-{d}") for c, d in IN_ONE_PASS_OR_SEVERAL]
-)
+@pytest.mark.parametrize(("case", "dtype"), SEVERAL, ids=lambda p: str(p) if isinstance(p, torch.dtype) else cases.case_id(p))
 def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread, case, dtype):
     """One pass through the queries computes all gradients, or each gradient takes a pass: the bits are the same.
 

@@ -1,7 +1,5 @@
 """Random shapes, layouts, dtypes and index tables, by hypothesis: a result is right, or the call is refused in a sentence."""
 
-from __future__ import annotations
-
 import cases
 import pytest
 import torch
@@ -63,10 +61,8 @@ def test_any_index_table_works_or_is_refused(call, numbers, keep_shapes):
     shapes = args[1] if keep_shapes else torch.tensor(numbers)[: args[1].numel()].view(args[1].shape)
     starts = torch.tensor(numbers[::-1])[: args[2].numel()].view(args[2].shape)
     args = cases.cast((args[0], shapes, starts, *args[3:]), torch.float32)
-    rows, flat = args[0].shape[1], shapes.reshape(-1, 2).tolist()
-    fits = all(
-        h > 0 and w > 0 and s >= 0 and s + h * w <= rows for (h, w), s in zip(flat, starts.flatten().tolist(), strict=True)
-    )
+    rows, levels = args[0].shape[1], zip(shapes.reshape(-1, 2).tolist(), starts.flatten().tolist(), strict=True)
+    fits = all(h > 0 and w > 0 and s >= 0 and s + h * w <= rows for (h, w), s in levels)
     grad = cases.grad_for(operator, args).float()
     if fits:
         compare("native", operator, args, grad, some_seen=False)
@@ -87,5 +83,4 @@ def test_any_location(numbers, height, width):
         args = (value, torch.tensor([[height, width]]), torch.tensor([0]), locations, torch.ones(1, 2, 1, 1, 2))
         got = cases.forward_of("native", operator)(*args)
         torch.testing.assert_close(got, cases.forward_of("reference", operator)(*args), rtol=1e-5, atol=1e-5)
-        for g in cases.gradients_of("native", operator, torch.ones(1, 2, 1), args):
-            assert g.isfinite().all()
+        assert all(g.isfinite().all() for g in cases.gradients_of("native", operator, torch.ones(1, 2, 1), args))

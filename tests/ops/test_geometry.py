@@ -124,14 +124,8 @@ def test_numbers_come_in_any_sequence():
         (lambda: geometry.augmentation_matrix(degrees=3), r"size must be the \(width, height\) .*; got None"),
         (lambda: geometry.augmentation_matrix((1, 2, 3)), r"scale must hold 2 numbers; got \(1, 2, 3\)"),
         (lambda: geometry.bev_ranks(torch.zeros(1, 1, 1, 1, 1, 3), (0,) * 3, (1, 0, 1), (1,) * 3), "cell must be positive"),
-        (
-            lambda: geometry.bev_ranks(torch.zeros(1, 1, 1, 1, 1, 3), (0,) * 3, 0.5, (1,) * 3),
-            "cell must hold 3 numbers; got 0.5",
-        ),
-        (
-            lambda: geometry.unproject(torch.zeros(3), torch.zeros(1, 4, 4, device="meta")),
-            "projection must be on pixels's device",
-        ),
+        (lambda: geometry.bev_ranks(torch.zeros([1] * 5 + [3]), (0,) * 3, 0.5, (1,) * 3), "cell must hold 3 numbers; got 0.5"),
+        (lambda: geometry.unproject(torch.zeros(3), torch.zeros(1, 4, 4).to("meta")), "projection must be on pixels's device"),
         (lambda: geometry.bev_ranks(torch.zeros(3), (0,) * 3, (1,) * 3, (1,) * 3), r"points must .* \[B, cam, D, H, W, 3\]"),
     ],
 )
@@ -190,17 +184,15 @@ def test_no_function_computes_in_the_dtype_of_autocast(cameras, widest, dtype):
         assert (torch.eye(2) @ torch.eye(2)).dtype == dtype  # autocast works
     assert [t.dtype for t in under] == [widest] * 5 + [torch.int32] * 3
     assert under[-1].numel() > 9
-    for a, b in zip(alone, under, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    torch.testing.assert_close(alone, under, rtol=0, atol=0)
 
 
 def test_the_autocast_of_the_tensors_device_is_left(cameras, monkeypatch):
     """A tensor without memory stands for one on another device, because a CPU cannot make one."""
     left, autocast = [], torch.autocast
     monkeypatch.setattr(composition, "autocasts", lambda device: True)
-    monkeypatch.setattr(
-        torch, "autocast", lambda device, enabled: left.append((device, enabled)) or autocast("cpu", enabled=enabled)
-    )
+    record = lambda device, enabled: left.append((device, enabled)) or autocast("cpu", enabled=enabled)  # noqa: E731
+    monkeypatch.setattr(torch, "autocast", record)
     intrinsics, rotation, translation = (t.to("meta") for t in cameras)
     geometry.projection_matrix(intrinsics=intrinsics, rotation=rotation, translation=translation)
     geometry.frustum((50, 30), (5, 3), torch.empty(8, device="meta"))

@@ -190,10 +190,11 @@ WAYS = {
 }
 
 
+BARE = [multi_scale, aggregation, geometric, pooling]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "make", [multi_scale, aggregation, geometric, pooling, multi_scale_logits, aggregation_logits, geometric_logits]
-)
+@pytest.mark.parametrize("make", [*BARE, multi_scale_logits, aggregation_logits, geometric_logits])
 def test_what_works_outside_works_inside(make, way):
     """Reading a wrapped tensor, or one of a graph, would raise torch's own error."""
     torch.compiler.reset()
@@ -211,7 +212,7 @@ def test_what_works_outside_works_inside(make, way):
 
 
 @pytest.mark.parametrize("fake", [False, True])
-@pytest.mark.parametrize("make", [multi_scale, aggregation, geometric, pooling, aggregation_logits])
+@pytest.mark.parametrize("make", [*BARE, aggregation_logits])
 def test_tensors_without_numbers_keep_the_limits_of_shapes(make, fake):
     operator, args = make()
     with FakeTensorMode() if fake else contextlib.nullcontext() as mode, mx_driving.atlas_limits():
@@ -225,12 +226,10 @@ def test_tensors_without_numbers_keep_the_limits_of_shapes(make, fake):
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
-@pytest.mark.parametrize(
-    ("spoil", "rule"), [(lambda a: location_at(1.25, *a), "the largest value <= 1"), (lambda a: extra_row(*a), "sum of H")]
-)
-def test_numbers_inside_transforms_are_read(transform, spoil, rule):
+@pytest.mark.parametrize("rule", ["the largest value <= 1", "sum of H"])
+def test_numbers_inside_transforms_are_read(transform, rule):
     """A location beyond the picture in one entry of a vmapped axis, and maps that do not fill the rows."""
-    args = spoil(aggregation())[1]
+    _, args = extra_row(*aggregation()) if rule == "sum of H" else location_at(1.25, *aggregation())
     locations = torch.stack([args[3] * 0 + 0.5, args[3]])
 
     def call(t):
@@ -242,14 +241,11 @@ def test_numbers_inside_transforms_are_read(transform, spoil, rule):
 
 
 def test_elements_limit_counts_without_memory():
-    args = list(aggregation()[1])
-    args[0] = args[0][:1, :1, :1].expand(1, 1, 64)
-    args[3] = args[3][:, :, :1].expand(1, 1, 1, 1, 2)
+    args = aggregation()[1]
     big = torch.zeros(1).expand(100, 2048, 2048, 1, 2)
+    weight = torch.zeros(1).expand(100, 2048, 2048, 1, 1, 8)
     with mx_driving.atlas_limits(), pytest.raises(ValueError, match=r"num_elements <= 150000000"):
-        mx_driving.deformable_aggregation(
-            torch.zeros(100, 1, 64), args[1], args[2], big, torch.zeros(1).expand(100, 2048, 2048, 1, 1, 8)
-        )
+        mx_driving.deformable_aggregation(torch.zeros(100, 1, 64), *args[1:3], big, weight)
 
 
 CALL = (
@@ -263,9 +259,10 @@ def with_flag(word, dims):
     return python("-c", CALL.replace("12", str(dims)), env={**os.environ, "MX_DRIVING_ATLAS_LIMITS": word}, check=False)
 
 
-@pytest.mark.parametrize(
-    ("word", "dims", "release"), [("On", 264, "26.2"), ("7.3", 72, "7.3"), ("26.0", 72, ""), ("0", 264, "")]
-)
+WORDS = [("On", 264, "26.2"), ("7.3", 72, "7.3"), ("26.0", 72, ""), ("0", 264, "")]
+
+
+@pytest.mark.parametrize(("word", "dims", "release"), WORDS)
 def test_environment_variable(word, dims, release):
     done = with_flag(word, dims)
     assert done.returncode == bool(release)
@@ -299,12 +296,9 @@ FLAGS = [f"MX_DRIVING_{name}" for name in ("CHECK", "TRITON", "GPU_LAUNCH", "CTY
 COMMANDS = ["-c from mx_driving_portable.command import main; main()", "-m mx_driving", "-m mx_driving.__main__"]
 
 
-@pytest.mark.parametrize(("name", "command"), zip(FLAGS, itertools.cycle(COMMANDS), strict=False))
+@pytest.mark.parametrize(("name", "command"), [*zip(FLAGS, itertools.cycle(COMMANDS), strict=False)])
 def test_a_command_says_in_a_sentence_what_the_environment_must_be(name, command):
-    env = {**os.environ, name: "2"}
-    done = subprocess.run(
-        [sys.executable, *command.split(" ", 1), "--help"], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
+    words = [sys.executable, *command.split(" ", 1), "--help"]
+    done = subprocess.run(words, env={**os.environ, name: "2"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(rf"mx-driving: {name} must be 1, true, yes or on.*; got '2'\n", done.stderr)

@@ -6,13 +6,13 @@ import pytest
 import tolerance
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
-from values import assert_same_sums, everywhere_each, first, run, skip_unless_every_kernel
+from values import DTYPES, assert_same_sums, everywhere_each, first, run, skip_unless_every_kernel
 
 NAN, INF = float("nan"), float("inf")
 
 
 @everywhere_each([MULTI_SCALE, AGGREGATION, MULTI_SCALE_LOGITS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_all_inputs_poisoned_give_exact_zeros(implementation, operator, poison, dtype):
     """All inputs but logits are poisoned."""

@@ -4,27 +4,18 @@ import cases
 import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, POOL
 from small_cases import GROWING, TINY
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from values import Through, natively
+from values import B16, F16, F32, F64, Through, natively
 
 import mx_driving
 from mx_driving._dispatch.registered import REGISTERED
 from mx_driving._operator.description import OPERATORS
 
-POOL = "bev_pool_v3"
 MAPS = [(12, 17), (6, 9)]
 under_autocast = torch.autocast("cpu", torch.bfloat16)  # a decorator of functions
-
-
-def points_of_cells(channels, count):
-    generator = torch.Generator().manual_seed(0)
-    ranks = (torch.randint(size, (count,), generator=generator) for size in (20, 400, 60))
-    feat = torch.randn(20, channels, dtype=torch.float64, generator=generator)
-    depth = torch.rand(400, dtype=torch.float64, generator=generator)
-    return feat, depth, *ranks, 1, 1, 6, 10
 
 
 # The channels of a head fill pairs of vectors, or do not. Dot products must add channels in the order of float32 in both cases.
@@ -43,8 +34,8 @@ CASES = {
     "window": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 90, 32, 2, MAPS, (2, 2))),
     "heads together": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(1, 300, 32, 8, [(4, 5)], (3, 5))),
     "projected": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(2, 9, 5, 64, 2, [MAPS, MAPS])),
-    "cells": (POOL, lambda: points_of_cells(16, 900)),
-    "few channels": (POOL, lambda: points_of_cells(3, 900)),
+    "cells": (POOL, lambda: cases.pooling(900, 16, (1, 1, 6, 10), 20, 400)),
+    "few channels": (POOL, lambda: cases.pooling(900, 3, (1, 1, 6, 10), 20, 400, index=torch.int64)),
 }
 
 
@@ -88,7 +79,7 @@ def test_autocast_has_the_bits_of_converting_first(name, dtype):
 @pytest.mark.parametrize("operator", [*cases.EVERY, POOL])
 def test_other_devices_have_the_bits_of_converting_first(operator, device):
     """The executed PTX of Triton kernels, and the reference. Pooling has its own kernels for 16 bits, forward and backward."""
-    args = cases.cast(TINY[operator]() if operator in TINY else points_of_cells(8, 90), torch.bfloat16)
+    args = cases.cast(TINY[operator](), torch.bfloat16)
     wide = cases.cast(args, torch.float32)
     output = REGISTERED[f"{operator}_autocast"].run(device, *args)
     assert output.any()
@@ -96,22 +87,19 @@ def test_other_devices_have_the_bits_of_converting_first(operator, device):
     if operator == POOL:
         grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
         gradients = (REGISTERED[f"{POOL}_backward"].run(device, grad, *a, [True, True]) for a in (args, wide))
-        for a, b in zip(*gradients, strict=True):
-            assert torch.equal(a, b.bfloat16())
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(*gradients, strict=True))
 
 
-def mixed(args, value, others):
-    """Cast value to one dtype, and all other floating inputs to another."""
-    return cases.cast(args[:1], value) + cases.cast(args[1:], others)
+def first_of(operator):
+    return next(make for name, make in CASES.values() if name == operator)()
 
 
-@pytest.mark.parametrize(
-    "dtypes", [("bfloat16", "float32"), ("float16", "float64"), ("float32", "bfloat16"), ("float64", "float16")]
-)
+@pytest.mark.parametrize("dtypes", [(B16, F32), (F16, F64), (F32, B16), (F64, F16)], ids=str)
 @pytest.mark.parametrize("operator", [*cases.EVERY, POOL])
 def test_mixed_dtypes_under_autocast(operator, dtypes):
-    make = next(make for name, make in CASES.values() if name == operator)
-    args, op = mixed(make(), *(getattr(torch, name) for name in dtypes)), op_of(operator)
+    """Value has one dtype, and all other floating inputs have another."""
+    args, op = first_of(operator), op_of(operator)
+    args = cases.cast(args[:1], dtypes[0]) + cases.cast(args[1:], dtypes[1])
     expected = gradients_of(convert_first(op), args, operator)
     for a, b in zip(gradients_of(under_autocast(op), args, operator), expected, strict=True):
         assert (a.dtype, torch.equal(a, b)) == (b.dtype, True)
@@ -120,8 +108,7 @@ def test_mixed_dtypes_under_autocast(operator, dtypes):
 @pytest.mark.parametrize("operator", [*cases.EVERY, POOL])
 def test_autograd_saves_the_inputs_themselves(operator):
     """Autograd saves the 16-bit inputs, which take half of the memory of float32."""
-    make = next(make for name, make in CASES.values() if name == operator)
-    args = cases.cast(make(), torch.bfloat16)
+    args = cases.cast(first_of(operator), torch.bfloat16)
     leaves = [a.requires_grad_() if i in OPERATORS[operator].differentiable else a for i, a in enumerate(args)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
@@ -151,8 +138,7 @@ def test_second_derivatives_vmap_and_forward_mode_under_autocast(operator):
         # Some summands of a second derivative are rounded to bfloat16 one by one.
         assert (a.float() - b.float()).abs().max() <= 2**-7 * b.abs().max()
     assert torch.equal(mapped(under_autocast(op)), mapped(convert_first(op)))
-    for a, b in zip(tangent(under_autocast(op)), tangent(convert_first(op)), strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(tangent(under_autocast(op)), tangent(convert_first(op)), strict=True))
 
 
 @pytest.mark.parametrize("operator", [MULTI_SCALE, GEOMETRIC_LOGITS, AGGREGATION_LOGITS])

@@ -1,20 +1,10 @@
 """Outputs and gradients are those of float64 truth, for every implementation, dtype and layout."""
 
-from __future__ import annotations
-
 import cases
 import logits_cases
 import pytest
 import torch
-from cases import (
-    AGGREGATION,
-    CASES,
-    EVERY,
-    LATTICE,
-    MULTI_SCALE,
-    MULTI_SCALE_LOGITS,
-    OPERATORS,
-)
+from cases import AGGREGATION, CASES, EVERY, LATTICE, MULTI_SCALE, MULTI_SCALE_LOGITS, OPERATORS
 from small_cases import GOOD, TWO_PIXELS
 from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each, first, run, skip_unless_every_kernel
 
@@ -113,10 +103,8 @@ def test_one_element_stands_for_many(implementation, operator, dtype):
     for place, a in [(i, a) for i, a in enumerate(args) if i and cases.is_floating(a)]:
         for axis in [axis for axis, size in enumerate(a.shape) if size > 1]:
             spread = a.narrow(axis, 0, 1).expand(a.shape)
-            found, copied = (
-                run(implementation, operator, (*args[:place], t, *args[place + 1 :]), grad)
-                for t in (spread, spread.contiguous())
-            )
+            pair = ((*args[:place], t, *args[place + 1 :]) for t in (spread, spread.contiguous()))
+            found, copied = (run(implementation, operator, changed, grad) for changed in pair)
             assert all(torch.equal(x, y) for x, y in zip(found, copied, strict=True))
 
 

@@ -2,6 +2,7 @@
 
 import cases
 import logits_cases
+import numpy as np
 import pytest
 import torch
 from cases import AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, WITH_LOGITS
@@ -33,9 +34,7 @@ def test_logits_on_one_axis_or_on_two(implementation):
 def test_a_logit_of_minus_infinity_is_weight_zero(implementation, operator):
     """Results are those of a softmax without the sample."""
     args = small(operator)
-    left_out = (
-        (slice(None), slice(None), 1, 0, slice(None, None, 2), slice(1, 3)) if operator == AGGREGATION_LOGITS else (..., 3)
-    )
+    left_out = np.s_[:, :, 1, 0, ::2, 1:3] if operator == AGGREGATION_LOGITS else np.s_[..., 3]
     args[5][left_out] = -INF
     grad = cases.grad_for(operator, args).float()
     compare(implementation, operator, args, grad)
@@ -56,8 +55,7 @@ def test_a_row_that_softmax_turns_to_nan(implementation, bad):
     elsewhere[0, 5, 1] = False
     assert output[0, 5, 1].isnan().all()
     assert torch.equal(output[elsewhere], expected[elsewhere])
-    for got, before in zip(others, clean[3:], strict=True):
-        assert torch.equal(got[elsewhere], before[elsewhere])
+    assert all(torch.equal(got[elsewhere], before[elsewhere]) for got, before in zip(others, clean[3:], strict=True))
     assert others[-1][0, 5, 1].isnan().all()
     assert torch.equal(of_reference[1], clean[2][1])
 
@@ -134,13 +132,10 @@ def test_a_point_nearer_than_can_be_has_no_gradient_along_its_depth(implementati
 
 @pytest.mark.needs("Sampling by Triton")
 @pytest.mark.skipif(cases.ON_GPU, reason="test_cases runs on a GPU")
-@pytest.mark.parametrize(
-    ("operator", "dtype"),
-    [*((operator, torch.float32) for operator in WITH_LOGITS), (GEOMETRIC_LOGITS, torch.bfloat16)],
-    ids=str,
-)
-def test_triton_kernels(operator, dtype):
+@pytest.mark.parametrize("name", [*WITH_LOGITS, f"{GEOMETRIC_LOGITS} in bfloat16"])
+def test_triton_kernels(name):
     pytest.importorskip("triton")
+    operator, dtype = name.split()[0], torch.bfloat16 if name.endswith("bfloat16") else torch.float32
     if dtype != torch.float32:
         skip_unless_every_kernel("triton")
     args = cases.cast(TINY[operator](), dtype)

@@ -65,27 +65,6 @@ def test_backends_names_kernel_and_instruction_set(implementation):
     assert all(sentence.startswith("reference: ") for sentence in sentences["other"].values())
 
 
-def test_without_the_library_the_reference_serves_and_says_why():
-    code = (
-        "import pathlib, torch, mx_driving\n"
-        "from mx_driving import _backends\n"
-        "_backends.native.library_path = lambda: pathlib.Path('/nowhere/libmx_driving.so')\n"
-        "print(mx_driving.backends()['cpu']['multi_scale_deformable_attn'])\n"
-        "args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))\n"
-        "rest = (torch.full((1, 1, 1, 1, 1, 2), 0.5), torch.ones(1, 1, 1, 1, 1))\n"
-        "print(mx_driving.multi_scale_deformable_attn(*args, *rest).item())\n"
-        "try:\n"
-        "    mx_driving.multi_scale_deformable_attn(args[0], args[1], args[2] + 1, *rest)\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-    )
-    done = python("-c", code, env={**os.environ, "MX_DRIVING_CTYPES": "1"})
-    lines = done.stdout.splitlines()
-    assert lines[0] == "reference: libmx_driving.so is not in the package: it was not built or not installed"
-    assert lines[1] == "1.0"
-    assert lines[2].startswith("value_level_start_index[0] must leave room")
-
-
 @pytest.fixture
 def gpu_of(monkeypatch):
     """Return a function that lets torch report GPUs, and returns the sentence of backends() about them."""
@@ -160,9 +139,7 @@ def test_environment_switches_the_gpu_kernels_off():
 LIBRARY = config.library_path()
 SAYS = """
 import pathlib, sys, torch, mx_driving
-from mx_driving import _backends, _needs, config
-from mx_driving._dispatch.choose import choose
-from mx_driving._operator.description import OPERATORS
+from mx_driving import _backends
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
 for path in map(pathlib.Path, sys.argv[1:]):
@@ -170,12 +147,23 @@ for path in map(pathlib.Path, sys.argv[1:]):
     _backends.native._load.cache_clear()
     print(mx_driving.backends()["cpu"]["geometric_kernel_attention"])
     assert mx_driving.geometric_kernel_attention(*args).item() == 1
+    try:
+        mx_driving.geometric_kernel_attention(*args[:2], args[2] + 1, *args[3:])
+    except ValueError as error:
+        assert str(error).startswith("level_start_index[0] must leave room")
+    else:
+        sys.exit("must be refused")
 """
 
 
 def served_beside(*libraries):
     """Return the sentences of backends() for libraries, from a process that also calls an operator."""
     return python("-c", SAYS, *libraries, env={**os.environ, "MX_DRIVING_CTYPES": "1"}).stdout.splitlines()
+
+
+def test_without_the_library_the_reference_serves_and_says_why():
+    why = "it was not built or not installed"
+    assert served_beside("/no/libmx_driving.so") == [f"reference: libmx_driving.so is not in the package: {why}"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file")

@@ -88,14 +88,10 @@ def test_an_archive(copied, tmp_path):
     assert layers.read_text() == (SOURCES / "kernels/_hub/layers.py").read_text()
 
 
-@pytest.mark.parametrize(
-    ("frozen", "why"),
-    [
-        (False, "it was not built or not installed"),
-        (True, "the program was frozen without it; with PyInstaller, --collect-all mx_driving adds it"),
-    ],
-)
-def test_lost_files(copied, frozen, why):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_lost_files(copied, frozen):
+    frozen_without = "the program was frozen without it; with PyInstaller, --collect-all mx_driving adds it"
+    why = frozen_without if frozen else "it was not built or not installed"
     lost = {"known": KNOWN, "kernels": "kernels/_hub/layers.py"}
     for name in lost.values():
         (copied / "mx_driving" / name).unlink()

@@ -11,11 +11,9 @@ import mx_driving_portable
 
 SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving, mx_driving_portable))
 # The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
+LOWEST = ("_agreement", "_foreign_functions", "_import_guard", "_package_files", "_needs", "_replacing")
 FLOORS = (
-    (
-        *("_agreement", "_foreign_functions", "_import_guard", "_package_files", "_needs", "_replacing"),
-        *("__pyinstaller", "_show", "_torch_private"),
-    ),
+    (*LOWEST, "__pyinstaller", "_show", "_torch_private"),
     ("_operator", "config"),
     ("_data_checks", "_files", "geometry", "reference"),
     ("_backends",),

@@ -1,7 +1,5 @@
 """patch: transforms of torch.func over known code, and tables that the code ignores, or that a caller writes."""
 
-from __future__ import annotations
-
 import functools
 import sys
 
@@ -45,9 +43,7 @@ def call_in_batches_of_one(layer, named):
     """The layer as a function of its parameters, a query and a memory of one picture."""
     names = [name for name in ("query", "hidden_states", "value", "encoder_hidden_states") if name in named][:2]
     own = {name: p.detach() for name, p in layer.named_parameters()}
-    rest = {
-        name: t[:1] if isinstance(t, torch.Tensor) and len(t) == 2 and t.is_floating_point() else t for name, t in named.items()
-    }
+    rest = {name: t[:1] if torch.is_tensor(t) and len(t) == 2 and t.is_floating_point() else t for name, t in named.items()}
 
     def call(parameters, *rows):
         return functional_call(layer, parameters, (), {**rest, **{n: r[None] for n, r in zip(names, rows, strict=True)}})[0]
@@ -55,15 +51,13 @@ def call_in_batches_of_one(layer, named):
     return call, own, [named[name] for name in names]
 
 
-def sum_squares(call, *arguments):
-    return call(*arguments).square().sum()
+def gradients_of(call):
+    return grad(lambda *arguments: call(*arguments).square().sum(), (0, 1, 2))
 
 
 TRANSFORMS = {
-    "grad": lambda call, own, rows: grad(functools.partial(sum_squares, call), (0, 1, 2))(own, *(row[0] for row in rows)),
-    "gradients of each sample": lambda call, own, rows: vmap(
-        grad(functools.partial(sum_squares, call), (0, 1, 2)), (None, *[0] * len(rows))
-    )(own, *rows),
+    "grad": lambda call, own, rows: gradients_of(call)(own, *(row[0] for row in rows)),
+    "gradients of each sample": lambda call, own, rows: vmap(gradients_of(call), (None, *[0] * len(rows)))(own, *rows),
     "vmap": lambda call, own, rows: vmap(functools.partial(call, own))(*rows),
     "vjp": lambda call, own, rows: vjp(lambda row: call(own, rows[0][0], row), rows[1][0])[1](torch.ones_like(rows[0][:1])),
     "jacrev": lambda call, own, rows: jacrev(lambda *row: call(own, *row)[0, 0], (0, 1))(*(row[0] for row in rows)),

@@ -1,7 +1,5 @@
 """patch(check=inputs): what is compared, what is refused, and that the check leaves no trace."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """patch: an edit of whatever known code reaches, before patch, after it and after restore(), has its own effect."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -29,24 +27,19 @@ CONFIG = types.SimpleNamespace(
 )
 # Known code, the width of reference points, and what it reaches: a holder and a name. `own` is the Python module.
 ROWS = {
-    (MODELS.format("deformable_detr"), "DeformableDetrMultiscaleDeformableAttention", 2): (
-        *("kind forward", "own.MultiScaleDeformableAttention forward", "F grid_sample", "F softmax"),
-    ),
-    (MODELS.format("rt_detr"), "RTDetrMultiscaleDeformableAttention", 4): (
-        *("kind forward", "own.MultiScaleDeformableAttention forward", "F grid_sample"),
-    ),
-    (MODELS.format("d_fine"), "DFineMultiscaleDeformableAttention", 4): (
-        *("kind forward", "layer ms_deformable_attn_core", "F grid_sample", "F softmax"),
-    ),
-    (MODELS.format("mask2former"), "Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention", 2): (
-        *("kind forward", "kind with_pos_embed", "own multi_scale_deformable_attention", "F grid_sample"),
-    ),
-    ("mmcv.ops.multi_scale_deform_attn", "MultiScaleDeformableAttention", 2): (
-        *("kind forward", "own multi_scale_deformable_attn_pytorch", "F grid_sample", "torch.Tensor softmax"),
-    ),
+    (MODELS.format("deformable_detr"), "DeformableDetrMultiscaleDeformableAttention", 2):
+        ("kind forward", "own.MultiScaleDeformableAttention forward", "F grid_sample", "F softmax"),
+    (MODELS.format("rt_detr"), "RTDetrMultiscaleDeformableAttention", 4):
+        ("kind forward", "own.MultiScaleDeformableAttention forward", "F grid_sample"),
+    (MODELS.format("d_fine"), "DFineMultiscaleDeformableAttention", 4):
+        ("kind forward", "layer ms_deformable_attn_core", "F grid_sample", "F softmax"),
+    (MODELS.format("mask2former"), "Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention", 2):
+        ("kind forward", "kind with_pos_embed", "own multi_scale_deformable_attention", "F grid_sample"),
+    ("mmcv.ops.multi_scale_deform_attn", "MultiScaleDeformableAttention", 2):
+        ("kind forward", "own multi_scale_deformable_attn_pytorch", "F grid_sample", "torch.Tensor softmax"),
     ("pools", "bev_pool", 0): ("own bev_pool", "torch.Tensor index_put", "torch.Tensor permute"),
     ("pools", "QuickCumsum", 0): ("own cumsum_trick", "kind forward", "kind backward", "torch.Tensor cumsum"),
-}
+}  # fmt: skip
 
 
 def scaled(out):

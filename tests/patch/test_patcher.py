@@ -1,7 +1,5 @@
 """mx_driving.patcher: the vendor's names for patching. Patches without an effect here warn."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """patch: the replaced code, the reasons for the other code, how the originals come back, and models between the two."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -14,30 +12,10 @@ import threading
 import types
 import warnings
 
-import attention_modules as libraries
+import attention_modules as lib
 import pytest
 import torch
-from attention_modules import (
-    BARE,
-    KEYS,
-    MMCV,
-    PAPERS,
-    WITH_LOGITS,
-    HuggingFace,
-    Mmcv,
-    Paper,
-    arguments_for,
-    build,
-    close,
-    core_arguments,
-    define,
-    library,
-    operators,
-    patched,
-    plain_core,
-    recorded,
-    results,
-)
+from attention_modules import WITH_LOGITS, HuggingFace, arguments_for, build, close, library, operators, patched, plain_core
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -80,7 +58,7 @@ class MSDeformAttnFunction(torch.autograd.Function):
 
 
 def inputs(dtype=torch.float32):
-    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in core_arguments((2, 2), dtype=torch.float32))
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in lib.core_arguments((2, 2), dtype=torch.float32))
 
 
 def calls(function) -> int:
@@ -182,7 +160,7 @@ def test_a_named_autograd_function_is_tried_over_compats_functions(edit):
                 mx_driving.patch(module, forms={function: "core"})
         else:
             with mx_driving.patched(module, forms={function: "core"}):
-                assert operators(function.apply, *arguments) == [BARE]
+                assert operators(function.apply, *arguments) == [lib.BARE]
                 torch.testing.assert_close(function.apply(*arguments), plain_core(*inputs()))
         assert (dict(vars(function)), module.EXT) == (before, extension)
         with pytest.raises(AttributeError, match="has no attribute 'ms_deform_attn_forward'"):
@@ -197,9 +175,8 @@ def test_errors():
             mx_driving.patch(name)
     for name in ("no_such_library", "no_such_library.models.ops"):
         known = r" Libraries that are known by name: birder, dfine_seg, .*, transformers, ultralytics"
-        with pytest.raises(
-            ModuleNotFoundError, match=f"^target must be installed; got '{name}', which is not{known}$"
-        ) as error:
+        sentence = f"^target must be installed; got '{name}', which is not{known}$"
+        with pytest.raises(ModuleNotFoundError, match=sentence) as error:
             mx_driving.patch(name)
         assert error.value.name == "no_such_library"
     with pytest.raises(ModuleNotFoundError, match=r"got 'tranformers', which is not; is it 'transformers'\? Libraries"):
@@ -275,7 +252,7 @@ class Sharper(HuggingFace):
     """Other arithmetic: the weights are the softmax of doubled logits."""
 
     def samples(self, reference, shapes, offsets, logits):
-        return libraries.sample(self.sides(), reference, shapes, offsets, 2 * logits)
+        return lib.sample(self.sides(), reference, shapes, offsets, 2 * logits)
 
 
 class Unbuildable(HuggingFace):
@@ -285,7 +262,7 @@ class Unbuildable(HuggingFace):
         super().__init__(secret, 2, 2)
 
 
-class OtherNames(libraries.Layers):
+class OtherNames(lib.Layers):
     """Parameters of no known form."""
 
     form = "transformers"
@@ -294,26 +271,26 @@ class OtherNames(libraries.Layers):
         return self.sampling_offsets(queries), self.attention_weights(keys)
 
 
-class Counting(Paper):
+class Counting(lib.Paper):
     def rows(self, value, mask=None):
         self.calls = 1
         return self.value_proj(value).unflatten(-1, (self.n_heads, -1))
 
 
-class HandsOver(Paper):
+class HandsOver(lib.Paper):
     def rows(self, value, mask=None):
         return len(self) and self.value_proj(value)
 
 
-class OfATable(Paper):
-    form, table = Paper.form, {"scale": 1.0}
+class OfATable(lib.Paper):
+    form, table = lib.Paper.form, {"scale": 1.0}
 
     def rows(self, value, mask=None):
         return self.value_proj(value * self.table["scale"]).unflatten(-1, (self.n_heads, -1))
 
 
-TwoMasks = define(
-    "TwoMasks", Paper, PAPERS + ", attention_mask=None", "deformable_detr", mask="attention_mask or input_padding_mask"
+TwoMasks = lib.define(
+    "TwoMasks", lib.Paper, lib.PAPERS + ", attention_mask=None", "deformable_detr", mask="attention_mask or input_padding_mask"
 )
 REFUSED = [
     (Sharper, "its result on a small example differs from the operator's by"),
@@ -328,9 +305,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "reason"), REFUSED)
 def test_a_form_that_a_module_does_not_have_is_refused(kind, reason):
-    with pytest.raises(
-        ValueError, match=f"^forms must name the form that a class .*; got '{kind.form}' for {kind.__name__}: {reason}"
-    ):
+    fact = f"got '{kind.form}' for {kind.__name__}: {reason}"
+    with pytest.raises(ValueError, match=f"^forms must name the form that a class .*; {fact}"):
         mx_driving.patch(library(kind, plain_core), forms={kind: kind.form})
     with pytest.raises(ValueError, match=rf"^forms must name a form of .*transformers.*; got 'no form' for {kind.__name__}"):
         mx_driving.patch(library(kind, plain_core), forms={kind: "no form"})
@@ -346,7 +322,7 @@ def test_an_unknown_module_keeps_its_code_over_a_replaced_core_and_is_told_its_f
         assert done.skipped[name].startswith("its code is not known; its core is replaced. To replace it, try: ")
         assert done.skipped[name].endswith('mx_driving.patch(..., forms={HuggingFace: "transformers"})')
         assert HuggingFace.forward is own
-        assert operators(module, **arguments) == [BARE]
+        assert operators(module, **arguments) == [lib.BARE]
 
 
 LIMITS = {  # width, heads, points -> the limit that they pass
@@ -378,7 +354,7 @@ class Layer(nn.Module):
         self.attention = attention
 
 
-class ByAnAttribute(libraries.Layers):
+class ByAnAttribute(lib.Layers):
     """D-FINE's layers hold their core in an attribute; LibreYOLO's hold a functools.partial of it."""
 
     def __init__(self):
@@ -389,7 +365,7 @@ class ByAnAttribute(libraries.Layers):
         return self.held(*arguments)
 
 
-class OfAnotherKind(libraries.Layers):
+class OfAnotherKind(lib.Layers):
     """Its linear layers have the names of an attention module's, and its code is unknown."""
 
     def forward(self, arguments):
@@ -397,7 +373,7 @@ class OfAnotherKind(libraries.Layers):
 
 
 @pytest.mark.filterwarnings("ignore:mx_driving.patch left")
-@pytest.mark.parametrize(("modules", "operator"), [(True, WITH_LOGITS), (False, BARE)])
+@pytest.mark.parametrize(("modules", "operator"), [(True, WITH_LOGITS), (False, lib.BARE)])
 def test_a_patch_names_the_layers_of_a_model_that_are_replaced(modules, operator):
     """A layer counts if its class or its core is replaced. Names have the model's order, without inner layers and repeats."""
     attention = build(HuggingFace)
@@ -432,8 +408,8 @@ def test_two_patches_share_a_module(first):
 
 
 def test_classes_that_share_a_forward_are_both_served():
-    shared = {"forward": libraries.make_forward(libraries.RT_DETR), "__module__": __name__}
-    kinds = [type(name, (libraries.RtDetr,), shared) for name in ("First", "Second")]
+    shared = {"forward": lib.make_forward(lib.RT_DETR), "__module__": __name__}
+    kinds = [type(name, (lib.RtDetr,), shared) for name in ("First", "Second")]
     modules = [build(kind) for kind in kinds]
     named = arguments_for(modules[0])
     expected = [module(**named) for module in modules]
@@ -447,21 +423,21 @@ def test_classes_that_share_a_forward_are_both_served():
 
 def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
     """The wrapper calls the operator until the patch ends, and the original afterwards."""
-    own, module, seen = Paper.forward, build(Paper), []
+    own, module, seen = lib.Paper.forward, build(lib.Paper), []
     arguments = arguments_for(module)
     expected = module(**arguments)
-    done = mx_driving.patch(library(Paper, plain_core), forms={Paper: Paper.form})
-    Paper.forward = functools.wraps(own)(lambda *args, **named: seen.append(1) or own(*args, **named))
-    wrapper = Paper.forward
+    done = mx_driving.patch(library(lib.Paper, plain_core), forms={lib.Paper: lib.Paper.form})
+    lib.Paper.forward = functools.wraps(own)(lambda *args, **named: seen.append(1) or own(*args, **named))
+    wrapper = lib.Paper.forward
     try:
         assert operators(module, **arguments) == [WITH_LOGITS]
         done.restore()
-        assert Paper.forward is wrapper
+        assert lib.Paper.forward is wrapper
         assert operators(module, **arguments) == []
         close(module(**arguments), expected)
         assert len(seen) == 3
     finally:
-        Paper.forward = own
+        lib.Paper.forward = own
 
 
 def casting(forward):
@@ -476,8 +452,8 @@ def casting(forward):
 
 def test_decorated_code_is_replaced_below_its_decorators():
     """Decorators still wrap the new code, and may read its parameters."""
-    forward = casting(libraries.make_forward(MMCV + "*, unused=None, **kwargs"))
-    module = build(type("Casting", (libraries.Pillars,), {"forward": forward}))
+    forward = casting(lib.make_forward(lib.MMCV + "*, unused=None, **kwargs"))
+    module = build(type("Casting", (lib.Pillars,), {"forward": forward}))
     by_name, core = arguments_for(module), torch.no_grad()(plain_core)
     by_place = [by_name.pop(name, None) for name in [*inspect.signature(forward).parameters][1:10]]
     expected = module(*by_place)
@@ -488,15 +464,15 @@ def test_decorated_code_is_replaced_below_its_decorators():
         assert not core(inputs()[0].requires_grad_(), *inputs()[1:]).requires_grad
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"spatial_shape": 1}, "spatial_shape"), ({"query": None}, "multiple values"), ({}, "required positional argument")],
-)
+BAD = [({"spatial_shape": 1}, "spatial_shape"), ({"query": None}, "multiple values"), ({}, "required positional argument")]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD)
 def test_a_call_that_a_module_refuses_is_refused_by_the_module(change, words):
-    module = build(libraries.LwDetr)
+    module = build(lib.LwDetr)
     arguments = arguments_for(module, masked=False)
     query = arguments.pop("query")
-    with patched(libraries.LwDetr), pytest.raises(TypeError, match=words):
+    with patched(lib.LwDetr), pytest.raises(TypeError, match=words):
         module(*((query,) if change else ()), **{**arguments, **change})
 
 
@@ -504,7 +480,7 @@ def test_a_call_that_a_module_refuses_is_refused_by_the_module(change, words):
 def test_levels_that_do_not_fill_the_keys_are_refused(left_out):
     module, sizes = build(HuggingFace), [(4, 5), (2, 2)]
     arguments = arguments_for(module) | {"spatial_shapes": torch.tensor(sizes), "spatial_shapes_list": sizes}
-    rule = rf"^spatial_shapes must hold the num_keys={KEYS} rows of value; got 24 in all levels$"
+    rule = rf"^spatial_shapes must hold the num_keys={lib.KEYS} rows of value; got 24 in all levels$"
     with patched(HuggingFace), pytest.raises(ValueError, match=rule):
         module(**{n: a for n, a in arguments.items() if n not in left_out})
 
@@ -520,7 +496,7 @@ def test_the_output_has_a_gradient_for_returned_weights_where_modules_stay():
 
     expected = gradient()
     with patched(HuggingFace, modules=False, forms=None):
-        assert recorded(module, **arguments) == [BARE]
+        assert lib.recorded(module, **arguments) == [lib.BARE]
         close(gradient(), expected)
     with patched(HuggingFace), pytest.raises(RuntimeError, match="not have been used in the graph"):
         gradient()
@@ -531,36 +507,31 @@ def test_a_model_that_was_never_called_is_compiled_exported_and_traced_over_the_
     """A graph that was compiled before `patch` is not used after it, and a patched graph is not used after restore()."""
     module, graphs = build(HuggingFace).requires_grad_(False), []
     arguments = arguments_for(module, masked=False)
-    expected = results(module, **arguments)
+    expected = lib.results(module, **arguments)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=lambda graph, _: graphs.append(str(graph.code)) or graph)
-    close(results(compiled, **arguments), expected)
+    close(lib.results(compiled, **arguments), expected)
     with patched(HuggingFace):
-        close(results(compiled, **arguments), expected)
+        close(lib.results(compiled, **arguments), expected)
         texts = [str(torch.export.export(module, (), arguments, strict=strict).graph) for strict in (True, False)]
         with torch.no_grad():
-            texts.append(
-                str(
-                    torch.jit.trace(
-                        lambda hidden: module(**{**arguments, "hidden_states": hidden}), arguments["hidden_states"]
-                    ).graph
-                )
-            )
+            call = lambda hidden: module(**{**arguments, "hidden_states": hidden})  # noqa: E731
+            texts.append(str(torch.jit.trace(call, arguments["hidden_states"]).graph))
         assert [WITH_LOGITS in text and "grid_sampl" not in text for text in (graphs[-1], *texts)] == [True] * 4
-    close(results(compiled, **arguments), expected)
+    close(lib.results(compiled, **arguments), expected)
 
 
 def test_copies_threads_checkpoints_and_replicas_of_a_patched_layer(tmp_path):
     """deepcopy and pickle give a layer that calls the operator, and its own code after the patch."""
-    module = build(Paper)
+    module = build(lib.Paper)
     arguments = arguments_for(module)
-    expected = results(module, **arguments)
+    expected = lib.results(module, **arguments)
     replica = module._replicate_for_data_parallel()
     replica._modules = {name: copy.copy(part) for name, part in module._modules.items()}
-    with patched(Paper):
+    with patched(lib.Paper):
         for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert operators(twin, **arguments) == [WITH_LOGITS]
-            close(results(twin, **arguments), expected)
+            close(lib.results(twin, **arguments), expected)
         outs = []
         threads = [threading.Thread(target=lambda: outs.append(module(**arguments))) for _ in range(4)]
         for step in (threading.Thread.start, threading.Thread.join):
@@ -570,16 +541,16 @@ def test_copies_threads_checkpoints_and_replicas_of_a_patched_layer(tmp_path):
         assert operators(replica, **arguments) == [WITH_LOGITS]
         for reentrant in (True, False):
             run = lambda **named: checkpoint(lambda: module(**named), use_reentrant=reentrant)  # noqa: B023, E731
-            close(results(run, **arguments)[0], expected[0]) if not reentrant else run(**arguments)
+            close(lib.results(run, **arguments)[0], expected[0]) if not reentrant else run(**arguments)
         masks = torch.stack([arguments["input_padding_mask"], ~arguments["input_padding_mask"]])
         rows = torch.vmap(lambda mask: module(**{**arguments, "input_padding_mask": mask}))(masks)
         close(rows[0], expected[0])
-    close(results(pickle.loads(pickle.dumps(module)), **arguments), expected)
+    close(lib.results(pickle.loads(pickle.dumps(module)), **arguments), expected)
 
 
 def test_linear_layers_are_called_as_the_own_code_calls_them():
     """Once and in the same order, with hooks and with parameters that an offloader holds; dropout draws the same numbers."""
-    module, names = build(Mmcv).train(), []
+    module, names = build(lib.Mmcv).train(), []
     for name, part in module.named_children():
         part.register_forward_hook(lambda *_, name=name: names.append(name))
     for part in (module.value_proj, module.sampling_offsets):
@@ -587,7 +558,7 @@ def test_linear_layers_are_called_as_the_own_code_calls_them():
         part.register_forward_pre_hook(lambda part, _, real=real: part._parameters.update(weight=real))
         part.register_forward_hook(lambda part, *_, empty=part.weight: part._parameters.update(weight=empty))
     runs = []
-    for wrap in (contextlib.nullcontext(), patched(Mmcv)):
+    for wrap in (contextlib.nullcontext(), patched(lib.Mmcv)):
         with wrap, torch.no_grad():
             torch.manual_seed(3)
             runs.append([module(**arguments_for(module)), torch.rand(3)])
@@ -596,11 +567,11 @@ def test_linear_layers_are_called_as_the_own_code_calls_them():
 
 
 def test_a_caller_may_write_to_references_and_cache_tables():
-    layer = build(Paper)
+    layer = build(lib.Paper)
     arguments = arguments_for(layer)
     with torch.inference_mode():
         tables = {name: arguments[name].clone() for name in ("input_spatial_shapes", "input_level_start_index")}
-    with patched(Paper):
+    with patched(lib.Paper):
         out = layer(**{**arguments, **tables})
         arguments["reference_points"].clamp_(0.2, 0.8)
         out.sum().backward()
@@ -609,20 +580,16 @@ def test_a_caller_may_write_to_references_and_cache_tables():
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, functools.partial(torch.autocast, "cpu")])
 def test_the_trial_leaves_no_trace(mode):
     """The trial has the same outcome in each mode, and changes no setting of the process."""
-    kinds, threads = (HuggingFace, Mmcv, libraries.Temporal), torch.get_num_threads()
+    kinds = HuggingFace, lib.Mmcv, lib.Temporal
     torch.set_num_threads(2)
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
     torch.set_default_dtype(torch.float64)
     modes = torch.is_inference_mode_enabled, torch.is_grad_enabled, torch.is_autocast_cpu_enabled
-    try:
-        with torch.device("meta"), mode():
-            before = [enabled() for enabled in modes]
-            with patched(*kinds) as done:
-                assert len(done.replaced) == 1 + len(kinds)
-                assert [enabled() for enabled in modes] == before
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_num_threads(threads)
+    with torch.device("meta"), mode():
+        before = [enabled() for enabled in modes]
+        with patched(*kinds) as done:
+            assert len(done.replaced) == 1 + len(kinds)
+            assert [enabled() for enabled in modes] == before
+    assert (torch.get_num_threads(), torch.get_default_dtype()) == (2, torch.float64)
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -1,7 +1,5 @@
 """patch: which code has the same key, and how a core that the caller names is tried."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -87,18 +85,12 @@ def test_every_other_edit_changes_the_key(old, new):
 
 def test_decorators_of_an_autograd_function_count():
     """mmcv's two functions differ in their decorators alone."""
-    changes = [
-        ("cast_inputs=torch.float32", "cast_inputs=torch.float16"),
-        (", cast_inputs=torch.float32", ""),
-        ("grad / 2", "grad"),
-    ]
-    keys = {key_of(SAMPLE.replace(old, new), "Halves") for old, new in [*changes, ("", "")]}
-    assert len(keys) == 4
+    casts, half = "cast_inputs=torch.float32", "cast_inputs=torch.float16"
+    changes = [(casts, half), (f", {casts}", ""), ("grad / 2", "grad"), ("", "")]
+    assert len({key_of(SAMPLE.replace(old, new), "Halves") for old, new in changes}) == 4
 
 
-CLOSURE = (
-    "def make(times):\n  class Attention(Base):\n    def forward(self, query):\n        return times\n  return Attention\n"
-)
+CLOSURE = "def make(times):\n  class Attention(Base):\n    def forward(self, query): return times\n  return Attention\n"
 NOT_READ = [
     ("class Attention(Base):", f"{CLOSURE}Attention = make(2)\nclass Other(Base):"),
     ("    def forward(self", "    forward = lambda self, query: query\n    def other(self"),
@@ -137,9 +129,8 @@ def core(value, value_spatial_shapes, sampling_locations, attention_weights):
 
 
 def core_of(place="", code=""):
-    return library(
-        plain_core, source=CORE.replace(place or "PRE", code or "pass").replace("PRE", "pass").replace("POST", "pass")
-    )
+    source = CORE.replace(place or "PRE", code or "pass")
+    return library(plain_core, source=source.replace("PRE", "pass").replace("POST", "pass"))
 
 
 DIFFERS = "its result on a small example differs from the operator's by"

@@ -1,36 +1,13 @@
 """patch: each form of attention modules and cores beside its own code in float64, and the calls that a form does not serve."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types
 
-import attention_modules as libraries
+import attention_modules as lib
 import pytest
 import torch
-from attention_modules import (
-    BARE,
-    KEYS,
-    MMCV,
-    PAPERS,
-    POINTS,
-    SIZES,
-    WITH_LOGITS,
-    agrees,
-    arguments_for,
-    build,
-    by_heads,
-    by_level_core,
-    close,
-    core_arguments,
-    define,
-    library,
-    operators,
-    patched,
-    plain_core,
-    results,
-)
+from attention_modules import BARE, KEYS, MMCV, SIZES, WITH_LOGITS, arguments_for, build, close, library, operators, patched
 
 import mx_driving
 from mx_driving._patch._survey import survey
@@ -43,7 +20,7 @@ TABLE = torch.tensor(SIZES)
 pytestmark = pytest.mark.filterwarnings("ignore:mx_driving.patch")
 
 
-class Fixed(libraries.Pillars):
+class Fixed(lib.Pillars):
     """UniAD of tt-forge: sizes are written into the constructor."""
 
     def __init__(self, embed_dims=16):
@@ -51,7 +28,7 @@ class Fixed(libraries.Pillars):
         self.value_proj = torch.nn.Linear(embed_dims, embed_dims)
 
 
-WithoutMasks = define("WithoutMasks", libraries.Dropping, MMCV + "flag='decoder', **kwargs", "mmcv", mask="None")
+WithoutMasks = lib.define("WithoutMasks", lib.Dropping, MMCV + "flag='decoder', **kwargs", "mmcv", mask="None")
 UNIFORM = [{"attention_mask": torch.full((2, KEYS), kept)} for kept in (True, False)]
 BROADCAST = {"reference_points": torch.rand(1, 1, 1, 2).double()}  # for all batches and queries
 UNREAD = {"key": torch.rand(3).double(), "attn_mask": None, "key_pos": 1}  # mmcv gives every attention the same keywords
@@ -63,26 +40,26 @@ def case(kind, *references, changes=(), layout=lambda memory: memory, **more):
 
 
 MODULES = [
-    case(libraries.HuggingFace, POINT, BOX, changes=[*UNIFORM, BROADCAST]),
-    case(libraries.Mask2Former, POINT, BOX),
-    case(libraries.Libre, POINT, BOX),
-    *(case(kind, POINT, BOX, batch_first=b) for kind in (libraries.Mmcv, libraries.GroundingDino) for b in (False, True)),
+    case(lib.HuggingFace, POINT, BOX, changes=[*UNIFORM, BROADCAST]),
+    case(lib.Mask2Former, POINT, BOX),
+    case(lib.Libre, POINT, BOX),
+    *(case(kind, POINT, BOX, batch_first=b) for kind in (lib.Mmcv, lib.GroundingDino) for b in (False, True)),
     case(WithoutMasks, POINT),
-    case(libraries.Pillars, POINT, changes=[UNREAD]),
+    case(lib.Pillars, POINT, changes=[UNREAD]),
     case(Fixed, POINT),
-    case(libraries.Temporal, POINT, BOX),
-    case(libraries.Paper, POINT, BOX),
-    case(libraries.LwDetr, POINT, ONE_BOX, changes=[{"input_spatial_shapes": SIZES}]),
-    case(libraries.Birder, POINT, BOX),
-    case(libraries.BirderV2, ONE_BOX, n_points=POINTS),
-    case(libraries.RfDetr, ONE_POINT, POINT, ONE_BOX, BOX),
-    case(libraries.Ultralytics, ONE_POINT, ONE_BOX),
-    *(case(kind, POINT, ONE_BOX, BOX) for kind in (libraries.RtDetr, libraries.Multiplies)),
-    *(case(libraries.RtDetrV2, ONE_BOX, num_points=n, offset_scale=0.6) for n in (4, POINTS, [3, 1])),
-    *(case(kind, ONE_BOX) for kind in (libraries.ConfiguredV2, libraries.ConfiguredDFine)),
+    case(lib.Temporal, POINT, BOX),
+    case(lib.Paper, POINT, BOX),
+    case(lib.LwDetr, POINT, ONE_BOX, changes=[{"input_spatial_shapes": SIZES}]),
+    case(lib.Birder, POINT, BOX),
+    case(lib.BirderV2, ONE_BOX, n_points=lib.POINTS),
+    case(lib.RfDetr, ONE_POINT, POINT, ONE_BOX, BOX),
+    case(lib.Ultralytics, ONE_POINT, ONE_BOX),
+    *(case(kind, POINT, ONE_BOX, BOX) for kind in (lib.RtDetr, lib.Multiplies)),
+    *(case(lib.RtDetrV2, ONE_BOX, num_points=n, offset_scale=0.6) for n in (4, lib.POINTS, [3, 1])),
+    *(case(kind, ONE_BOX) for kind in (lib.ConfiguredV2, lib.ConfiguredDFine)),
     # levels that were split from one tensor are read where they lie
-    *(case(libraries.DFine, ONE_BOX, layout=how, num_points=n) for how in (by_heads, libraries.as_copies) for n in (4, POINTS)),
-    *(case(libraries.Gtr, ONE_BOX, layout=libraries.as_images, num_points=n) for n in (4, POINTS)),
+    *(case(lib.DFine, ONE_BOX, layout=how, num_points=n) for how in (lib.by_heads, lib.as_copies) for n in (4, lib.POINTS)),
+    *(case(lib.Gtr, ONE_BOX, layout=lib.as_images, num_points=n) for n in (4, lib.POINTS)),
 ]
 
 
@@ -94,7 +71,7 @@ def test_modules(kind, references, changes, layout, more):
     value = inspect.signature(kind.forward).parameters.get("value")
     if value is not None and value.default is None:
         calls.append({n: t for n, t in calls[0].items() if n not in ("value", "identity", "query_pos")})
-    agrees(module, *calls, *({**arguments_for(module), **change} for change in changes))
+    lib.agrees(module, *calls, *({**arguments_for(module), **change} for change in changes))
 
 
 def test_samples_along_trajectories():
@@ -103,28 +80,28 @@ def test_samples_along_trajectories():
     arguments = {"query": rand(2, 3, 2, 16), "value": rand(KEYS, 2, 16), "query_pos": rand(2, 3, 2, 16)}
     arguments |= {"spatial_shapes": TABLE, "level_start_index": torch.tensor([0, 20])}
     arguments |= {"bbox_results": boxes, "reference_trajs": 10 * rand(2, 3, 2, 2, 2, 2) - 5}
-    module = build(libraries.Motion, num_steps=5, sample_index=0)
-    agrees(module, arguments, {**arguments, "key_padding_mask": rand(2, KEYS) < 0.3})
+    module = build(lib.Motion, num_steps=5, sample_index=0)
+    lib.agrees(module, arguments, {**arguments, "key_padding_mask": rand(2, KEYS) < 0.3})
 
 
 def test_each_form_of_a_module_has_a_case():
     forms = {name for name, form in FORMS.items() if form.kind == "module" and name != "layer"}
-    assert forms == {kind.form for kind, *_ in MODULES} | {libraries.Motion.form}
+    assert forms == {kind.form for kind, *_ in MODULES} | {lib.Motion.form}
 
 
 class Sampler(torch.nn.Module):
     def forward(self, value, value_spatial_shapes, sampling_locations, attention_weights):
-        return plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
+        return lib.plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
 
 
-class Holds(libraries.Paper):
+class Holds(lib.Paper):
     """D-FINE's layers hold a partial core."""
 
     times = 1
 
     def __init__(self, d_model=256, n_levels=4, n_heads=8, n_points=4):
         super().__init__(d_model, n_levels, n_heads, n_points)
-        self.held = functools.partial(plain_core)
+        self.held = functools.partial(lib.plain_core)
 
     def core(self, value, shapes, locations, weights):
         return self.held(value, shapes, locations, weights) * self.times
@@ -138,33 +115,33 @@ class HoldsLayer(Holds):
         self.held = Sampler()
 
 
-class Evenly(libraries.Paper):
+class Evenly(lib.Paper):
     """It scales offsets by an attribute that other forms know."""
 
     offset_scale = 1.0
 
     def samples(self, reference, shapes, offsets, logits):
-        return libraries.sample(self.sides(), reference, shapes, offsets * self.offset_scale, logits)
+        return lib.sample(self.sides(), reference, shapes, offsets * self.offset_scale, logits)
 
 
-class ByInt(libraries.Pillars):
+class ByInt(lib.Pillars):
     """VADv2 of tt-forge: its core reads the table by `int`."""
 
     takes = "query, value, reference_points, spatial_shapes, level_start_index"
 
     def core(self, value, shapes, locations, weights):
-        return plain_core(value, [(int(h), int(w)) for h, w in shapes], locations, weights)
+        return lib.plain_core(value, [(int(h), int(w)) for h, w in shapes], locations, weights)
 
 
-class PointsAlone(libraries.Paper):
+class PointsAlone(lib.Paper):
     def samples(self, reference, shapes, offsets, logits):
         if reference.shape[-1] != 2:
             raise KeyError("points alone")
-        return libraries.sample(self.sides(), reference, shapes, offsets, logits)
+        return lib.sample(self.sides(), reference, shapes, offsets, logits)
 
 
 def doubled(*arguments):
-    return 2 * plain_core(*arguments)
+    return 2 * lib.plain_core(*arguments)
 
 
 def nothing(module):
@@ -178,7 +155,7 @@ def set_to(name, value):
 def further(name, more, depth):
     """BEVFormer's module with one more parameter, which multiplies its reference."""
     scaled = f"reference_points * (1 if {depth} is None else {depth})"
-    return define(name, libraries.Pillars, MMCV + more, libraries.Pillars.form, reference=scaled)
+    return lib.define(name, lib.Pillars, MMCV + more, lib.Pillars.form, reference=scaled)
 
 
 def decorate(forward):
@@ -196,28 +173,28 @@ FURTHER = [
     further("Keywords", "**kwargs", "kwargs.get('depth')"),
     further("InAnInnerFunction", "**kwargs", "(lambda: kwargs.get('depth'))()"),
 ]
-Decorated = type("Decorated", (libraries.Pillars,), {"forward": decorate(libraries.make_forward(MMCV + "**kwargs"))})
+Decorated = type("Decorated", (lib.Pillars,), {"forward": decorate(lib.make_forward(MMCV + "**kwargs"))})
 HIDDEN = "None if export else input_padding_mask"
-Exports = define("Exports", libraries.Paper, PAPERS + ", export=False", "deformable_detr", mask=HIDDEN)
-Former = define("Former", libraries.Dropping, MMCV + "**kwargs", "mmcv", identity="kwargs.get('residual', identity)")
+Exports = lib.define("Exports", lib.Paper, lib.PAPERS + ", export=False", "deformable_detr", mask=HIDDEN)
+Former = lib.define("Former", lib.Dropping, MMCV + "**kwargs", "mmcv", identity="kwargs.get('residual', identity)")
 DEPTH = torch.linspace(0.1, 3, KEYS, dtype=torch.float64)[:, None]
 SHARES = DEPTH[:, 0].expand(2, -1)
 HALVES = torch.rand(2, KEYS, 2, 6, dtype=torch.float64)
 # Calls that a form does not serve: a module, a change of the layer, changed arguments of the call.
 LEFT = {
-    "a flag": (libraries.Paper, set_to("keeps", True), {}),
-    "forward": (libraries.Paper, lambda m: set_to("forward", lambda **k: 2 * libraries.Paper.forward(m, **k))(m), {}),
-    "rows": (libraries.Paper, lambda m: set_to("rows", lambda *a: 2 * libraries.Paper.rows(m, *a))(m), {}),
-    "dropout": (libraries.Paper, set_to("dropout", torch.nn.Identity()), {}),
+    "a flag": (lib.Paper, set_to("keeps", True), {}),
+    "forward": (lib.Paper, lambda m: set_to("forward", lambda **k: 2 * lib.Paper.forward(m, **k))(m), {}),
+    "rows": (lib.Paper, lambda m: set_to("rows", lambda *a: 2 * lib.Paper.rows(m, *a))(m), {}),
+    "dropout": (lib.Paper, set_to("dropout", torch.nn.Identity()), {}),
     "offset_scale": (Evenly, set_to("offset_scale", 0.5), {}),
     "a number": (Holds, set_to("times", 2), {}),
     "a function": (Holds, set_to("held", doubled), {}),
     "a partial function": (Holds, set_to("held", functools.partial(doubled)), {}),
     "a hook of the core": (HoldsLayer, lambda m: m.held.register_forward_hook(lambda *a: 2 * a[2]), {}),
     "forward of the core": (HoldsLayer, lambda m: set_to("forward", doubled)(m.held), {}),
-    "a mask that multiplies": (libraries.Multiplies, nothing, {"value_mask": SHARES}),
+    "a mask that multiplies": (lib.Multiplies, nothing, {"value_mask": SHARES}),
     "a float table": (ByInt, nothing, {"spatial_shapes": TABLE.double()}),
-    "a third kind of reference": (libraries.RtDetr, nothing, {"reference_points": HALVES}),
+    "a third kind of reference": (lib.RtDetr, nothing, {"reference_points": HALVES}),
     "an option": (Exports, nothing, {"export": True}),
     "a former name": (Former, nothing, {"residual": torch.ones(2, 1, dtype=torch.float64)}),
     **{f"a parameter more, {kind.__name__}": (kind, nothing, {"depth": DEPTH[..., None]}) for kind in FURTHER},
@@ -232,23 +209,22 @@ def test_what_a_form_does_not_serve_runs_the_own_code(name):
     changed = build(kind)
     arguments = arguments_for(plain)
     change(changed)
-    expected = results(changed, **{**arguments, **more})
+    expected = lib.results(changed, **{**arguments, **more})
     with patched(kind, Sampler):
         assert operators(plain, **arguments) == [WITH_LOGITS]
-        assert operators(changed, **{**arguments, **more}) == (
-            [WITH_LOGITS] if kind is Decorated or name == "forward" else [BARE]
-        )
-        close(results(changed, **{**arguments, **more}), expected)
+        called = WITH_LOGITS if kind is Decorated or name == "forward" else BARE
+        assert operators(changed, **{**arguments, **more}) == [called]
+        close(lib.results(changed, **{**arguments, **more}), expected)
 
 
 @pytest.mark.parametrize("more", [{"method": "discrete"}, {"_fused_offset_weight": True}])
 def test_d_fine_that_samples_otherwise_runs_its_own_code(more):
     """Its layers may also be merged for deployment, as in LibreYOLO's GTR."""
-    module = build(libraries.DFine, num_points=POINTS)
+    module = build(lib.DFine, num_points=lib.POINTS)
     vars(module).update(more)
-    arguments = arguments_for(module, ONE_BOX, layout=by_heads)
+    arguments = arguments_for(module, ONE_BOX, layout=lib.by_heads)
     expected = module(**arguments)
-    with patched(libraries.DFine):
+    with patched(lib.DFine):
         assert operators(module, **arguments) == []
         assert torch.equal(module(**arguments), expected)
 
@@ -265,32 +241,26 @@ def test_a_reference_that_a_module_refuses_is_left_to_it():
 VALUES = {
     "rows": (torch.clone, "value"),
     "keys_last": (lambda value: value.permute(0, 2, 3, 1).contiguous(), "value.permute(0, 3, 1, 2)"),
-    "by_level": (lambda value: libraries.as_copies(value.flatten(2)), "join(value)"),
+    "by_level": (lambda value: lib.as_copies(value.flatten(2)), "join(value)"),
     "images": (
-        lambda value: libraries.as_images(value.flatten(2)),
+        lambda value: lib.as_images(value.flatten(2)),
         "join([v.flatten(2).unflatten(0, (-1, sampling_locations.shape[2])) for v in value])",
     ),
 }
 CORE = "def core(value, value_spatial_shapes, sampling_locations, attention_weights{}):\n    return {}\n"
 REST = "value_spatial_shapes, sampling_locations, attention_weights"
-COUNTED, COUNTS = "{}.split([h * w for h, w in value_spatial_shapes], -1)", {"num_points_list": POINTS}
+COUNTED, COUNTS = "{}.split([h * w for h, w in value_spatial_shapes], -1)", {"num_points_list": lib.POINTS}
 BILINEAR = f"by_level_core({COUNTED}, {REST}, num_points_list"
 METHOD = ", num_points_list, method='default'"
 # The end of a form's name -> further parameters of a core, its code, and the points and further arguments of calls.
+BOTH = f"plain_core({{0}}, {REST}) if sampling_locations.dim() == 6 else merged_core({{0}}, {REST})"
+DISCRETE = COUNTS | {"method": "discrete"}
 SAMPLED = {
-    "": (
-        "",
-        f"plain_core({{0}}, {REST}) if sampling_locations.dim() == 6 else merged_core({{0}}, {REST})",
-        [((2, 4), {}), ((8,), {})],
-    ),
+    "": ("", BOTH, [((2, 4), {}), ((8,), {})]),
     "_split": ("", f"plain_core({{}}, {REST})", [((2, 4), {})]),
     "_merged": ("", f"merged_core({{}}, {REST})", [((8,), {})]),
     "_uneven_bilinear": (METHOD, f"{BILINEAR}, method)", [((6,), COUNTS)]),
-    "_uneven": (
-        METHOD,
-        f"{BILINEAR}, 'right' if method == 'discrete' else method)",
-        [((6,), COUNTS), ((6,), COUNTS | {"method": "discrete"})],
-    ),
+    "_uneven": (METHOD, f"{BILINEAR}, 'right' if method == 'discrete' else method)", [((6,), COUNTS), ((6,), DISCRETE)]),
 }
 
 
@@ -304,17 +274,17 @@ def test_each_layout_of_a_value_in_each_way_to_give_locations(name, way):
     """`survey` tries unknown cores, and names their form."""
     (layout, read), (more, code, calls) = VALUES[name], SAMPLED[way]
     read = f"({read}).permute(0, 2, 3, 1).contiguous()" if "uneven" in way else read
-    things = plain_core, libraries.merged_core, by_level_core, join
+    things = lib.plain_core, lib.merged_core, lib.by_level_core, join
     module = library(*things, source=CORE.format(more, code.replace("{0}", "{}").replace("{}", read)))
-    calls = [(core_arguments(points, layout), named) for points, named in calls]
-    expected = [results(module.core, *arguments, **named) for arguments, named in calls]
+    calls = [(lib.core_arguments(points, layout), named) for points, named in calls]
+    expected = [lib.results(module.core, *arguments, **named) for arguments, named in calls]
     (findings, unread) = survey(module)
     assert [finding.form for finding in findings if finding.name == "a_library.core"] == [name + way]
     assert unread == {}
     with mx_driving.patched(module, forms={module.core: "core"}):
         for (arguments, named), right in zip(calls, expected, strict=True):
             assert operators(module.core, *arguments, **named) == [WHOLE if "method" in named else BARE]
-            close(results(module.core, *arguments, **named), right)
+            close(lib.results(module.core, *arguments, **named), right)
 
 
 def geometry_kernel_attention_cpu(
@@ -334,28 +304,28 @@ def geometry_kernel_attention_cpu(
 
 
 def started_core(value, spatial_shapes, level_start_index, sampling_locations, attention_weights, im2col_step=64):
-    return plain_core(value, spatial_shapes, sampling_locations, attention_weights)
+    return lib.plain_core(value, spatial_shapes, sampling_locations, attention_weights)
 
 
 def optional_core(
     value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method="default",
     value_shape="default", fast=True, scale=1,
 ):  # fmt: skip
-    value = by_heads(value.flatten(2)) if value_shape == "reshape" else value
+    value = lib.by_heads(value.flatten(2)) if value_shape == "reshape" else value
     value = value if fast else list(value)
-    out = by_level_core(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method)
+    out = lib.by_level_core(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method)
     return out * scale
 
 
 def hinted_core(value, value_spatial_shapes, sampling_locations, attention_weights, *, spatial_shapes_ints=None):
     """VADv2 of tt-forge: the sizes as ints, for a compiler."""
     sizes = value_spatial_shapes if spatial_shapes_ints is None else spatial_shapes_ints
-    return plain_core(value, sizes, sampling_locations, attention_weights)
+    return lib.plain_core(value, sizes, sampling_locations, attention_weights)
 
 
 STARTED = {"level_start_index": torch.tensor([0, 20]), "im2col_step": 32}
 PIXELS = [
-    {**STARTED, "sampling_locations": (core_arguments((2, 4))[2] * 9 - 2).to(d)}
+    {**STARTED, "sampling_locations": (lib.core_arguments((2, 4))[2] * 9 - 2).to(d)}
     for d in (torch.int64, torch.int32, torch.float64)
 ]
 LEVELS, SWAPPED = VALUES["by_level"][0], TABLE.flip(0)
@@ -378,9 +348,9 @@ CORES = [
 def test_cores(core, points, layout, shapes, more, called):
     """Arguments are passed by name. A core in plain torch takes its levels one after the other, and ignores their starts."""
     names = "value", [*inspect.signature(core).parameters][1], "sampling_locations", "attention_weights"
-    arguments = {**dict(zip(names, core_arguments(points, layout, shapes), strict=True)), **more}
-    expected = results(core, **arguments)
+    arguments = {**dict(zip(names, lib.core_arguments(points, layout, shapes), strict=True)), **more}
+    expected = lib.results(core, **arguments)
     with mx_driving.patched(library(core), forms={core: "core"}) as done:
         assert done.replaced == (f"{core.__module__}.{core.__name__}",)
         assert operators(core, **arguments) == called
-        close(results(core, **arguments), expected)
+        close(lib.results(core, **arguments), expected)

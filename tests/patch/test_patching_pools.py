@@ -1,7 +1,5 @@
 """patch: functions that sum points into cells, over an extension for GPUs, and in plain torch."""
 
-from __future__ import annotations
-
 import functools
 import re
 import types
@@ -209,11 +207,9 @@ OVER_EXTENSIONS = [
     ("bev_pool_v2", BEVDET, ("QuickCumsumCuda", "bev_pool_v2"), lifted),
     ("bev_pool", BEVFUSION, ("QuickCumsumCuda", "bev_pool"), rows),
     ("voxel_pooling", BEVDEPTH, ("VoxelPooling",), frustum),
-    *(
-        ("voxel_pooling_inference", IN_INFERENCE, ("VoxelPoolingInference",), functools.partial(images, dtype))
-        for dtype in (torch.int32, torch.int64)
-    ),
 ]
+INFERRED = "voxel_pooling_inference", IN_INFERENCE, ("VoxelPoolingInference",)
+OVER_EXTENSIONS += [(*INFERRED, functools.partial(images, dtype)) for dtype in (torch.int32, torch.int64)]
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -244,10 +240,10 @@ def test_in_plain_torch(name):
     assert_close(results(function, *args), expected)
 
 
-@pytest.mark.parametrize(
-    ("function", "places", "form"),
-    [("QuickCumsum", "geom_feats", "lift_splat_function"), ("VoxelsSumming", "geometry", "fiery")],
-)
+SPLATS = [("QuickCumsum", "geom_feats", "lift_splat_function"), ("VoxelsSumming", "geometry", "fiery")]
+
+
+@pytest.mark.parametrize(("function", "places", "form"), SPLATS)
 def test_lift_splat(function, places, form):
     """FIERY has another name and another parameter. An autograd function in plain torch may be named, too."""
     module = library(LIFT_SPLAT.replace("{places}", places).replace("QuickCumsum", function), known=form != "fiery")
@@ -338,12 +334,8 @@ def test_what_computes_something_else_or_has_another_name_is_left_alone(name, wo
         assert list(done.skipped) == [f"a_library.{name}"] * said
         assert all(reason.endswith(f'forms={{{name}: "pool"}})') for reason in done.skipped.values())
     pool = getattr(module, name if said else "something")
-    words = (
-        f"got 'pool' for {name}: (its result .* differs|it does not run)"
-        if said
-        else "'pool' for something: it looks like no core"
-    )
-    with pytest.raises(ValueError, match=words):
+    words = f"{name}: (its result .* differs|it does not run)" if said else "something: it looks like no core"
+    with pytest.raises(ValueError, match=f"'pool' for {words}"):
         mx_driving.patch(module, forms={pool: "pool"})
 
 

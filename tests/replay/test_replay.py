@@ -141,31 +141,16 @@ PLANTED = {
     "rounded": (G, rounded_backward, "grad_value, grad_weights: locations are rounded half to even, as the vendor's backward"),
     "never run": (A, never_run, EVERY + "it is zero everywhere, as if the kernel had not run"),
     "halved": (M, spoilt("grad_value", lambda t, _: t / 2), "grad_value: it is 0.5 times the truth"),
-    "in pixels": (
-        M,
-        spoilt("grad_locations", lambda t, inputs: t / inputs[1].flip(-1)[:, None]),
-        "grad_locations: it is the gradient in pixels; it must be in fractions of the map",
-    ),
-    "a NaN": (
-        M,
-        spoilt("output", put((1, 7, 3), lambda t: torch.nan)),
-        r"output: 1 of 1440 entries are NaN, in \[1, 7, 3\], at batch 1, at head 0, while the inputs give numbers; all other",
-    ),
-    "a number": (
-        A,
-        spoilt("output", put((1, 7, 3), lambda t: t + 1)),
-        r"output: nothing known explains it; 1 of 480 entries are wrong, in \[1, 7, 3\], at batch 1, at group 0",
-    ),
-    "a row": (
-        M,
-        spoilt("output", put((1, 7), lambda t: t * 1.5)),
-        r"output: 24 of 1440 entries are 1.5 times the truth, in \[1, 7, 0\.\.23\], at batch 1",
-    ),
-    "rows of zeros": (
-        M,
-        spoilt("grad_value", put((slice(None), slice(364, None)), torch.zeros_like)),
-        "grad_value: all wrong entries are zero: ",
-    ),
+    "in pixels": (M, spoilt("grad_locations", lambda t, inputs: t / inputs[1].flip(-1)[:, None]),
+        "grad_locations: it is the gradient in pixels; it must be in fractions of the map"),
+    "a NaN": (M, spoilt("output", put((1, 7, 3), lambda t: torch.nan)),
+        r"output: 1 of 1440 entries are NaN, in \[1, 7, 3\], at batch 1, at head 0, while the inputs give numbers; all other"),
+    "a number": (A, spoilt("output", put((1, 7, 3), lambda t: t + 1)),
+        r"output: nothing known explains it; 1 of 480 entries are wrong, in \[1, 7, 3\], at batch 1, at group 0"),
+    "a row": (M, spoilt("output", put((1, 7), lambda t: t * 1.5)),
+        r"output: 24 of 1440 entries are 1.5 times the truth, in \[1, 7, 0\.\.23\], at batch 1"),
+    "rows of zeros": (M, spoilt("grad_value", put((slice(None), slice(364, None)), torch.zeros_like)),
+        "grad_value: all wrong entries are zero: "),
     "shifted at a level": (M, partly(shifted, 3, 1), f"grad_weights: {NOTHING}at level 1$"),
     "swapped at a level, M": (M, partly(swapped, 3, 1), f"grad_locations: {NOTHING}at level 1$"),
     "swapped at a level, G": (G, partly(swapped, 3, 0), f"grad_weights: {NOTHING}at level 0$"),
@@ -175,7 +160,7 @@ PLANTED = {
     "swapped in a batch": (M, partly(swapped, 0, 1), f"output: {NOTHING}at batch 1$"),
     "zero at a point, M": (M, partly(never_run, 4, 2), "grad_weights: all wrong entries are zero: .*, at point 2$"),
     "zero at a point, A": (A, partly(never_run, 2, 2), "grad_weights: all wrong entries are zero: .*, at point 2$"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", PLANTED)

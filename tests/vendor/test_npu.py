@@ -1,8 +1,6 @@
 """compat.install("torch_npu"): the vendor's tests and code for its device run on a CPU, and everything can be given back."""
 # ruff: noqa: PT009 (assertEqual is what is tested)
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np
@@ -22,14 +20,7 @@ def run(*programs: str) -> list[str]:
 
 
 PROGRAMS = {
-    "tensors, training scripts, torch.compile": (
-        "copies",
-        "elsewhere",
-        "device_module",
-        "mixed_precision",
-        "compiled",
-        "idioms",
-    ),
+    "training scripts, torch.compile": ("copies", "elsewhere", "device_module", "mixed_precision", "compiled", "idioms"),
     "names, the default device, torch.compile": ("names", "compiled_after_default_device"),
     "transfer_to_npu, torch.compile": ("transfer", "compiled"),
 }
@@ -130,24 +121,13 @@ def test_different_to_the_vendor(name):
 
 def test_assert_equal():
     """Numbers, tensors and containers of these may differ by 1e-5. unittest compares other objects."""
-    for x, y in (
-        (1.0, 1.000009),
-        (torch.ones(2), torch.ones(2) + 9e-6),
-        ([torch.ones(2)], [torch.ones(2).double()]),
-        ("a", "a"),
-    ):
+    ones = torch.ones(2)
+    for x, y in ((1.0, 1.000009), (ones, ones + 9e-6), ([ones], [ones.double()]), ("a", "a")):
         case.assertEqual(x, y)
         case.assertEqual({"key": x}, {"key": y})
     case.assertEqual(1.0, 1.01, 0.1)
     case.assertEqual(torch.tensor(float("inf")), torch.tensor(float("inf")), allow_inf=True)
-    for x, y in (
-        (1.0, 1.00002),
-        (torch.ones(2), torch.ones(2) + 2e-5),
-        ((1,), (1, 2)),
-        ("a", "b"),
-        (1, None),
-        (np.inf, np.inf),
-    ):
+    for x, y in ((1.0, 1.00002), (ones, ones + 2e-5), ((1,), (1, 2)), ("a", "b"), (1, None), (np.inf, np.inf)):
         with pytest.raises(AssertionError):
             case.assertEqual(x, y)
         with pytest.raises(AssertionError, match="said so"):

@@ -4,8 +4,6 @@
 no package of Python's. If it is set, a missing browser, driver or selenium is a failure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib
@@ -49,7 +47,7 @@ class Page:
     def __init__(self, driver, path: pathlib.Path) -> None:
         self.driver, self.path = driver, path
 
-    def open(self, width: int = 1280, dark: bool = False, anchor: str = "") -> Page:
+    def open(self, width: int = 1280, dark: bool = False, anchor: str = ""):
         self.command("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 600)
         self.command("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

@@ -1,7 +1,5 @@
 """viz: recorded looks, and the places of dots and cells in drawings."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pickle
@@ -32,11 +30,7 @@ def test_recording_sees_every_sampling_operator_and_no_backward():
         mx_driving.deformable_aggregation(*maps, torch.rand(1, 2, 3, 1, 2), torch.rand(1, 2, 3, 1, 1, 4))
         mx_driving.bev_pool(torch.rand(1, 8), torch.zeros(1, 4).long(), 1, 1, 1, 1)  # a pool samples nothing
     mx_driving.multi_scale_deformable_attn(heads, shapes, starts, torch.rand(1, 3, 2, 1, 2, 2), weights)
-    assert [look.operator for look in looks] == [
-        "multi_scale_deformable_attn",
-        "geometric_kernel_attention",
-        "deformable_aggregation",
-    ]
+    assert [look.operator for look in looks] == [cases.MULTI_SCALE, cases.GEOMETRIC, cases.AGGREGATION]
     assert torch.equal(looks[0].weights, weights)
     assert not looks[0].table.requires_grad
 

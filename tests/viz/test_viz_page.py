@@ -37,10 +37,8 @@ def test_the_page(make, tmp_path):
     look = make()
     cameras = 3 if make is aggregation else 2
     plane = viz.Plane(labels=[HOSTILE] * 4)
-    path = viz.page(
-        {HOSTILE: look}, {f"{HOSTILE}{i}": PICTURE for i in range(cameras)}, tmp_path / "x.html", title=HOSTILE, plane=plane
-    )
-    parsed, facts = written(path)
+    pictures = {f"{HOSTILE}{i}": PICTURE for i in range(cameras)}
+    parsed, facts = written(viz.page({HOSTILE: look}, pictures, tmp_path / "x.html", title=HOSTILE, plane=plane))
     assert [parsed.attributes.get(name, []) for name in ("src", "href", "srcset", "action")] == [[], ["data:,"], [], []]
     (policy,) = [value for value in parsed.attributes["content"] if "default-src" in value]
     for kind in ("script", "style"):
@@ -77,10 +75,8 @@ def test_a_layer_that_samples_its_cameras_in_turn_is_a_call(unseen, tmp_path):
     mask = torch.arange(36).view(3, 12) % 5 < 2
     mask[list(unseen)] = False
     looks, plane = birds_eye_looks(mask), viz.Plane((3, 4), seen=mask.T)
-    facts = [
-        written(viz.page(call, [PICTURE] * 3, tmp_path / "x.html", plane=plane))[1]
-        for call in (looks.of("spatial"), [looks[1:4]])
-    ]
+    calls = looks.of("spatial"), [looks[1:4]]
+    facts = [written(viz.page(call, [PICTURE] * 3, tmp_path / "x.html", plane=plane))[1] for call in calls]
     assert facts[0] == facts[1]
     assert facts[0]["looks"][0]["name"] == "call 1 (spatial.deformable_attention)"
     assert {(query, camera) for query, camera in samples(facts[0])} <= {tuple(pair) for pair in mask.T.nonzero().tolist()}
@@ -92,35 +88,18 @@ def two_scenes(kind, cameras):
     if kind is nn.SpatialCrossAttention:
         seen = torch.arange(24 * cameras).view(2, cameras, 12) % 5 < torch.tensor([2, 3]).view(2, 1, 1)
         value, points = torch.rand(2, cameras, 12, 16), torch.rand(2, cameras, 12, 4, 2)
-        inputs = {
-            "query": cells,
-            "reference_points": points,
-            "value": value,
-            "bev_mask": seen[..., None].expand_as(points[..., 0]),
-        }
-        return kind(16, num_levels=1), inputs | grid, [mask.T for mask in seen]
+        inputs = {"query": cells, "reference_points": points, "value": value} | grid
+        return kind(16, num_levels=1), inputs | {"bev_mask": seen[..., None].expand_as(points[..., 0])}, [m.T for m in seen]
     if kind is nn.DeformableFeatureAggregation:
-        maps = dict(
-            zip(
-                ("feature_maps", "spatial_shape", "scale_start_index"),
-                nn.flatten_cameras([torch.rand(2, cameras, 16, 3, 4)]),
-                strict=True,
-            )
-        )
+        maps = nn.flatten_cameras([torch.rand(2, cameras, 16, 3, 4)])
+        maps = dict(zip(("feature_maps", "spatial_shape", "scale_start_index"), maps, strict=True))
         matrices = torch.eye(4) + torch.rand(2, cameras, 4, 4)
         inputs = {"instance_feature": cells, "anchor": torch.rand(2, 12, 8), "anchor_embed": cells, "projection_mat": matrices}
         return kind(16, 8, 1, cameras).eval(), inputs | maps, [None, None]
-    rows = {
-        nn.TemporalSelfAttention: (2, 2, 12),
-        nn.MultiScaleDeformableAttention: (2, 12),
-        nn.GeometricKernelAttention: (2, 12),
-    }
-    places = torch.rand(*rows[kind], 4 if kind is nn.GeometricKernelAttention else 1, 2)
-    return (
-        kind(16, num_levels=1),
-        {"query": cells, "reference_points": places, "value": torch.rand(*rows[kind], 16), **grid},
-        [None] * 2,
-    )
+    rows = (2, 2, 12) if kind is nn.TemporalSelfAttention else (2, 12)
+    places = torch.rand(*rows, 4 if kind is nn.GeometricKernelAttention else 1, 2)
+    inputs = {"query": cells, "reference_points": places, "value": torch.rand(*rows, 16), **grid}
+    return kind(16, num_levels=1), inputs, [None] * 2
 
 
 SCENES = [
@@ -176,10 +155,8 @@ def test_calls_of_a_layer_and_scenes_of_a_call(tmp_path, monkeypatch):
     apart = written(viz.page([looks[:3], looks[3:]], [PICTURE] * 3, tmp_path / "x.html", plane=plane))[1]
     assert [samples(apart, call) for call in (0, 1)] == [samples(facts)] * 2
     for scene in (0, 1):
-        call = {"both": [*looks]}
-        assert samples(written(viz.page(call, [PICTURE] * 3, tmp_path / "x.html", plane=plane, scene=scene))[1]) == samples(
-            facts
-        )
+        path = viz.page({"both": [*looks]}, [PICTURE] * 3, tmp_path / "x.html", plane=plane, scene=scene)
+        assert samples(written(path)[1]) == samples(facts)
     counts = seen.sum(0).tolist()
     rows = torch.rand(1, sum(counts), 16), torch.rand(1, sum(counts), 4, 2)
     with viz.recording() as looks:  # the outermost module has no name
