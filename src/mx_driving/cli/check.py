@@ -15,8 +15,7 @@ from .._measure.accuracy import CHANNELS, QUICK, WorkloadErrors, check_one
 from .._measure.workloads import CHECKED
 from .._operator.problems import ruled
 from .._show import grid, open_console, print_json, say, show
-from .options import DTypes, Json, Only, Threads, use_threads
-from .start import matching
+from .start import DTypes, Json, Only, Threads, matching, use_threads
 
 
 def _make_table(results: list[WorkloadErrors]) -> Any:
