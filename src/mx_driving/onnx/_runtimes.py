@@ -19,11 +19,11 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-import mx_driving.onnx
-
+from .. import _backends
 from .._files import read_arrays, temporary_folder
 from .._operator.problems import Problem, need
 from .._operator.rules import first_line
+from ..config import library_path
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -71,7 +71,9 @@ def open_session(
 
 def open_with_library(path: Path, **options: Any) -> Any:
     """Return a session with our nodes and torch's number of threads. `options` go to open_session."""
-    return open_session(path, library=mx_driving.onnx.library(), threads=torch.get_num_threads(), **options)
+    if reason := _backends.native.why_not():
+        raise RuntimeError(reason)
+    return open_session(path, library=str(library_path()), threads=torch.get_num_threads(), **options)
 
 
 def is_missing_kernel(error: Exception) -> bool:
