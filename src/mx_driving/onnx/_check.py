@@ -36,6 +36,7 @@ from ._nodes import find_nodes, name_unknown, restore_plugins, use_our_nodes
 from ._runtimes import Arrays, Failed, Run, make_inputs, open_with_library, run_session
 from ._trial import find_factor
 
+_FAR = -10.0  # off every map
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 
@@ -207,10 +208,14 @@ class _Checker:
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
         output = torch.from_numpy(array.reshape(shape))
-        inputs, output, left_out = _outputs.leave_out(inputs, output) if match.locations else (inputs, output, 0)
-        if left_out:
-            queries = inputs[3].shape[0] * inputs[3].shape[1]
-            notes = [f"{left_out} of {queries} queries are left out: their locations are NaN or infinite, {self.origin}"]
+        if match.locations:  # Move queries with NaN or infinite locations off the map, and zero their output.
+            value, shapes, starts, locations, weights = inputs
+            left_out = ~locations.isfinite().flatten(2).all(2)
+            locations = torch.where(left_out.reshape(*left_out.shape, *[1] * (locations.ndim - 2)), _FAR, locations)
+            inputs, output = (value, shapes, starts, locations, weights), torch.where(left_out[..., None], 0, output)
+            if left_out.any():
+                count = f"{int(left_out.sum())} of {left_out.numel()} queries are left out"
+                notes = [f"{count}: their locations are NaN or infinite, {self.origin}"]
         call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
         (judged,) = judge(call).results
         if judged.verdict != RIGHT and (narrow := self.precision or match.narrow_dtype):

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import Tensor
 
 from .._agreement import ULPS, difference_beside_ties, entry_differences, model_difference
 from .._files import temporary_folder
@@ -36,7 +35,6 @@ _FURTHER = 16.0  # allowed error as a multiple of the usual change. Changes of a
 _SOME = 0.02  # the share of an output's numbers that may be off because of near ties in a ranking
 _FEW = 8  # `compare` takes the columns of an output apart if there are at most so many
 _INSTEAD = 0.37  # replaces NaN and infinity. The location is on every map, and no implementation samples there for NaN.
-_FAR = -10.0  # off every map
 # `_find_origin` runs the model at most _RUNS times, and reads at most _NEAREST tensors in a run.
 _NEAREST, _RUNS = 64, 16
 _SAME = 1e-5  # `compare` does not look for NaN locations if outputs differ by less than this share of the magnitude
@@ -279,16 +277,6 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
 
 # Leave out numbers that depend on NaN or infinite locations: implementations sample different numbers there. torch's older
 # exporter writes such locations for a level of one row, for which it computes a linspace of one step.
-
-
-def leave_out(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[tuple[Tensor, ...], Tensor, int]:
-    """Move queries with NaN or infinite locations off the map, and zero their output. Return inputs, output, and the number of
-    these queries."""
-    value, shapes, starts, locations, weights = inputs
-    left_out = ~locations.isfinite().flatten(2).all(2)
-    locations = torch.where(left_out.reshape(*left_out.shape, *[1] * (locations.ndim - 2)), _FAR, locations)
-    output = torch.where(left_out[..., None], 0, output)
-    return (value, shapes, starts, locations, weights), output, int(left_out.sum())
 
 
 def run_with_finite(model: ir.Model, names: list[str], run: Callable[[ir.Model], Arrays]) -> tuple[Arrays, str]:
