@@ -28,8 +28,7 @@ from mx_driving._measure.timing import Call
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 from mx_driving._operator.description import OPERATORS
 from mx_driving._show import open_console, say, show
-from mx_driving.cli.options import Csv, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
-from mx_driving.cli.start import matching, start
+from mx_driving.cli.start import Csv, DTypes, OnlyWorkloads, Seconds, Threads, matching, start, use_threads
 
 
 def calls_of_floor(operator: str, args: Args, dtype: str, head_major: bool) -> dict[str, Call]:

@@ -26,8 +26,7 @@ from mx_driving import _backends, config
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import WORKLOADS, Workload
 from mx_driving._operator.description import OPERATORS
-from mx_driving.cli.options import OnlyWorkloads, Seconds, Threads, use_threads
-from mx_driving.cli.start import matching, start
+from mx_driving.cli.start import OnlyWorkloads, Seconds, Threads, matching, start, use_threads
 
 
 def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:

@@ -33,8 +33,7 @@ from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
 from mx_driving._operator.description import OPERATORS
 from mx_driving._operator.rules import first_line
 from mx_driving._show import grid, say, show
-from mx_driving.cli.options import Csv, Only, Seconds, Threads, use_threads
-from mx_driving.cli.start import matching, start
+from mx_driving.cli.start import Csv, Only, Seconds, Threads, matching, start, use_threads
 
 Tensors = tuple[torch.Tensor, ...]
 SIZES = ("Deformable-DETR decoder, 300 queries", "Sparse4D v3", "MapTR nano")

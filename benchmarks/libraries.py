@@ -36,8 +36,7 @@ import mx_driving.onnx
 from mx_driving._agreement import difference_beside_ties
 from mx_driving._operator.problems import need
 from mx_driving._operator.rules import first_line
-from mx_driving.cli.options import Csv, Only, Seconds
-from mx_driving.cli.start import matching, start
+from mx_driving.cli.start import Csv, Only, Seconds, matching, start
 from mx_driving.onnx import _outputs
 
 Build = Callable[[int, int], Subject]  # from the height and width of the photograph

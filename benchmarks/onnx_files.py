@@ -29,8 +29,7 @@ import typer
 from libraries import silent
 
 import mx_driving.onnx
-from mx_driving.cli.options import Csv, Only, Seconds, Threads, use_threads
-from mx_driving.cli.start import matching, start
+from mx_driving.cli.start import Csv, Only, Seconds, Threads, matching, start, use_threads
 from mx_driving.onnx import _outputs
 from mx_driving.onnx._forms import NODES
 from mx_driving.onnx._fuse import with_ours

@@ -17,8 +17,7 @@ import typer
 
 from mx_driving._files import writable
 from mx_driving._measure.report import Row, describe_machine
-from mx_driving.cli.options import Csv, Only, Seconds, Threads, one_of, use_threads
-from mx_driving.cli.start import matching, start
+from mx_driving.cli.start import Csv, Only, Seconds, Threads, matching, one_of, start, use_threads
 
 MODES = ("float32", "autocast", "bfloat16")
 

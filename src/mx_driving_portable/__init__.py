@@ -36,25 +36,22 @@ def _list_files(name: str) -> dict[str, importlib.metadata.PackagePath]:
     return {str(file): file for file in files or () if file.suffix == ".py" and file.parts[0] == "mx_driving"}
 
 
-def _equals_record(file: importlib.metadata.PackagePath) -> bool:
-    if file.hash is None:
-        return True
-    digest = hashlib.new(file.hash.mode, pathlib.Path(file.locate()).read_bytes()).digest()
-    return base64.urlsafe_b64encode(digest).decode().rstrip("=") == file.hash.value
-
-
 @functools.cache
 def lost_files() -> tuple[str, ...]:
     """Return our files that are missing, and our files with other content at a path of the vendor's distribution.
 
     A changed file at another path is somebody's own change, such as a line for debugging.
     """
-    theirs = _list_files(_VENDORS)
-    return tuple(
-        name
-        for name, file in _list_files(_OURS).items()
-        if not pathlib.Path(file.locate()).exists() or (name in theirs and not _equals_record(file))
-    )
+    theirs, lost = _list_files(_VENDORS), []
+    for name, file in _list_files(_OURS).items():
+        path, is_lost = pathlib.Path(file.locate()), False
+        if not path.exists():
+            is_lost = True
+        elif name in theirs and file.hash is not None:
+            digest = hashlib.new(file.hash.mode, path.read_bytes()).digest()
+            is_lost = base64.urlsafe_b64encode(digest).decode().rstrip("=") != file.hash.value
+        lost += [name] * is_lost
+    return tuple(lost)
 
 
 @functools.cache

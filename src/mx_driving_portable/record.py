@@ -36,7 +36,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -540,39 +540,41 @@ class Recorder:
         return {**known, **named}
 
     def _wrap(self, owner: Any, path: str, name: str, entry: Function) -> None:
+        """Wrap a function of a module or of a class. Its calls are recorded under the first of its names."""
         *classes, attribute = path.split(".")
         for class_name in classes:
             owner = vars(owner).get(class_name) if owner is not None else None
         if owner is None or not hasattr(owner, "__dict__"):
             return
-        if isinstance(owner, type) and attribute == "apply":
-            self._wrap_apply(owner, name, entry)
-            return
         original = vars(owner).get(attribute, _ABSENT)
-        function = original.__func__ if isinstance(original, staticmethod) else original
-        if callable(function) and not isinstance(function, types.ModuleType):
-            wrapper = _find_wrapper(id(function), function, lambda: _make_wrapper(function))
-            self._watch(wrapper, name, entry)
-            _set(owner, attribute, original, staticmethod(wrapper) if function is not original else wrapper)
+        if isinstance(owner, type) and attribute == "apply":
+            # `apply` of an autograd function. Do not wrap derived classes, because they have their own forward.
+            def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+                call = super(owner, cls).apply if original is _ABSENT else original.__get__(None, cls)  # pyright: ignore
+                if cls is not owner or _is_compiling():
+                    return call(*args, **kwargs)
+                return _call_recorders(wrapper, call, args, kwargs)
 
-    def _wrap_apply(self, owner: type, name: str, entry: Function) -> None:
-        """Wrap `apply` of an autograd function. Do not wrap derived classes, because they have their own forward."""
-        own = vars(owner).get("apply", _ABSENT)
+            key = id(original) if id(original) in _wrappers else (id(owner), "apply")
+            function, new, is_static = owner, classmethod(apply), False
+        else:
+            is_static = isinstance(original, staticmethod)
+            function = original.__func__ if is_static else original
+            if not callable(function) or isinstance(function, types.ModuleType):
+                return
 
-        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            original = super(owner, cls).apply if own is _ABSENT else own.__get__(None, cls)  # pyright: ignore
-            if cls is not owner or _is_compiling():
-                return original(*args, **kwargs)
-            return _call_recorders(wrapper, original, args, kwargs)
+            @functools.wraps(function)
+            def recorded(*args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs) if _is_compiling() else _call_recorders(wrapper, function, args, kwargs)
 
-        wrapper: Any = own if id(own) in _wrappers else _find_wrapper((id(owner), "apply"), owner, lambda: classmethod(apply))
-        self._watch(wrapper, name, entry)
-        _set(owner, "apply", own, wrapper)
-
-    def _watch(self, wrapper: Any, name: str, entry: Function) -> None:
-        """Record the calls of a wrapper under the first of its names."""
+            key, new = id(function), recorded
+        if key not in _wrappers:
+            _wrappers[id(new)] = (new, new)
+            _wrappers[key] = (function, new)
+        wrapper = _wrappers[key][1]  # `new`, or the wrapper that another recorder has made
         if id(wrapper) not in self._watched:
             self._watched[id(wrapper)] = self.functions.setdefault(name, _WrappedFunction(name, entry))
+        _set(owner, attribute, original, staticmethod(wrapper) if is_static else wrapper)
 
     def _call(self, function: _WrappedFunction, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the original, and record the call if its number is a multiple of `every`, or if it gives the first NaN."""
@@ -666,23 +668,6 @@ class Recorder:
                 f"recording into {self.folder} has ended after {num_calls} calls: {_find_reason(error)}; the program goes on"
             )
             _say(self.why)
-
-
-def _find_wrapper(key: Any, original: Any, make: Callable[[], Any]) -> Any:
-    """Return the wrapper of an original, or the wrapper itself if `key` is that of a wrapper."""
-    if key not in _wrappers:
-        wrapper = make()
-        _wrappers[id(wrapper)] = (wrapper, wrapper)
-        _wrappers[key] = (original, wrapper)
-    return _wrappers[key][1]
-
-
-def _make_wrapper(original: Any) -> Any:
-    @functools.wraps(original)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if _is_compiling() else _call_recorders(recorded, original, args, kwargs)
-
-    return recorded
 
 
 def _call_recorders(wrapper: Any, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:

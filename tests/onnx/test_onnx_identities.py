@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_writings import Calls, Joined, Stacked, Summed, edit, export, feeds, inputs, kinds, masked, run, verified
 
 import mx_driving.onnx
-from mx_driving.onnx import _file, _identities
+from mx_driving.onnx import _file, _graph
 
 WRITTEN = {"stacked": Stacked(), "summed": Summed(), "unequal points": Joined([2, 4])}
 WRITTEN |= {"gathers": Stacked(masked), "one table": Calls()}
@@ -115,14 +115,14 @@ def test_what_a_node_returns(node, same, tmp_path):
     """`default` is an input, so it is no constant. `row` does not broadcast to a larger shape."""
     onnx.save(onnx.parser.parse_model(GRAPH.replace("NODE", node.replace("<", " <").replace(">", "> "))), tmp_path / "one.onnx")
     model = _file.load(tmp_path / "one.onnx").model
-    (found,) = (_identities.find_returned(one, 18) for one in model.graph)
+    (found,) = (_graph.find_returned(one, 18) for one in model.graph)
     assert (found is not None) == same
 
 
 @pytest.mark.parametrize(("opset", "attributes", "same"), [(6, {}, False), (6, {"is_test": 1}, True), (7, {}, True)])
 def test_dropout_of_older_opsets(opset, attributes, same):
     node = onnx_ir.node("Dropout", [onnx_ir.val("x")], attributes)
-    assert (_identities.find_returned(node, opset) is not None) == same
+    assert (_graph.find_returned(node, opset) is not None) == same
 
 
 def test_sizes_of_paddle2onnx(before, after):

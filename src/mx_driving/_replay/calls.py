@@ -126,8 +126,16 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
         problems.append(f"{name} must hold grad_output for its gradients to be judged; got none")
         names = [result for result in names if result == "output"]
     for result in (["grad_output"] if "grad_output" in tensors else []) + names:
-        shape = call.shape_of(result)
-        t = to_operator_shape(about, result, tensors[result], shape)
+        shape, t = call.shape_of(result), tensors[result]
+        if about["operator"] == POOL:
+            function = about.get("form", "")
+            if t.dim() and result in ("output", "grad_output") and function in _POOLS and _POOLS[function].layout.endswith("C"):
+                t = t.movedim(-1, 1)
+            if t.dim() > 1 and result == "grad_feat":
+                t = t.movedim(1, -1) if function == _CHANNELS_FIRST_FEAT else t
+                t = t.flatten()[: math.prod(shape)]  # without depth, feat may have more rows than there are points
+        if t.numel() == math.prod(shape):
+            t = t.reshape(shape)
         if t.shape == shape and t.is_floating_point():
             call.results[result] = t
         else:
@@ -220,15 +228,3 @@ def find_pool(function: str) -> Callable[..., Any]:
     if _POOLS[function].module != "mx_driving":
         return stand_in(_POOLS[function])
     return getattr(ops, "bev_pool_v3" if function == "BEVPoolV3.apply" else function)
-
-
-def to_operator_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a result in the shape of the operator's result, if both have the same number of entries."""
-    function = about.get("form", "")
-    if about["operator"] == POOL:
-        if t.dim() and result in ("output", "grad_output") and function in _POOLS and _POOLS[function].layout.endswith("C"):
-            t = t.movedim(-1, 1)
-        if t.dim() > 1 and result == "grad_feat":
-            t = t.movedim(1, -1) if function == _CHANNELS_FIRST_FEAT else t
-            t = t.flatten()[: math.prod(shape)]  # without depth, feat may have more rows than there are points
-    return t.reshape(shape) if t.numel() == math.prod(shape) else t

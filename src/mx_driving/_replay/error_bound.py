@@ -3,7 +3,6 @@ result, and errors in units of the allowed error."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +136,16 @@ class ErrorBound:
             slopes = call.sampling.shapes.amax(-1)[..., None] * call.sampling.weights * self.truth["grad_weights"]
             self._scales["grad_locations"] = max(largest_magnitude(slopes), self._scales["grad_locations"])
         self.float32 = compute(call, torch.float32) if self._compute == torch.float32 else self.truth
+        # The gradients of locations that are within rounding of a pixel centre, where the gradient jumps.
+        self._on_centres = torch.zeros((), dtype=torch.bool)
+        if "grad_locations" in self.truth:
+            sizes = call.sampling.shapes.double().flip(-1)
+            sizes = (
+                sizes.movedim(-2, 0)[:, None, None, None] if call.description.kind == "aggregation" else sizes[None, :, None]
+            )
+            at = geometry.pixels(call.sampling.locations.double()[None], sizes)
+            near = _LATTICE * torch.finfo(self._compute).eps * self._extent
+            self._on_centres = ((at - at.round()).abs() <= near).any(0)
         losses = {name: torch.where(self.unsure(name), 0, self.float32[name].double() - t) for name, t in self.truth.items()}
         self._least = {name: 1e-300 + _DRAWS * largest_magnitude(loss) for name, loss in losses.items()}
         self.errors = {name: self.error(name, t, self.truth[name]) for name, t in call.results.items()}
@@ -167,13 +176,3 @@ class ErrorBound:
     def unsure(self, result: str) -> Tensor:
         """Return True for the gradients of locations that are within rounding of a pixel centre, where the gradient jumps."""
         return self._on_centres if result == "grad_locations" else torch.zeros((), dtype=torch.bool)
-
-    @functools.cached_property
-    def _on_centres(self) -> Tensor:
-        locations, sizes = self.call.sampling.locations.double(), self.call.sampling.shapes.double().flip(-1)
-        sizes = (
-            sizes.movedim(-2, 0)[:, None, None, None] if self.call.description.kind == "aggregation" else sizes[None, :, None]
-        )
-        at = geometry.pixels(locations[None], sizes)
-        near = _LATTICE * torch.finfo(self._compute).eps * self._extent
-        return ((at - at.round()).abs() <= near).any(0)

@@ -3,15 +3,15 @@ known mistake that gives the same numbers, by a pattern of the errors, or by the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .calls import RecordedCall
-from .error_bound import Core, ErrorBound, compute, compute_by_kernel, make_core
-from .known_mistakes import list_mistakes
+from .error_bound import ErrorBound, compute, compute_by_kernel
+from .known_mistakes import list_suspicions
 
 RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
 # Sums in 16 bits move at least this fraction of the entries that are not zero by more than rounding, up as often as down: the
@@ -27,7 +27,6 @@ _AXES = {
     "aggregation": {"batch": 0, "point": 2, "camera": 3, "level": 4, "group": 5},
 }
 _ZERO = "it is zero everywhere, as if the kernel had not run"
-Suspicion = tuple[str, RecordedCall, Core]  # (sentence, call with the mistake, core with the mistake)
 
 
 @dataclass
@@ -70,9 +69,17 @@ def judge(call: RecordedCall) -> Verdict:
         results.append(Judged(name, *errors, *counts, RIGHT if errors[0] <= 1 else WRONG))  # pyright: ignore
     if any(judged.verdict == WRONG for judged in results):
         reasons = explain(bound)
-        for judged in results:
-            if judged.verdict == WRONG:
-                judged.why = reasons[judged.result] or _explain_otherwise(bound, judged)
+        narrow = next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
+        for judged in [judged for judged in results if judged.verdict == WRONG]:
+            name = judged.result
+            device, truth, wrong = call.results[name], bound.truth[name], bound.wrong[name]
+            judged.why = reasons[name] or f"nothing known explains it; {describe_place(call, name, wrong, 'wrong')}"
+            if not reasons[name] and narrow and bool((bound.error(name, device, truth, narrow) <= 1).all()):
+                is_common = bool(wrong.sum() >= _COMMON * truth.count_nonzero())
+                factor = float((device.double() * truth).nansum() / truth.square().nansum().clamp_min(1e-300))
+                if is_common and abs(factor - 1) <= _BIAS * torch.finfo(narrow).eps:
+                    words = f"error typical of sums in {str(narrow).removeprefix('torch.')}"
+                    judged.verdict, judged.why = COARSE, f"{words}; the operator's rules have sums in float32"
     nans, infinities = _count_not_finite(call.inputs)
     notes = [
         f"our own {judged.result} is off by {judged.ours:.3g} units: please report it, with the file"
@@ -82,20 +89,6 @@ def judge(call: RecordedCall) -> Verdict:
     if (nans or infinities) and any(j.verdict == RIGHT and (j.nans or j.infinities) for j in results):
         notes.append("its NaN and infinities come from the inputs: float64 has the same")
     return Verdict(call, nans, infinities, results, notes)
-
-
-def _explain_otherwise(bound: ErrorBound, judged: Judged) -> str:
-    """Explain a wrong result that `explain` does not explain: by sums in 16 bits, or by the indices of the wrong entries."""
-    call, name = bound.call, judged.result
-    device, truth, wrong = call.results[name], bound.truth[name], bound.wrong[name]
-    narrow = next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
-    if narrow and bool((bound.error(name, device, truth, narrow) <= 1).all()):
-        is_common = bool(wrong.sum() >= _COMMON * truth.count_nonzero())
-        factor = float((device.double() * truth).nansum() / truth.square().nansum().clamp_min(1e-300))
-        if is_common and abs(factor - 1) <= _BIAS * torch.finfo(narrow).eps:
-            judged.verdict = COARSE
-            return f"error typical of sums in {str(narrow).removeprefix('torch.')}; the operator's rules have sums in float32"
-    return f"nothing known explains it; {describe_place(call, name, wrong, 'wrong')}"
 
 
 def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:
@@ -109,7 +102,7 @@ def explain(bound: ErrorBound) -> dict[str, str]:
     if not any(bool(call.results[name].any()) for name in wrong):
         return dict.fromkeys(wrong, _ZERO)
     reasons: dict[str, str] = {}
-    for sentence, suspect, core in _make_suspicions(call):
+    for sentence, suspect, core in list_suspicions(call):
         unexplained = [name for name in wrong if name not in reasons]
         if not unexplained:
             break
@@ -125,24 +118,6 @@ def explain(bound: ErrorBound) -> dict[str, str]:
         if any(bool(call.results[name][bound.wrong[name]].any()) for name in explained):
             reasons.update(dict.fromkeys(explained, sentence))
     return {name: reasons.get(name) or _describe_error(bound, name) for name in wrong}
-
-
-def _make_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
-    """Yield the known mistakes. Then yield for each input that was not contiguous the mistake of reading it as contiguous."""
-    if not all(t.numel() for t in call.inputs):
-        return  # the known mistakes need inputs with entries
-    for sentence, core in list_mistakes(call.description.name, call.inputs):
-        yield sentence, call, core
-    for i, name in enumerate(call.input_names):
-        t, strides = call.inputs[i], call.about.get("strides", {}).get(name, ())
-        if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
-            continue
-        # the indices of t's entries in the order in which a tensor of these strides has them in memory
-        order = torch.full((t.numel(),), -1)
-        order.as_strided(t.shape, strides).copy_(torch.arange(t.numel()).view(t.shape))
-        if bool((order >= 0).all()):  # a tensor of these strides has neither gaps nor overlaps
-            misread = replace(call, inputs=(*call.inputs[:i], t.flatten()[order].view(t.shape), *call.inputs[i + 1 :]))
-            yield f"{name} is not contiguous, and is read as if it were", misread, make_core(call.description.name)
 
 
 def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | None = None) -> bool:

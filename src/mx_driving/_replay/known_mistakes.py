@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor
 from .._measure import plain
 from .._operator import geometry
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, POOL
+from .calls import RecordedCall
 from .error_bound import Core, as_attention, make_core
 
 Mistake = Callable[..., Tensor]
+Suspicion = tuple[str, RecordedCall, Core]  # (sentence, call with the mistake, core with the mistake)
 
 
 def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
@@ -51,11 +54,6 @@ def _poison(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -
     """Multiply and add every sample, also the samples off the map. A NaN or infinite location or weight makes the sum NaN."""
     poison = (l.detach() * 0).sum(-1) + w.detach() * 0
     return core(v, s, t, l, w) + poison.sum((3, 4)).repeat_interleave(v.shape[3], 2)
-
-
-def _leave_out_off_map(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
-    on = ((l >= 0) & (l < s.flip(-1)[:, None])).all(-1)
-    return core(v, s, t, l, torch.where(on, w, 0))
 
 
 def _keep_points(choose: Callable[[Tensor], Tensor]) -> Mistake:
@@ -127,7 +125,9 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # if several fit, `exp
         "locations are rounded half to even, as the vendor's backward does; both must truncate": (
             lambda core, v, s, t, l, w: core(v, s, t, l.double().round(), w)
         ),
-        "samples off the map are left out, where the border's pixel is the rule": _leave_out_off_map,
+        "samples off the map are left out, where the border's pixel is the rule": (
+            lambda core, v, s, t, l, w: core(v, s, t, l, torch.where(((l >= 0) & (l < s.flip(-1)[:, None])).all(-1), w, 0))
+        ),
         "pixels are sampled bilinearly, where whole pixels are the rule": (
             lambda core, v, s, t, l, w: make_core(MULTI_SCALE)(v, s, t, (l.double() + 0.5) / s.flip(-1)[:, None], w)
         ),
@@ -150,16 +150,27 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # if several fit, `exp
 }
 
 
-def list_mistakes(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Core]]:
-    """Yield (sentence, core with the mistake) for the mistakes that an implementation can make on these inputs."""
-    tables = [mistakes for operators, mistakes in _MISTAKES.items() if operator in operators]
-    mistakes = [item for table in tables for item in table.items()]
-    for sentence, mistake in mistakes:
-        yield sentence, partial(mistake, make_core(operator))
+def list_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
+    """Yield the mistakes that an implementation can make on the inputs of a call."""
+    if not all(t.numel() for t in call.inputs):
+        return  # the known mistakes need inputs with entries
+    operator, core = call.description.name, make_core(call.description.name)
+    for operators, mistakes in _MISTAKES.items():
+        for sentence, mistake in mistakes.items() if operator in operators else ():
+            yield sentence, call, partial(mistake, core)
     # In attention, weights, locations or both may be read with the levels in a wrong order. Four levels have 23 wrong orders.
-    orders = itertools.permutations(range(len(inputs[1]))) if operator in (MULTI_SCALE, GEOMETRIC) else ()
+    orders = itertools.permutations(range(len(call.inputs[1]))) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
         for name, i, j in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):
             sentence = f"levels of {name} are read in the order {', '.join(map(str, order))}"
-            core = make_core(operator)
-            yield sentence, lambda v, s, t, l, w, i=i, j=j, core=core: core(v, s, t, l[:, :, :, i], w[:, :, :, j])
+            yield sentence, call, lambda v, s, t, l, w, i=i, j=j: core(v, s, t, l[:, :, :, i], w[:, :, :, j])
+    for i, name in enumerate(call.input_names):  # an input that was not contiguous may be read as if it were
+        t, strides = call.inputs[i], call.about.get("strides", {}).get(name, ())
+        if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
+            continue
+        # the indices of t's entries in the order in which a tensor of these strides has them in memory
+        order = torch.full((t.numel(),), -1)
+        order.as_strided(t.shape, strides).copy_(torch.arange(t.numel()).view(t.shape))
+        if bool((order >= 0).all()):  # a tensor of these strides has neither gaps nor overlaps
+            misread = replace(call, inputs=(*call.inputs[:i], t.flatten()[order].view(t.shape), *call.inputs[i + 1 :]))
+            yield f"{name} is not contiguous, and is read as if it were", misread, core

@@ -12,8 +12,7 @@ from .._measure.report import Row
 from .._measure.speed import measure
 from .._measure.workloads import WORKLOADS
 from .._show import open_console, show
-from .options import Csv, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
-from .start import matching
+from .start import Csv, DTypes, OnlyWorkloads, Seconds, Threads, matching, use_threads
 
 
 def bench(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -15,25 +15,7 @@ from .._measure.accuracy import CHANNELS, QUICK, WorkloadErrors, check_one
 from .._measure.workloads import CHECKED
 from .._operator.problems import ruled
 from .._show import grid, open_console, print_json, say, show
-from .options import DTypes, Json, Only, Threads, use_threads
-from .start import matching
-
-
-def _make_table(results: list[WorkloadErrors]) -> Any:
-    """Return a table within 80 columns. The operator, workload and dtype of a result stand above its errors."""
-    table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
-    for result in results:
-        title = re.sub(r" (?=[\[\d])", "\n", result.workload.name, count=1)  # The sizes get a line of their own.
-        operator = result.workload.operator.replace("_with_logits", "\n  _with_logits")  # two lines, for room for the times
-        table.add_row(f"[bold]{operator}[/]\n{escape(title)}\n{result.dtype}")
-        errors = "\n".join(
-            f"[{'red' if not error <= result.allowed[name] else 'green'}]{error:.1e}[/] / {result.allowed[name]:.1e}"
-            for name, error in result.errors.items()
-        )
-        names = "\n".join(f"  {name}" for name in result.errors)
-        speed_up = f"{result.plain_seconds / result.seconds:.1f} x"
-        table.add_row(names, errors, f"{result.seconds * 1e3:.2f}", speed_up, end_section=True)
-    return table
+from .start import DTypes, Json, Only, Threads, matching, use_threads
 
 
 def check(
@@ -100,7 +82,20 @@ def check(
         ]
         print_json({"right": not failures, "rows": rows, "failures": failures, "beside": mx_driving_portable.beside()})
         raise typer.Exit(bool(failures))
-    show(console, _make_table(results))
+    # A table within 80 columns. The operator, workload and dtype of a result stand above its errors.
+    table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
+    for result in results:
+        title = re.sub(r" (?=[\[\d])", "\n", result.workload.name, count=1)  # The sizes get a line of their own.
+        operator = result.workload.operator.replace("_with_logits", "\n  _with_logits")  # two lines, for room for the times
+        table.add_row(f"[bold]{operator}[/]\n{escape(title)}\n{result.dtype}")
+        errors = "\n".join(
+            f"[{'red' if not error <= result.allowed[name] else 'green'}]{error:.1e}[/] / {result.allowed[name]:.1e}"
+            for name, error in result.errors.items()
+        )
+        names = "\n".join(f"  {name}" for name in result.errors)
+        speed_up = f"{result.plain_seconds / result.seconds:.1f} x"
+        table.add_row(names, errors, f"{result.seconds * 1e3:.2f}", speed_up, end_section=True)
+    show(console, table)
     served: dict[str, dict[str, None]] = {}  # backend, without its dtypes -> its operators
     for result in results:
         served.setdefault(result.backend.partition(";")[0], {})[result.workload.operator] = None

@@ -10,7 +10,7 @@ import typer
 
 from .._operator.problems import Problem
 from .._show import print_json
-from .options import Json
+from .start import Json
 
 
 def forms(

@@ -11,7 +11,7 @@ from .._files import writable
 from .._operator.problems import Problem, need
 from .._operator.rules import first_line
 from .._show import print_json
-from .options import Inputs, Json, Seconds, Threads, arrays, use_threads
+from .start import Inputs, Json, Seconds, Threads, arrays, use_threads
 
 _SECONDS = 20.0
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from .._operator.problems import need
 from .._show import grid, open_console, print_json, say, show
-from .options import DTYPES, Inputs, Json, Threads, arrays, one_of, use_threads
+from .start import DTYPES, Inputs, Json, Threads, arrays, one_of, use_threads
 
 _RUNTIME = (
     "onnxruntime, openvino, tensorrt, or a program: it is called with three more words, the paths of a file to run, of its "
@@ -53,19 +53,12 @@ def verify(
     report = check(path_in, run, fed, getattr(torch, precision) if precision else None, original)
     if console is None:
         print_json({"path": path_in, "runtime": runtime, **report.facts()})
-    else:
-        _print(console, report)
-    if not report.right:
-        raise typer.Exit(1)
-
-
-def _print(console: Any, report: Any) -> None:
-    """Print a table of matches, with errors in units of the tolerance; a table of outputs, with the share of numbers
-    that rounding does not explain, and the share allowed for near ties; then sentences."""
+        raise typer.Exit(not report.right)
 
     def word(right: bool, verdict: str) -> str:
         return f"[{'green' if right else 'red'}]{verdict if right else 'wrong'}[/]"
 
+    # Errors of matches in units of the tolerance.
     table = grid(None, {"match": 0, "inputs": 0}, {"error": 0, "in float32": 0})
     table.add_column("verdict")
     for comparison in report.comparisons:
@@ -74,6 +67,7 @@ def _print(console: Any, report: Any) -> None:
         verdict = word(comparison.right, facts["verdict"])
         table.add_row(escape(facts["match"]), facts["inputs"], error or "none", float32, verdict)
     show(console, table)
+    # The share of an output's numbers that rounding does not explain, and the share allowed for near ties.
     table = grid(None, {"output": 0}, {"largest difference": 0, "numbers off": 0, "may be off": 0})
     table.add_column("verdict")
     for output in report.outputs:
@@ -103,3 +97,5 @@ def _print(console: Any, report: Any) -> None:
     counts = f"{len(report.comparisons)} comparisons of matches, {len(report.outputs)} of outputs{left}"
     wrong = f"[bold red]{rights.count(False)} of {len(rights)} comparisons are wrong[/]"
     say(console, f"[bold green]all is well[/]: {counts}" if report.right else wrong)
+    if not report.right:
+        raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,22 +21,22 @@ from .._operator.rules import first_line
 from .._replay.calls import RecordedCall
 from .._replay.error_bound import ErrorBound
 from .._replay.judge import COARSE, RIGHT, WRONG, Judged, judge
-from . import _file, _not_finite, _outputs
+from . import _file, _outputs
+from ._forms import OURS
 from ._graph import Unfit, add_outputs, list_outputs, read_constant
 from ._matches import (
     Match,
     draw_across_borders,
     find_again,
     find_matches,
-    prepare_reference,
     read_bare_inputs,
     write_match,
 )
-from ._nodes import name_unknown, restore_plugins
-from ._runtimes import Failed, Run
-from ._session import Arrays, make_inputs, run_session
+from ._nodes import find_nodes, name_unknown, restore_plugins, use_our_nodes
+from ._runtimes import Arrays, Failed, Run, make_inputs, open_with_library, run_session
 from ._trial import find_factor
 
+_FAR = -10.0  # off every map
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 
@@ -130,7 +131,12 @@ class _Checker:
         report = Checked(self.matches, left)
         model = self.file.model
         names = [str(v.name) for v in model.graph.outputs]
-        values = prepare_reference(model, self.matches)
+        # onnxruntime runs our nodes, and computes the inputs of matches, too.
+        for node in [node for node in find_nodes(model.graph) if node.domain != OURS]:
+            with contextlib.suppress(Unfit):  # the report lists the node in `left`
+                use_our_nodes(model, [node])
+        values = {str(v.name): v for match in self.matches for v in match.tensors}
+        add_outputs(model, (v for v in values.values() if v.producer() is not None))
         fed, true = self.run_reference(inputs, {name: default.numpy() for name, default in self.file.defaults.items()})
         constants = {name: numbers.copy() for name, v in values.items() if (numbers := read_constant(v)) is not None}
         computed = {**fed, **true, **constants}
@@ -138,14 +144,33 @@ class _Checker:
         not_finite = [name for match in self.matches for name in match.locations if not np.isfinite(arrays[name]).all()]
         finite: Arrays = {}
         if not_finite:
-            finite, self.origin = _not_finite.run_with_finite(
+            finite, self.origin = _outputs.run_with_finite(
                 model, not_finite, lambda changed: self.run_reference(fed, model=changed)[1]
             )
         for number, match in enumerate(self.matches):
-            report.comparisons += self.compare_alone(match, arrays, self.folder / f"match{number}.onnx")
+            # Run a file that contains only the match.
+            own, file = {str(v.name): arrays[str(v.name)] for v in match.tensors}, self.folder / f"match{number}.onnx"
+            write_match(match, own, file)
+            for words, drawn in {IN_THE_FILE: own, ACROSS: draw_across_borders(match, own)}.items():
+                if drawn is not None:
+                    floats = {n: torch.from_numpy(a) for n, a in drawn.items() if self.precision and a.dtype.kind == "f"}
+                    drawn = drawn | {n: t.to(self.precision).double().numpy().astype(drawn[n].dtype) for n, t in floats.items()}
+                    feeds = {role: drawn[str(v.name)] for role, v in match.inputs.items()}
+                    run = functools.partial(self.run, file, feeds)
+                    report.comparisons.append(self.compare(match, words, drawn, run, "output"))
         report.outputs = self.compare_outputs(names, fed, true, finite)
         if not report.right and all(comparison.right for comparison in report.comparisons):
-            report.comparisons += self.compare_within(fed, arrays)
+            # Run the whole file with the inputs and outputs of all matches as graph outputs, and judge each match.
+            model, file = _file.load(self.path).model, self.folder / "within.onnx"
+            tensors = arrays.keys() | {match.name for match in self.matches}
+            add_outputs(model, (v for v in list_outputs(model) if v.name in tensors))
+            restore_plugins(model)
+            ir.save(model, file, external_data="within.data")
+            with contextlib.suppress(Failed):  # The runtime may lack memory for more outputs, or refuse them.
+                outputs = self.run(file, fed)
+                for match in self.matches:
+                    compared = self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name)
+                    report.comparisons.append(compared)
         return report
 
     def run_reference(
@@ -155,7 +180,7 @@ class _Checker:
         file = self.folder / "reference.onnx"
         ir.save(model or self.file.model, file, external_data="reference.data")
         try:
-            session = _outputs.open_with_library(file)
+            session = open_with_library(file)
             fed = make_inputs(session, inputs, defaults)
             return fed, run_session(session, fed)
         except Problem:
@@ -163,45 +188,34 @@ class _Checker:
         except Exception as error:  # onnxruntime raises a dozen classes
             raise Problem(f"path_in must run in onnxruntime on these inputs; got {first_line(error)}") from None
 
-    def compare_alone(self, match: Match, arrays: Arrays, file: Path) -> list[Comparison]:
-        """Run a file that contains only the match, and judge its output."""
-        own = {str(v.name): arrays[str(v.name)] for v in match.tensors}
-        write_match(match, own, file)
-        comparisons = []
-        for words, inputs in {IN_THE_FILE: own, ACROSS: draw_across_borders(match, own)}.items():
-            if inputs is not None:
-                floats = {n: torch.from_numpy(a) for n, a in inputs.items() if self.precision and a.dtype.kind == "f"}
-                rounded = {n: t.to(self.precision).double().numpy().astype(inputs[n].dtype) for n, t in floats.items()}
-                inputs = inputs | rounded
-                fed = {role: inputs[str(v.name)] for role, v in match.inputs.items()}
-                comparisons.append(self.compare(match, words, inputs, lambda fed=fed: self.run(file, fed), "output"))
-        return comparisons
-
-    def compare_within(self, fed: Arrays, arrays: Arrays) -> list[Comparison]:
-        """Run the whole file with the inputs and outputs of all matches as graph outputs, and judge each match."""
-        model, file = _file.load(self.path).model, self.folder / "within.onnx"
-        names = arrays.keys() | {match.name for match in self.matches}
-        add_outputs(model, (v for v in list_outputs(model) if v.name in names))
-        restore_plugins(model)
-        ir.save(model, file, external_data="within.data")
-        try:
-            outputs = self.run(file, fed)
-        except Failed:  # The runtime may lack memory for more outputs, or refuse them. The other verdicts stand.
-            return []
-        return [self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name) for match in self.matches]
-
     def compare(self, match: Match, words: str, arrays: Arrays, run: Callable[[], Arrays], name: str) -> Comparison:
+        """Judge the output `name` of `run`. `words` names the inputs, which are `arrays`."""
         inputs, notes = read_bare_inputs(match, arrays), []
         if self.precision:
             inputs = tuple(t.to(self.precision) if t.is_floating_point() else t for t in inputs)
+        shape = inputs[0].shape[0], inputs[3].shape[1], math.prod(inputs[0].shape[2:])
+        dtype = None if self.precision else match.part.graph.outputs[0].dtype  # None: any floating dtype
         try:
-            output = _read_output(inputs, run(), name, None if self.precision else match.part.graph.outputs[0].dtype)
+            outputs = run()
+            if name not in outputs:
+                raise Failed(f"the runtime must give the output {name!r}; got {', '.join(outputs) or 'nothing'}")
+            array = outputs[name]
+            # A plugin's output may have separate axes for heads and channels.
+            if array.shape not in (shape, (*shape[:2], *inputs[0].shape[2:])):
+                raise Failed(f"it gives {array.shape}; the operator gives {shape}")
+            if array.dtype != dtype.numpy() if dtype else array.dtype.kind != "f":
+                raise Failed(f"it gives {array.dtype}; the file says {dtype.numpy() if dtype else 'a floating dtype'}")
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
-        inputs, output, left_out = _not_finite.leave_out(inputs, output) if match.locations else (inputs, output, 0)
-        if left_out:
-            queries = inputs[3].shape[0] * inputs[3].shape[1]
-            notes = [f"{left_out} of {queries} queries are left out: their locations are NaN or infinite, {self.origin}"]
+        output = torch.from_numpy(array.reshape(shape))
+        if match.locations:  # Move queries with NaN or infinite locations off the map, and zero their output.
+            value, shapes, starts, locations, weights = inputs
+            left_out = ~locations.isfinite().flatten(2).all(2)
+            locations = torch.where(left_out.reshape(*left_out.shape, *[1] * (locations.ndim - 2)), _FAR, locations)
+            inputs, output = (value, shapes, starts, locations, weights), torch.where(left_out[..., None], 0, output)
+            if left_out.any():
+                count = f"{int(left_out.sum())} of {left_out.numel()} queries are left out"
+                notes = [f"{count}: their locations are NaN or infinite, {self.origin}"]
         call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
         (judged,) = judge(call).results
         if judged.verdict != RIGHT and (narrow := self.precision or match.narrow_dtype):
@@ -222,23 +236,6 @@ class _Checker:
         arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # without outputs that are sequences
         near_by_name = {name: [outputs[name] for outputs in near] for name in arrays}
         return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), finite.get(n), eps) for n in arrays]
-
-
-def _read_output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str, dtype: ir.DataType | None) -> torch.Tensor:
-    """Return the output of a match in the operator's shape. A plugin's output may have separate axes for heads and channels.
-
-    `dtype`: the output's dtype in the file, None for any floating dtype.
-    """
-    value, *_, locations, _ = inputs
-    shape = value.shape[0], locations.shape[1], math.prod(value.shape[2:])
-    if name not in outputs:
-        raise Failed(f"the runtime must give the output {name!r}; got {', '.join(outputs) or 'nothing'}")
-    output = outputs[name]
-    if output.shape not in (shape, (*shape[:2], *value.shape[2:])):
-        raise Failed(f"it gives {output.shape}; the operator gives {shape}")
-    if output.dtype != dtype.numpy() if dtype else output.dtype.kind != "f":
-        raise Failed(f"it gives {output.dtype}; the file says {dtype.numpy() if dtype else 'a floating dtype'}")
-    return torch.from_numpy(output.reshape(shape))
 
 
 def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged:

@@ -1,4 +1,4 @@
-"""Load an ONNX file: read it, sort its nodes, and check it. `_shapes` infers the shapes of its tensors.
+"""Load an ONNX file: read it, sort its nodes, check it, and infer the shapes of its tensors.
 
 onnx's checker has rules that onnxruntime lacks: sorted nodes, shapes of inputs and outputs, a name of the graph. Files that
 break these rules are loaded, too. onnx_ir's CheckerPass refuses them (`EASED` of tests/onnx/test_onnx_order.py), and its
@@ -12,22 +12,31 @@ import graphlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
-from onnx_ir.passes.common import TopologicalSortPass
+from onnx_ir.passes.common import (
+    LiftConstantsToInitializersPass,
+    RemoveUnusedNodesPass,
+    ShapeInferencePass,
+    TopologicalSortPass,
+)
 
 from .._operator.problems import Problem
 from .._operator.rules import first_line
 from ._forms import OURS
-from ._graph import list_outputs, walk_nodes
-from ._nodes import name_plugins
-from ._shapes import infer_shapes
+from ._graph import are_fixed, bypass_identities, dims, is_node, list_outputs, read_constant, walk_nodes
+from ._nodes import give_shape, name_plugins
+from ._runtimes import open_session
+
+_FEW = 8192  # fold tables of at most so many elements, as onnxscript does
+_Sizes = dict[str, list[int | str | None]]
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> Path:
@@ -59,14 +68,6 @@ def silence_libraries() -> Iterator[None]:
             logger.setLevel(level)
 
 
-class _Unreadable(Exception):
-    """Raised for a file that breaks a rule. `fact` is what the file has instead."""
-
-    def __init__(self, rule: str, fact: str) -> None:
-        super().__init__(rule, fact)
-        self.rule, self.fact = rule, fact
-
-
 @dataclass
 class LoadedFile:
     """The model of a file, with inferred sizes, and facts of the file that the model does not have.
@@ -91,24 +92,17 @@ def load(path: Path, name: str = "path_in") -> LoadedFile:
     Raises:
         Problem: the file cannot be read. The message begins with `name`.
     """
-    try:
-        model, defaults = _read(path)
-    except _Unreadable as error:
-        raise Problem(f"{name} must {error.rule}; got {path}{error.fact}") from None
-    shapes = {value.name: value.shape for value in list_outputs(model)}
-    model, merged = infer_shapes(model)
-    return LoadedFile(path, model, shapes, defaults, merged)
 
+    def refuse(rule: str, fact: str) -> Problem:
+        return Problem(f"{name} must {rule}; got {path}{fact}")
 
-def _read(path: Path) -> tuple[ir.Model, dict[str, ir.TensorProtocol]]:
-    """Return the model, and the defaults of its inputs."""
     try:
         proto = onnx.load(path, format="protobuf", load_external_data=False)
     except OSError as error:
-        raise _Unreadable("be a file that can be read", f": {error.strerror or error}") from None
+        raise refuse("be a file that can be read", f": {error.strerror or error}") from None
     except Exception as error:  # protobuf raises its own classes
-        raise _Unreadable("be an ONNX file", f": {first_line(error)}") from None
-    _check_tensors(proto)
+        raise refuse("be an ONNX file", f": {first_line(error)}") from None
+    _check_tensors(proto, refuse)
     try:
         model = ir.serde.deserialize_model(proto)
         if has_changed := sort_nodes(model) | name_plugins(model):
@@ -120,15 +114,15 @@ def _read(path: Path) -> tuple[ir.Model, dict[str, ir.TensorProtocol]]:
                 inlined = onnx.inliner.inline_local_functions(proto, convert_version=True)
             model = ir.serde.deserialize_model(inlined)
     except Exception as error:  # onnx_ir raises its own classes
-        raise _Unreadable("be an ONNX file", f": {find_cause(error)}") from None
+        raise refuse("be an ONNX file", f": {find_cause(error)}") from None
     # Load attributes that are stored in other files, because we write only initializers to other files.
     for node in walk_nodes(model):
-        for name, attribute in list(node.attributes.items()):
+        for key, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                _check_external(attribute.value, path)
-                node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.value.numpy(), name=attribute.value.name))
+                _check_external(attribute.value, path, refuse)
+                node.attributes[key] = ir.AttrTensor(key, ir.tensor(attribute.value.numpy(), name=attribute.value.name))
     for tensor in list_external(model):
-        _check_external(tensor, path)
+        _check_external(tensor, path, refuse)
     # From IR version 4 on, an initializer that is also a graph input is a default, no constant: take it out. Before IR version
     # 4 every initializer had to be an input, and none could be overridden.
     defaults = {}
@@ -143,18 +137,20 @@ def _read(path: Path) -> tuple[ir.Model, dict[str, ir.TensorProtocol]]:
     try:
         check_file(path, proto, has_changed)
     except Exception as error:  # onnx raises its own classes, and UnicodeError
-        raise _Unreadable("be an ONNX file", f": {first_paragraph(error)}") from None
+        raise refuse("be an ONNX file", f": {first_paragraph(error)}") from None
     # A file that onnxruntime saved imports every domain that was registered in its process. So remove our domain
     # if it has no node.
     if all(node.domain != OURS for node in walk_nodes(model)):
         model.graph.opset_imports.pop(OURS, None)
     version = model.graph.opset_imports.get(OURS, 1)
     if version != 1:
-        raise _Unreadable(f"hold nodes of version 1 of {OURS}", f", of version {version}")
-    return model, defaults
+        raise refuse(f"hold nodes of version 1 of {OURS}", f", of version {version}")
+    shapes = {value.name: value.shape for value in list_outputs(model)}
+    model, merged = infer_shapes(model)
+    return LoadedFile(path, model, shapes, defaults, merged)
 
 
-def _check_tensors(proto: onnx.ModelProto) -> None:
+def _check_tensors(proto: onnx.ModelProto, refuse: Callable[[str, str], Problem]) -> None:
     """Refuse tensors that onnx_ir does not read: sparse ones, and places in other files that are no whole numbers."""
     todo: list[Any] = [proto.graph, *proto.functions]
     while todo:
@@ -164,13 +160,13 @@ def _check_tensors(proto: onnx.ModelProto) -> None:
         sparse = [tensor.values.name for tensor in getattr(graph, "sparse_initializer", ())]
         sparse += [node.output[0] for node, a in attributes if a.HasField("sparse_tensor") or a.sparse_tensors]
         if sparse:
-            raise _Unreadable("have dense tensors", f", where {', '.join(sparse)} is sparse")
+            raise refuse("have dense tensors", f", where {', '.join(sparse)} is sparse")
         tensors = [*getattr(graph, "initializer", ()), *(t for _, a in attributes for t in (a.t, *a.tensors))]
         for tensor in tensors:
             for entry in tensor.external_data if tensor.data_location == onnx.TensorProto.EXTERNAL else ():
                 if entry.key in ("offset", "length") and not (entry.value.isascii() and entry.value.isdigit()):
                     fact = f"{entry.key} of {tensor.name or 'a tensor'} is {entry.value[:50]!r}, no whole number"
-                    raise _Unreadable("have its weights beside it", f", where the {fact}")
+                    raise refuse("have its weights beside it", f", where the {fact}")
 
 
 def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
@@ -179,7 +175,7 @@ def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
         yield from (v.const_value for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor))
 
 
-def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
+def _check_external(tensor: ir.ExternalTensor, path: Path, refuse: Callable[[str, str], Problem]) -> None:
     """Set the folder of an external tensor, and check that the file has all of its bytes.
 
     As in onnx_ir, the file must be in the model's folder, and no hard link.
@@ -198,7 +194,7 @@ def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
         fact = f"{tensor.location} of {size} bytes, where {tensor.name} ends at {end}"
     else:
         return
-    raise _Unreadable("have its weights beside it", f", and {fact}")
+    raise refuse("have its weights beside it", f", and {fact}")
 
 
 def find_cause(error: BaseException) -> str:
@@ -268,3 +264,130 @@ def check_file(path: Path, proto: onnx.ModelProto, has_changed: bool = False) ->
 def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
     kind = value.type.WhichOneof("value")
     return kind is None or (kind == "tensor_type" and not value.type.tensor_type.HasField("shape"))
+
+
+# Shapes of tensors
+
+
+def infer_shapes(model: ir.Model) -> tuple[ir.Model, set[str]]:
+    """Infer shapes with onnx, then with onnxruntime, then from constants and from names of sizes.
+
+    Return the model, and the names of sizes that are equal if the nodes fit each other.
+    """
+    model = _infer_with_onnx(model)
+    nodes = (node for node in model.graph if node.domain.startswith("com.microsoft"))
+    if unknown := {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}:
+        # onnx cannot infer the outputs of onnxruntime's own nodes: ask onnxruntime for their dtypes and shapes.
+        with contextlib.suppress(Exception):  # onnxruntime may lack a node. Then attention without sizes is not replaced.
+            graph = ir.convenience.extract(model.graph, model.graph.inputs, [*unknown.values()])
+            for name, value in list(graph.initializers.items()):
+                # Large weights become inputs, to create the session quickly.
+                if value.const_value is not None and value.const_value.size > _FEW:
+                    del graph.initializers[name]
+                    value.const_value = None
+                    graph.inputs.append(value)
+            for answer in open_session(ir.Model(graph, ir_version=model.ir_version), optimise=False).get_outputs():
+                kind, value = answer.type.removeprefix("tensor(").removesuffix(")").upper(), unknown[answer.name]
+                if kind in ir.DataType.__members__:
+                    value.dtype = ir.DataType[kind]
+                    # [] means a scalar, or an unknown number of axes: keep the shape.
+                    value.shape = ir.Shape(answer.shape) if answer.shape else value.shape
+            model = _infer_with_onnx(model)
+    return model, set() if _all_sizes_are_fixed(model) else _follow_sizes(model)
+
+
+def _infer_with_onnx(model: ir.Model) -> ir.Model:
+    """Infer shapes with onnx. Inference stops at a plugin: set the shape of the plugin's output and repeat."""
+    model = ShapeInferencePass()(model).model
+    while [node for node in model.graph if give_shape(node)]:
+        model = ShapeInferencePass()(model).model
+    return model
+
+
+def _all_sizes_are_fixed(model: ir.Model) -> bool:
+    return all(value.shape is not None and are_fixed(dims(value)) for value in list_outputs(model))
+
+
+def _follow_sizes(model: ir.Model) -> set[str]:
+    """Add sizes that onnx does not infer because the file computes a shape from constants or from a named batch.
+
+    Return the names of sizes that onnxruntime merged.
+    """
+    from onnxscript.optimizer import fold_constants
+
+    def is_small_table(node: ir.Node) -> bool | None:
+        """Return True for a table that onnxscript would not fold, such as paddings; None leaves the choice to onnxscript."""
+        shape = read_constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
+        return True if shape is not None and np.prod(shape) <= _FEW else None
+
+    try:
+        copy = model.clone()
+        bypass_identities(copy)
+        RemoveUnusedNodesPass()(copy)
+        # Use the shapes that the file records only where inference gives none. Inference stops at a recorded shape that
+        # contradicts the nodes, and files of paddle2onnx have such shapes.
+        recorded = {value.name: value.shape for value in list_outputs(copy)}
+        for value in list_outputs(copy):
+            value.shape = None
+        for _ in range(2):  # Folded constants give sizes, and known sizes are further constants.
+            fold_constants(copy, should_fold=is_small_table)
+            copy = ShapeInferencePass()(copy).model
+            for value in list_outputs(copy):
+                value.shape = recorded.get(value.name) if value.shape is None else value.shape
+    except Exception:  # Any node may fail. Sizes then stay unknown, and attention without sizes is not replaced.
+        return set()
+    _add_sizes(model, {str(value.name): list(dims(value)) for value in list_outputs(copy)})
+    if _all_sizes_are_fixed(copy):
+        return set()
+    sizes, merged = _infer_from_names(copy)
+    _add_sizes(model, sizes)
+    return merged
+
+
+def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
+    """Return sizes that onnxruntime infers from symbolic sizes, and the symbols of input sizes that onnxruntime merged.
+
+    onnx's inference, which onnx_ir's pass calls, leaves shapes unknown in files of gathers with a named batch ("masked" of
+    tests/onnx/test_onnx_fuse.py).
+
+    onnxruntime may merge two symbols, but it must not replace a free size of an input by a number. The loop is that of
+    onnxruntime's `infer_shapes`, which would write a file into the working folder if a size stays unknown.
+    """
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
+
+    proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
+    del proto.graph.value_info[:]  # Drop the names that onnx's inference invented for sizes.
+    names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
+    for merge in (True, False):
+        whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
+        try:
+            if (get_opset(proto) or 0) >= 7:
+                inference._preprocess(proto)
+                while inference.run_:
+                    whole = inference._infer_impl()
+                inference._update_output_from_vi()
+        except Exception:  # Inference fails in many ways. Sizes then stay unknown, and attention without sizes is not replaced.
+            continue
+        if whole and _list_free_axes(proto) <= _list_free_axes(inference.out_mp_):
+            merged = {str(name) for pair in inference.suggested_merge_.items() for name in pair} if merge else set()
+            return {info.name: _read_sizes(info) for info in inference.out_mp_.graph.value_info}, merged & names
+    return {}, set()
+
+
+def _read_sizes(info: onnx.ValueInfoProto) -> list[int | str | None]:
+    return [size.dim_value or size.dim_param or None for size in info.type.tensor_type.shape.dim]
+
+
+def _list_free_axes(proto: Any) -> set[tuple[str, int]]:
+    """Return the axes of inputs whose sizes are free."""
+    return {(i.name, axis) for i in proto.graph.input for axis, size in enumerate(_read_sizes(i)) if not isinstance(size, int)}
+
+
+def _add_sizes(model: ir.Model, inferred: _Sizes) -> None:
+    """Prefer a number to a name, and the inferred size to the recorded size, which paddle2onnx may record wrongly."""
+    for value in list_outputs(model):
+        before, sizes = dims(value), inferred.get(str(value.name))
+        if sizes and len(before) in (0, len(sizes)):
+            pairs = zip(before or sizes, sizes, strict=True)
+            new = (next((s for s in (size, old) if isinstance(s, int)), size or old) for old, size in pairs)
+            value.shape = ir.Shape(new)

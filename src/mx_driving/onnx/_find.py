@@ -1,5 +1,8 @@
 """Find deformable attention among the weighted sums of an ONNX graph. Give a reason for sums that are not attention.
 
+Files move values in different ways (Reshape, Transpose, Split, Gather ...), so the search requires no order of nodes. It walks
+upstream from a sum to tensors that may be the operator's inputs. `_trial.py` then compares the sum with the operator.
+
 Exporters fold nodes that do not depend on an input. Then each level has a constant map, grid or weights, and `_find_constants`
 concatenates the constants of all levels to one tensor for the operator. This tensor is outside the graph: only a replacement
 writes it into the file. A trial runs the file's own constants. onnx_ir and onnxscript fold nodes, but join no levels: a file of
@@ -8,6 +11,8 @@ tests/onnx/test_onnx_fuse_constants.py is refused without `_find_constants`, als
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,24 +24,39 @@ from onnx.reference import ReferenceEvaluator
 from ._file import LoadedFile
 from ._graph import (
     MOVES,
+    PAIRS,
+    VIEWS,
     Unfit,
     are_fixed,
+    bypass_identities,
     dims,
     find_producer,
+    intersect,
     is_node,
     name_unshaped,
     read_constant,
+    walk_chosen_sources,
     walk_nodes,
     walk_sources,
 )
-from ._identities import bypass_identities
 from ._nodes import find_nodes
-from ._samples import split_levels
-from ._search import Pairs, Sampling, find_candidates, find_sums, find_table_candidates, find_tables
+from ._samples import (
+    Candidates,
+    Sampling,
+    are_of_one_table,
+    find_gather,
+    list_factors,
+    list_weights,
+    read_level,
+    read_table,
+    split_levels,
+)
 from ._trial import prove
 
 _LIKELIEST = 24  # at most so many candidates are tried; in all known files the right candidate is among the first five
+_MAPS = 1000  # at most so many combinations of level sizes are tried. Most have another number of keys than any tensor.
 Array = np.ndarray[Any, Any]
+Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 
 
 def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str, Sampling | str]]:
@@ -48,43 +68,70 @@ def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str,
     copy = replace(file, model=file.model.clone())
     bypassed, graph = bypass_identities(copy.model), copy.model.graph
     corners, sums = find_tables(graph), find_sums(graph)
-    yield from _find_in_subgraphs(copy.model).items()
+    # Attention in branches of If, in bodies of Loop, and in functions that were not inlined.
+    graphs: dict[Any, str] = {f: f"the local function {f.domain}::{f.name}" for f in copy.model.functions.values()}
+    for node in walk_nodes(copy.model):
+        for attribute in node.attributes.values():
+            is_graph, are_graphs = (attribute.type == kind for kind in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
+            subgraphs = [attribute.value] if is_graph else attribute.value if are_graphs else ()
+            graphs |= dict.fromkeys(subgraphs, f"a subgraph of {node.op_type} ({node.name})")
+    for subgraph, where in graphs.items():
+        inner = find_sums(subgraph)
+        for node in (*inner, *find_nodes(subgraph), *_find_single_samplers(subgraph, inner)):
+            yield str(node.outputs[0].name), f"it lies in {where}; only nodes of the main graph are replaced"
     for node in _find_single_samplers(graph, sums):
         yield str(node.outputs[0].name), "it is not one of the levels whose weighted samples are summed up"
     for node in [*(corners if tables else ()), *(node for node in sums if node not in corners)]:
         name = str(node.outputs[0].name)
         try:
-            if node in corners:
-                sampling = _prove_first(copy, find_table_candidates(node, corners[node]))
-            else:
-                sampling = _prove_sum(copy, node, sums[node])
+            sampling = _prove_first(copy, node, corners.get(node), sums.get(node, []))
         except Unfit as unfit:
             yield name, str(unfit) + name_unshaped(node.outputs[0])
             continue
         part = sampling.extract()
         inputs = dict.fromkeys(str(v.name) for node in part for v in node.inputs if v is not None)
         names = *(str(node.name) for node in part), *(node for value in inputs for node in bypassed.get(value, ()))
-        yield name, replace(sampling.find_in(file.model), part=part, nodes=names)
+        # Take the tensors of the file's model that have the same names. An end that the model lacks stays.
+        values = ir.convenience.create_value_mapping(file.model.graph, include_subgraphs=False)
+        value, locations, weights = (values.get(str(end.name), end) for end in sampling.ends)
+        output, shapes = values[str(sampling.output.name)], tuple(values[str(v.name)] for v in sampling.shapes)
+        ends = {"value": value, "locations": locations, "weights": weights, "output": output}
+        yield name, replace(sampling, **ends, shapes=shapes, part=part, nodes=names)
 
 
-def _prove_sum(file: LoadedFile, node: ir.Node, pairs: Pairs) -> Sampling:
-    """Return the first candidate that passes its trial. If the levels have constant inputs, first try tensors made of these."""
-    return _take_first(lambda constants: _prove_first(file, find_candidates(node, pairs, constants)), _find_constants(pairs))
+def _prove_first(file: LoadedFile, node: ir.Node, corners: list[ir.Node] | None, pairs: Pairs) -> Sampling:
+    """Return the first candidate that passes its trial, or raise the first reason.
 
+    If the levels have constant inputs, first try tensors made of these. `corners`: the sums of the form "gather", else None.
+    """
 
-def _prove_first(file: LoadedFile, candidates: list[Sampling]) -> Sampling:
-    return _take_first(lambda sampling: prove(file, sampling), candidates[:_LIKELIEST])
+    def count_doubts(sampling: Sampling) -> int:
+        """Return a penalty: the number of casts and of batch and query sizes that differ from those of locations."""
+        (bs, queries), sizes = dims(sampling.locations)[:2], (*dims(sampling.weights)[:2], *dims(sampling.output)[:2])
+        pairs = zip((*sizes, dims(sampling.value)[0]), (bs, queries, bs, queries, bs), strict=True)
+        is_cast = sampling.output.dtype != sampling.value.dtype
+        return is_cast + (sum(size != expected for size, expected in pairs) if corners is None else 0)
 
-
-def _take_first(attempt: Callable[[Any], Sampling], choices: Iterable[Any]) -> Sampling:
-    """Return the result of the first choice that fits, or raise the error of the first choice."""
     reasons = []
-    for choice in choices:
+    for constants in _find_constants(pairs) if corners is None else [{}]:
         try:
-            return attempt(choice)
+            if corners is None:
+                levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
+                weights = intersect(walk_chosen_sources(w) for _, w in pairs)
+                weights = [constants["weights"]] if "weights" in constants else weights
+            else:
+                levels, weights = [read_table(corners)], intersect(map(list_weights, corners))
+            candidates = sorted(_list_candidates(node, levels, weights), key=count_doubts)
         except Unfit as unfit:
             reasons.append(unfit)
-    raise (reasons or [Unfit("no tensors have the shapes of the operator's value, locations and weights")])[0]
+            continue
+        for candidate in candidates[:_LIKELIEST]:
+            try:
+                return prove(file, candidate)
+            except Unfit as unfit:
+                reasons.append(unfit)
+        reasons.append(Unfit("no tensors have the shapes of the operator's value, locations and weights"))
+    raise reasons[0]
 
 
 def _find_single_samplers(graph: ir.Graph, sums: dict[ir.Node, Pairs]) -> list[ir.Node]:
@@ -92,22 +139,6 @@ def _find_single_samplers(graph: ir.Graph, sums: dict[ir.Node, Pairs]) -> list[i
     samples = (samples for pairs in sums.values() for samples, _ in pairs)
     seen = {find_producer(part, *MOVES) for value in samples for part in split_levels(value)}
     return [node for node in graph if is_node(node, "GridSample") and node not in seen]
-
-
-def _find_in_subgraphs(model: ir.Model) -> dict[str, str]:
-    """Return name -> reason for attention in branches of If, bodies of Loop, and functions that were not inlined."""
-    graphs: dict[Any, str] = {f: f"the local function {f.domain}::{f.name}" for f in model.functions.values()}
-    for node in walk_nodes(model):
-        for attribute in node.attributes.values():
-            is_graph, are_graphs = (attribute.type == kind for kind in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
-            subgraphs = [attribute.value] if is_graph else attribute.value if are_graphs else ()
-            graphs |= dict.fromkeys(subgraphs, f"a subgraph of {node.op_type} ({node.name})")
-    left = {}
-    for graph, where in graphs.items():
-        sums = find_sums(graph)
-        for node in (*sums, *find_nodes(graph), *_find_single_samplers(graph, sums)):
-            left[str(node.outputs[0].name)] = f"it lies in {where}; only nodes of the main graph are replaced"
-    return left
 
 
 def _find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
@@ -166,3 +197,94 @@ def _join_levels(arrays: Sequence[Array], batch: int, role: str) -> ir.TensorPro
     if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) > 1:
         return None
     return ir.tensor(np.concatenate(blocks, axis).astype(dtype))
+
+
+# Candidates
+
+
+def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
+    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes. Leave out the terms of an Add.
+
+    A leaf is what `read_leaf` returns for a node.
+    """
+    totals: dict[ir.Node, list[Any]] = {}
+    for node in graph:
+        if first := read_leaf(node):
+            totals[node] = [first]
+        added: list[Any] = [find_producer(v, *PAIRS) for v in node.inputs] if is_node(node, "Add") else []
+        if added and all(term in totals for term in added):
+            totals[node] = [leaf for term in added for leaf in totals[term]]
+            for term in {*added}:
+                del totals[term]
+    return totals
+
+
+def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
+    """Return node -> pairs in order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
+
+    def read_pair(node: ir.Node) -> Any:
+        return next((pair for pair in itertools.permutations(list_factors(node), 2) if split_levels(pair[0])), None)
+
+    return _add_up(graph, read_pair)
+
+
+def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
+    """Return node -> the four corners' ReduceSum nodes, for the last Add of each sum of four corners."""
+    corners = _add_up(graph, lambda node: node if find_gather(node) else None)
+    return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
+
+
+def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.Value]) -> Iterator[Sampling]:
+    """Yield the samplings whose shapes fit. Several may fit, because axes may have equal sizes."""
+    images, locations = intersect(level.images for level in levels), intersect(level.locations for level in levels)
+    # The sum and its views with three axes, up to the first value with several readers.
+    outputs, output = [], node.outputs[0]
+    while True:
+        outputs += [output] * (len(dims(output)) == 3)
+        users = list(output.uses())
+        if len(users) != 1 or output.is_graph_output() or users[0].idx or not is_node(users[0].node, *VIEWS, "Cast"):
+            break
+        output = users[0].node.outputs[0]
+    for choice in itertools.islice(itertools.product(*(level.maps for level in levels)), _MAPS):
+        maps = tuple(size for sizes in choice for size in sizes)
+        points = tuple(level.points for level, sizes in zip(levels, choice, strict=True) for _ in sizes)
+        keys, joined, apart = sum(height * width for height, width in maps), (sum(points),), (len(points), points[0])
+        all_heads = {
+            heads
+            for v in locations
+            for heads in dims(v)[2:3]
+            if isinstance(heads, int) and _ends_with(v, (heads, *joined, 2), (heads, *apart, 2))
+        }
+        for heads in all_heads:
+            samples = [(heads, *joined)] + [(heads, *apart)] * (len(set(points)) == 1)
+            values = {}  # value -> number of channels
+            for v in _drop_casts(images):
+                sizes = dims(v)
+                has_rank = (len(sizes) == 4 and sizes[2] == heads) or len(sizes) == 3
+                if has_rank and _may_equal(sizes[1], keys) and are_fixed(blocks := sizes[2:]):
+                    width = math.prod(blocks)
+                    values |= {v: width // heads} if width and width % heads == 0 else {}
+            located = [v for v in _drop_casts(locations) if _ends_with(v, *((*s, 2) for s in samples))]
+            weighing = [v for v in _drop_casts(weights) if _ends_with(v, *samples)]
+            for (value, channels), location, weight in itertools.product(values.items(), located, weighing):
+                for output in outputs:
+                    if _may_equal(dims(output)[2], heads * channels):
+                        yield Sampling(value, location, weight, output, maps, points, heads, channels, node.outputs[0].dtype)
+
+
+def _drop_casts(values: list[ir.Value]) -> Iterable[ir.Value]:
+    """Return the first of each group of values that differ only by casts."""
+    firsts: dict[ir.Value, ir.Value] = {}
+    for value in values:
+        *_, uncast = walk_sources(value)
+        firsts.setdefault(uncast, value)
+    return firsts.values()
+
+
+def _ends_with(value: ir.Value, *last: tuple[int, ...]) -> bool:
+    """Return whether the sizes after the first two axes are in `last`. A free size matches any size."""
+    return any(len(dims(value)) == 2 + len(sizes) and all(map(_may_equal, dims(value)[2:], sizes)) for sizes in last)
+
+
+def _may_equal(size: int | str | None, number: int) -> bool:
+    return size == number or not isinstance(size, int)

@@ -1,6 +1,6 @@
 """Replace deformable attention in an ONNX file by nodes of another form.
 
-`_file` loads the file. `_find` searches weighted sums of samples for candidates (`_search`, `_samples`). `_trial` proves that a
+`_file` loads the file. `_find` searches weighted sums of samples for candidates (`_samples`). `_trial` proves that a
 candidate computes the operator. `_forms` writes the new nodes, `_nodes` reads nodes of other forms.
 """
 
@@ -21,13 +21,12 @@ from .. import config
 from .._operator.problems import Problem
 from .._operator.rules import first_line
 from ._file import LoadedFile, check_file, check_path, find_cause, first_paragraph, list_external, load, silence_libraries
-from ._find import find_samplings
+from ._find import find_samplings, find_tables
 from ._forms import DOMAIN, NODES, OURS, Call, Writer, write_attention
 from ._graph import Unfit, describe_node, dims, list_outputs, walk_nodes
 from ._nodes import find_nodes, name_unknown, restore_plugins, rewrite, use_our_nodes
-from ._search import Sampling, find_tables
-from ._session import is_missing_kernel, open_session
-from ._trial import pad_points
+from ._runtimes import is_missing_kernel, open_session
+from ._samples import Sampling, pad_points
 
 
 @dataclass(frozen=True)
@@ -68,59 +67,53 @@ class Fused:
         }
 
 
+@silence_libraries()
 def fuse_file(
     path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, plugin_version: str | None = None
 ) -> Fused:
-    """Write path_in in another form to path_out."""
+    """Write path_in in another form to path_out: replace samplings, and nodes of other forms, by nodes of this form."""
     source, target = check_path("path_in", path_in), check_path("path_out", path_out)
     if os.path.realpath(source) == os.path.realpath(target):
         raise Problem(f"path_out must be another file than path_in; got {target} for both")
     try:
-        with silence_libraries():
-            file = load(source)
-            report = _replace_attention(file, target, form, plugin_version)
-            if not report.replaced:
-                why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items())
-                counts = Counter(describe_node(node) for node in find_nodes(file.model.graph))
-                words = [f"{count} of the node {name}" for name, count in counts.items()]
-                if gathers := len(find_tables(file.model.graph)):
-                    words.append(f"{gathers} in the form gather")
-                others = f"{', '.join(words)} already, and no other weighted samples" if words else "no weighted samples"
-                why = why or f"it has {others}{name_unknown(file.model.graph)}"
-                raise Problem(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
-            problem = save(file, target)
+        file = load(source)
+        model, report = file.model, Fused(target)
+        others = find_nodes(model.graph)
+        for name, sampling in find_samplings(file, tables=form != "gather"):
+            try:
+                if not isinstance(sampling, Sampling):
+                    raise Unfit(sampling)
+                locations = sampling.inputs.get("locations")
+                with Writer(model, sampling.output) as write:
+                    output = write_attention(write, _write_inputs(write, sampling), form, plugin_version)
+                    dtype = sampling.output.dtype
+                    write.put_in_place(output if dtype is None else write.cast(output, dtype))
+                report.replaced[name], report.nodes[name] = sampling.words, sampling.nodes
+                report.locations.update({name: str(locations.name)} if locations else {})
+            except Unfit as unfit:
+                report.left[name] = str(unfit)
+        for node in others:
+            name = str(node.outputs[0].name)
+            # All our nodes are of the form onnxruntime. Another form has one node, for attention.
+            if node.domain == DOMAIN.get(form) and (form == "onnxruntime" or node.op_type == NODES[node.domain]):
+                continue
+            try:
+                report.replaced[name], report.nodes[name] = rewrite(model, node, form, plugin_version), (str(node.name),)
+            except Unfit as unfit:
+                report.left[name] = str(unfit)
+        if not report.replaced:
+            why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items())
+            counts = Counter(describe_node(node) for node in find_nodes(model.graph))
+            words = [f"{count} of the node {name}" for name, count in counts.items()]
+            if gathers := len(find_tables(model.graph)):
+                words.append(f"{gathers} in the form gather")
+            nodes = f"{', '.join(words)} already, and no other weighted samples" if words else "no weighted samples"
+            why = why or f"it has {nodes}{name_unknown(model.graph)}"
+            raise Problem(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
+        problem = save(file, target)
     except ir.serde.SerdeError as error:  # such as a text that is not UTF-8
         raise Problem(f"path_in must be an ONNX file; got {source}: {find_cause(error)}") from None
     return replace(report, problem=problem) if problem and form in ("onnxruntime", "gather") else report
-
-
-def _replace_attention(file: LoadedFile, path: Path, form: str, plugin_version: str | None) -> Fused:
-    """Replace samplings, and nodes of other forms, by nodes of this form."""
-    model = file.model
-    report, others = Fused(path), find_nodes(model.graph)
-    for name, sampling in find_samplings(file, tables=form != "gather"):
-        try:
-            if not isinstance(sampling, Sampling):
-                raise Unfit(sampling)
-            locations = sampling.inputs.get("locations")
-            with Writer(model, sampling.output) as write:
-                output = write_attention(write, _write_inputs(write, sampling), form, plugin_version)
-                dtype = sampling.output.dtype
-                write.put_in_place(output if dtype is None else write.cast(output, dtype))
-            report.replaced[name], report.nodes[name] = sampling.words, sampling.nodes
-            report.locations.update({name: str(locations.name)} if locations else {})
-        except Unfit as unfit:
-            report.left[name] = str(unfit)
-    for node in others:
-        name = str(node.outputs[0].name)
-        # All our nodes are of the form onnxruntime. Another form has one node, for attention.
-        if node.domain == DOMAIN.get(form) and (form == "onnxruntime" or node.op_type == NODES[node.domain]):
-            continue
-        try:
-            report.replaced[name], report.nodes[name] = rewrite(model, node, form, plugin_version), (str(node.name),)
-        except Unfit as unfit:
-            report.left[name] = str(unfit)
-    return report
 
 
 def _write_inputs(write: Writer, sampling: Sampling) -> Call:

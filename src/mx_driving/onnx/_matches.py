@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from .._operator import composition
 from .._operator.description import SAMPLING
 from . import _file, _find, _trial
 from ._forms import NODES, OURS
-from ._graph import Unfit, add_outputs, describe_node
-from ._nodes import POOLS, LogitInputs, has_logits, is_other, name_operator, read_inputs, restore_plugins, use_our_nodes
-from ._search import Sampling
-from ._session import Arrays
+from ._graph import Unfit, describe_node
+from ._nodes import POOLS, LogitInputs, find_nodes, has_logits, name_operator, read_inputs, restore_plugins
+from ._runtimes import Arrays
+from ._samples import Sampling, make_bare_inputs
 
 SCALE = NODES[OURS]
 _LOGITS = "value", "value_spatial_shapes", "reference_points", "sampling_offsets", "attention_logits"
@@ -89,8 +88,8 @@ def find_matches(file: _file.LoadedFile) -> tuple[list[Match], dict[str, str]]:
         tables = {str(v.name): v for v in (*sampling.shapes, *sampling.ends) if v not in inputs.values()}
         name = str(sampling.output.name)
         matches.append(Match(name, sampling.words, inputs, tables, sampling.nodes, part, sampling))
-    for node in model.graph:
-        if (node.domain != OURS or node.op_type not in SAMPLING) and not is_other(node):
+    for node in find_nodes(model.graph):
+        if node.domain == OURS and node.op_type not in SAMPLING:
             continue
         name = str(node.outputs[0].name)
         try:
@@ -159,7 +158,7 @@ def read_bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
     """Return the five inputs of the bare operator. `arrays`: name of a tensor -> array."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if isinstance(match.source, Sampling):
-        return _trial.make_bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
+        return make_bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
     description = SAMPLING[match.operator]
     if has_logits(match.source):
         # Convert the inputs of a plugin to those of our operator with logits.
@@ -195,13 +194,3 @@ def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
     names = [str(v.name) for v in sampling.ends]
     random = _trial.draw_inputs(sampling, 1, tuple(arrays[name].shape for name in names))
     return arrays | {name: t.numpy().astype(arrays[name].dtype) for name, t in zip(names, random, strict=True)}
-
-
-def prepare_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
-    """Prepare the model for onnxruntime: add the inputs of matches to its outputs. Return these inputs by name."""
-    for node in [node for node in model.graph if is_other(node) and node.domain != OURS]:
-        with contextlib.suppress(Unfit):  # the report lists the node in `left`
-            use_our_nodes(model, [node])
-    values = {str(v.name): v for match in matches for v in match.tensors}
-    add_outputs(model, (v for v in values.values() if v.producer() is not None))
-    return values

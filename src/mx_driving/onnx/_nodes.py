@@ -39,45 +39,39 @@ _FAR, _END = -10.0, 2**31 - 1
 # Which nodes
 
 
-def is_attention(node: ir.Node) -> bool:
-    """Return whether the node has the operator's five inputs. A plugin may have any domain: the exporter chooses it."""
+def name_operator(node: ir.Node) -> str:
+    """Return the name of our operator that the node computes, "" if it is none. A plugin may have any domain: the exporter
+    chooses it."""
     if node.op_type in _WITH_LOGITS:
-        return not has_logits(node)
-    return node.op_type in {NODES[TENSORRT], *_JOINED} or node.op_type == NODES.get(node.domain)
+        return f"{MULTI_SCALE}_with_logits" if has_logits(node) else MULTI_SCALE
+    if node.op_type in _AGGREGATES:
+        return AGGREGATION
+    if node.op_type in {NODES[TENSORRT], *_JOINED} or node.op_type == NODES.get(node.domain):
+        return MULTI_SCALE
+    return node.op_type if node.domain == OURS else ""
 
 
 def has_logits(node: ir.Node) -> bool:
-    """Return whether the node has offsets and logits. A node of the same type in BEVFormer_tensorrt's forks has locations."""
+    """Return whether the node is a plugin with offsets and logits. A node of the same type in BEVFormer_tensorrt's forks has
+    locations."""
     inputs = [v for v in node.inputs if v is not None]
     return node.op_type in _WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 
 
-def is_aggregation(node: ir.Node) -> bool:
-    """Return whether the node is deformable_aggregation, ours or another library's with the same five inputs."""
-    return (node.domain == OURS and node.op_type == AGGREGATION) or node.op_type in _AGGREGATES
-
-
-def name_operator(node: ir.Node) -> str:
-    """Return the name of our operator that the node computes; the node may be another library's."""
-    if node.domain == OURS:
-        return node.op_type
-    return AGGREGATION if is_aggregation(node) else f"{MULTI_SCALE}_with_logits" if has_logits(node) else MULTI_SCALE
-
-
 def find_nodes(graph: ir.Graph) -> list[ir.Node]:
     """Return our nodes, nodes of other forms, and nodes of other libraries that compute our operators."""
-    return [node for node in graph if node.domain == OURS or is_other(node)]
+    return [node for node in graph if is_known(node)]
 
 
-def is_other(node: ir.Node) -> bool:
-    """Return whether the node's name is, or looks like, that of another library's node for our operators."""
+def is_known(node: ir.Node) -> bool:
+    """Return whether the node is ours, or its name is, or looks like, that of another library's node for our operators."""
     is_unknown = node.domain not in _STANDARD and "conv" not in node.op_type.lower() and _LIKE_OURS.search(node.op_type)
-    return is_attention(node) or is_aggregation(node) or node.op_type in _WITH_LOGITS | POOLS or bool(is_unknown)
+    return name_operator(node) != "" or node.op_type in POOLS or bool(is_unknown)
 
 
 def name_unknown(graph: ir.Graph) -> str:
     """Return in words the nodes that belong to no known library; "" if there are none."""
-    nodes = [node for node in graph if node.domain not in {*_STANDARD, "com.microsoft"} and not is_other(node)]
+    nodes = [node for node in graph if node.domain not in {*_STANDARD, "com.microsoft"} and not is_known(node)]
     kinds = list(dict.fromkeys(map(describe_node, nodes)))
     return f"; not known: its nodes {', '.join(kinds)}" if kinds else ""
 
@@ -147,17 +141,21 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, plugin_version: str | Non
         elif has_logits(node):
             inputs = LogitInputs(node)
             if form == "onnxruntime":
-                new = inputs.write_ours(write)
+                references = write.reshape(inputs.references, inputs.references_of_points, 2)
+                offsets = write.reshape(inputs.offsets, inputs.heads, len(inputs.maps), inputs.points, 2)
+                logits = write.reshape(inputs.logits, inputs.heads, len(inputs.maps) * inputs.points)
+                tensors = inputs.value, *write.tables(inputs.maps), references, offsets, logits
+                new = write.op(f"{NODES[OURS]}_with_logits", *tensors, domain=OURS, reference_axis="point")
             else:
                 new = write_attention(write, inputs.write_call(write), form, plugin_version)
             new = write.op("Reshape", new, write.table("shape", [0, 0, inputs.heads, inputs.channels]))
-        elif is_aggregation(node):
+        elif name_operator(node) == AGGREGATION:
             tensors = read_inputs(node)
             if form == "onnxruntime":
                 new = write.op(AGGREGATION, *tensors, domain=OURS)
             else:
                 new = write_attention(write, _write_as_attention(write, tensors), form, plugin_version)
-        elif node.domain == OURS and not is_attention(node):
+        elif node.domain == OURS and name_operator(node) != MULTI_SCALE:
             raise Unfit(f"it is a node {describe_node(node)}, which no other form has")
         else:
             value, shapes, starts, locations, weights = read_inputs(node)
@@ -187,11 +185,11 @@ def use_our_nodes(model: ir.Model, others: list[ir.Node]) -> None:
 
 def read_inputs(node: ir.Node) -> list[ir.Value]:
     """Return the five inputs of the operator. Raise for a node or an attribute whose meaning is not known."""
-    if not is_attention(node) and not is_aggregation(node):
+    if (operator := name_operator(node)) not in (MULTI_SCALE, AGGREGATION):
         raise Unfit(f"its node {describe_node(node)} is not known")
     if others := {*node.attributes} - _IGNORED:
         raise Unfit(f"its node {describe_node(node)} has the attribute {min(others)}, whose meaning is not known")
-    inputs, numbers = _list_inputs(node), _AGGREGATION_AXES if is_aggregation(node) else _AXES
+    inputs, numbers = _list_inputs(node), _AGGREGATION_AXES if operator == AGGREGATION else _AXES
     fit = all(v.shape is None or len(v.shape) == axes for v, axes in zip(inputs, numbers, strict=True))
     if not fit or len(node.outputs) > 1:
         raise Unfit(f"its node {describe_node(node)} must have one output, and inputs of {', '.join(map(str, numbers))} axes")
@@ -223,13 +221,6 @@ class LogitInputs:
         samples = self.heads * len(maps) * self.points
         if (logits, offsets) != (samples, 2 * samples) or references % 2 or self.points % max(self.references_of_points, 1):
             raise Unfit("its reference points, offsets and logits do not fit each other")
-
-    def write_ours(self, write: Writer) -> ir.Value:
-        references = write.reshape(self.references, self.references_of_points, 2)
-        offsets = write.reshape(self.offsets, self.heads, len(self.maps), self.points, 2)
-        logits = write.reshape(self.logits, self.heads, len(self.maps) * self.points)
-        inputs = self.value, *write.tables(self.maps), references, offsets, logits
-        return write.op(f"{NODES[OURS]}_with_logits", *inputs, domain=OURS, reference_axis="point")
 
     def write_call(self, write: Writer) -> Call:
         """Write locations = references + offsets / (width, height) and weights = softmax(logits)."""

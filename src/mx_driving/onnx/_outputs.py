@@ -10,9 +10,10 @@ Only change arrays of two or more axes. Numbers that decide a shape, such as sca
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,21 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-import mx_driving.onnx
-
 from .._agreement import ULPS, difference_beside_ties, entry_differences, model_difference
 from .._files import temporary_folder
 from .._measure.timing import interleaved
-from . import _file, _not_finite
-from ._session import Array, Arrays, make_inputs, open_session, run_session
+from . import _file
+from ._graph import INTEGER, add_outputs, read_constant, walk_back
+from ._runtimes import Array, Arrays, make_inputs, open_with_library, run_session
 
 _SEEDS = 3
 _ULPS = 4.0  # the largest change of weights and inputs
 _FURTHER = 16.0  # allowed error as a multiple of the usual change. Changes of a tensor's numbers vary by a smaller factor.
 _SOME = 0.02  # the share of an output's numbers that may be off because of near ties in a ranking
 _FEW = 8  # `compare` takes the columns of an output apart if there are at most so many
+_INSTEAD = 0.37  # replaces NaN and infinity. The location is on every map, and no implementation samples there for NaN.
+# `_find_origin` runs the model at most _RUNS times, and reads at most _NEAREST tensors in a run.
+_NEAREST, _RUNS = 64, 16
 _SAME = 1e-5  # `compare` does not look for NaN locations if outputs differ by less than this share of the magnitude
 
 
@@ -217,11 +220,6 @@ class Compared:
         )
 
 
-def open_with_library(path: Path, **options: Any) -> Any:
-    """Return a session with our nodes and torch's number of threads. `options` go to open_session."""
-    return open_session(path, library=mx_driving.onnx.library(), threads=torch.get_num_threads(), **options)
-
-
 def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = None, locations: Sequence[str] = ()) -> Compared:
     """Run both files in turn. Leave out numbers that depend on NaN or infinity in the tensors `locations` of the first file."""
     running = {"before": open_with_library(before), "after": open_with_library(after)}
@@ -236,8 +234,10 @@ def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = N
                 ir.save(model, folder / "model.onnx", external_data="model.data")
                 return run_session(open_with_library(folder / "model.onnx"), fed)
 
-            names = _not_finite.find_not_finite(model, locations, run_model)
-            others, origin = _not_finite.run_with_finite(model, names, run_model) if names else ({}, "")
+            values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+            computed = _compute_arrays(model, [values[name] for name in locations if name in values], run_model)
+            names = [name for name, array in computed.items() if not np.isfinite(array).all()]
+            others, origin = run_with_finite(model, names, run_model) if names else ({}, "")
         masks = []  # where finite locations move a number by more than rounding does
         for output, finite in zip(theirs, others.values(), strict=False):
             same = output.shape == finite.shape
@@ -273,3 +273,58 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
         return model_difference(ours, theirs), 0
     theirs, ours = ({name: out.reshape(*out.shape[:2], -1) for name, out in outs.items()} for outs in (theirs, ours))
     return difference_beside_ties(ours, theirs)
+
+
+# Leave out numbers that depend on NaN or infinite locations: implementations sample different numbers there. torch's older
+# exporter writes such locations for a level of one row, for which it computes a linspace of one step.
+
+
+def run_with_finite(model: ir.Model, names: list[str], run: Callable[[ir.Model], Arrays]) -> tuple[Arrays, str]:
+    """Replace NaN and infinity in these tensors by finite numbers. Return the outputs, and the source of the NaN in words."""
+    origin, changed = _find_origin(model, names[0], run), model.clone()
+    values = ir.convenience.create_value_mapping(changed.graph, include_subgraphs=False)
+    for value in (values[name] for name in names):
+        uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
+        is_wide = value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+        dtype = value.dtype if is_wide and value.dtype else ir.DataType.FLOAT  # onnxruntime's kernels take float32 and float64
+        wide = value if is_wide else tape.op("Cast", [value], {"to": dtype.value})
+        zero = tape.op("Sub", [wide, wide])
+        instead = tape.op("Constant", [], {"value": ir.tensor(np.array(_INSTEAD, dtype.numpy()))})
+        new = tape.op("Where", [tape.op("Equal", [zero, zero]), wide, instead])
+        if not is_wide and value.dtype:
+            new = tape.op("Cast", [new], {"to": value.dtype.value})
+        for use in uses:
+            use.node.replace_input_with(use.idx, new)
+        if producer is None:
+            changed.graph.insert_before(changed.graph[0], tape.nodes)
+        else:
+            changed.graph.insert_after(producer, tape.nodes)
+    return run(changed), origin
+
+
+def _find_origin(model: ir.Model, name: str, run: Callable[[ir.Model], Arrays]) -> str:
+    """Return in words the source of a tensor's NaN or infinity."""
+    value = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)[name]
+    for _ in range(_RUNS):
+        near = [v for v in itertools.islice(walk_back(value, lambda _: True), _NEAREST) if v.dtype not in INTEGER]
+        arrays, start = _compute_arrays(model, near, run), value
+        is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
+        while node := value.producer():  # walk upstream to the first tensor with NaN or infinity
+            bad = [v for v in node.inputs if v is not None and v.name in arrays and is_bad(arrays[str(v.name)]).any()]
+            if not bad:
+                break
+            value = bad[0]
+        if value is start or node is None or all(v is None or v.name in arrays or v.dtype in INTEGER for v in node.inputs):
+            break
+    if (node := value.producer()) is not None and node.op_type != "Constant":
+        return f"first from {node.op_type} ({node.name})"
+    return f"as in the file's {'input' if value.is_graph_input() else 'constant'} {value.name}"
+
+
+def _compute_arrays(model: ir.Model, values: list[ir.Value], run: Callable[[ir.Model], Arrays]) -> Arrays:
+    """Run the model and return the arrays of these tensors."""
+    constants = {str(v.name): array for v in values if (array := read_constant(v)) is not None}
+    copy, names = model.clone(), {str(v.name) for v in values} - constants.keys()
+    in_copy = ir.convenience.create_value_mapping(copy.graph, include_subgraphs=False)
+    add_outputs(copy, (in_copy[name] for name in names))
+    return constants | {name: array for name, array in run(copy).items() if name in names}

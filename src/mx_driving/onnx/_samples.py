@@ -4,6 +4,8 @@ Files for runtimes without a correct GridSample gather the four pixels around a 
 gather from the map of each level, or from one table with the maps of all levels. torch's default export and `fuse` write a
 table, and four sums over all samples: a sum for each corner. The index of a row is computed from
 floor(location * size - 0.5), where the sizes of the maps are a constant.
+
+`_find.py` makes a `Sampling` of such samples and their weights: the operator's inputs, output and sizes in a graph.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
+from torch import Tensor
 
+from ._forms import make_tables
 from ._graph import (
     INTEGER,
     MOVES,
@@ -42,6 +47,86 @@ _ARITHMETIC = {"Add", "Sub", "Mul", "Sum", "ReduceSum", "Cast", "CastLike", "Whe
 _INDEXING = {"Floor", "Clip", "Min", "Max", "Div", "Neg"}
 _UNKNOWN = "the file does not fix the size of a level or its points"
 Maps = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The operator's inputs, output and sizes in a graph. An input outside the graph is a constant."""
+
+    value: ir.Value  # [bs, num_keys, num_heads, channels], or the last two in one axis
+    locations: ir.Value  # [bs, num_queries, num_heads, num_levels, num_points, 2], or levels and points in one axis
+    weights: ir.Value  # the axes of locations except the last
+    output: ir.Value  # [bs, num_queries, num_heads * channels]
+    maps: Maps
+    points: tuple[int, ...]  # points of each level
+    num_heads: int
+    channels: int
+    dtype: ir.DataType | None  # the dtype of the sum
+    broadcasts: bool = False  # a size of 1 in an input may be broadcast to the size in another
+    # Set after the trial:
+    shapes: tuple[ir.Value, ...] = ()  # outputs of Shape nodes that the nodes between inputs and output read
+    nodes: tuple[str, ...] = ()  # names of the nodes between inputs and output
+    part: ir.Graph | None = None  # a copy of these nodes, except for those that change nothing
+
+    @property
+    def ends(self) -> tuple[ir.Value, ir.Value, ir.Value]:
+        return self.value, self.locations, self.weights
+
+    @property
+    def inputs(self) -> dict[str, ir.Value]:
+        """Return role -> input, for the inputs in the graph."""
+        ends = zip(("value", "locations", "weights"), self.ends, strict=True)
+        return {role: end for role, end in ends if end.graph is not None or end.const_value is None}
+
+    def extract(self) -> ir.Graph:
+        """Return a copy of the nodes between inputs and output."""
+        assert self.output.graph is not None
+        return ir.convenience.extract(self.output.graph, [*self.inputs.values(), *self.shapes], [self.output])
+
+    def last_sizes(self, tensor: ir.Value) -> tuple[int, ...]:
+        """Return the sizes of the axes after keys (value) or after queries (locations, weights), as in this file."""
+        if tensor is self.value:
+            split = len(dims(tensor)) == 4
+            return (self.num_heads, self.channels) if split else (self.num_heads * self.channels,)
+        last = (2,) if tensor is self.locations else ()
+        split = len(dims(tensor)) - len(last) == 5
+        return (self.num_heads, *((len(self.points), self.points[0]) if split else (sum(self.points),)), *last)
+
+    @property
+    def words(self) -> str:
+        maps = ", ".join(f"{height} x {width}" for height, width in self.maps)
+        points = " + ".join(map(str, self.points)) if len(set(self.points)) > 1 else str(self.points[0])
+        return f"{self.num_heads} heads of {self.channels} channels, {points} points on maps of {maps}"
+
+    @property
+    def num_keys(self) -> int:
+        return sum(height * width for height, width in self.maps)
+
+
+def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    """Pad all levels to the same number of points: return the indices of samples, and a mask with 0 for padding."""
+    most, starts = max(points), [0, *itertools.accumulate(points)]
+    indices = [
+        (start + min(p, count - 1), float(p < count)) for start, count in zip(starts, points, strict=False) for p in range(most)
+    ]
+    return [index for index, _ in indices], [mask for _, mask in indices]
+
+
+def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Convert value, locations and weights in the graph's layout to the five inputs of the operator."""
+    value, locations, weights = inputs
+    bs, queries = max(map(len, inputs)), max(locations.shape[1], weights.shape[1])
+    value = value.expand(bs, *value.shape[1:])
+    locations, weights = (
+        t.expand(bs, queries, *sampling.last_sizes(end)) for t, end in zip((locations, weights), sampling.ends[1:], strict=True)
+    )
+    indices, mask = pad_points(sampling.points)
+    levels, most = len(sampling.points), max(sampling.points)
+    value = value.reshape(bs, sampling.num_keys, sampling.num_heads, sampling.channels)
+    locations = locations.reshape(bs, queries, sampling.num_heads, -1, 2)[:, :, :, indices].unflatten(3, (levels, most))
+    weights = weights.reshape(bs, queries, sampling.num_heads, -1)[..., indices] * torch.tensor(mask, dtype=weights.dtype)
+    shapes, starts = (torch.tensor(table) for table in make_tables(sampling.maps))
+    return value, shapes, starts, locations, weights.unflatten(3, (levels, most))
 
 
 @dataclass(frozen=True)
@@ -73,7 +158,26 @@ def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Candidates:
     """Read the samples of one level. `constants`: role -> constant tensor of all levels."""
     node = find_producer(part, *MOVES)
     if not is_node(node, "GridSample"):
-        return _read_gathers(part, _find_gathers(part))
+        gathers = _find_gathers(part)
+        images = intersect(walk_sources(node.inputs[0], *MOVES, "Pad") for node in gathers)
+        chains = [[*_walk_index(index)] for node in gathers if (index := _read_index(node)) is not None]
+        if not all(any(is_node(v.producer(), "Floor") for v in chain) for chain in chains):
+            raise Unfit('its samples are nearest rows ("discrete"); the operator interpolates')
+        locations = intersect(chains)
+        # In an image of 4 axes, two axes are the map's (height, width). In an image of 3 axes, one axis has height * width
+        # pixels, and the width is a constant by which an index is multiplied.
+        axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
+        areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
+        products = [v.producer() for chain in chains for v in chain if v.dtype in INTEGER]
+        factors = [read_number(v) for node in products if is_node(node, "Mul") for v in node.inputs]
+        widths = {int(n) for n in factors if n is not None and n > 0}
+        axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
+        sizes = list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
+        grids = [dims(v)[-2] for v in locations if len(dims(v)) >= 4 and dims(v)[-1] == 2]
+        points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)
+        if not sizes or points is None:
+            raise Unfit(_UNKNOWN)
+        return Candidates(images, locations, [(two,) for two in sizes], points)
     for name, allowed in _GRID_SAMPLE.items():
         chosen = read_attribute(node, name, allowed[0])
         if chosen not in allowed:
@@ -130,28 +234,6 @@ def _read_index(node: ir.Node) -> ir.Value | None:
 
 def _walk_index(index: ir.Value) -> Iterator[ir.Value]:
     return walk_back(index, lambda node: is_node(node, *MOVES, *_ARITHMETIC, *_INDEXING))
-
-
-def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Candidates:
-    images = intersect(walk_sources(node.inputs[0], *MOVES, "Pad") for node in nodes)
-    chains = [[*_walk_index(index)] for node in nodes if (index := _read_index(node)) is not None]
-    if not all(any(is_node(v.producer(), "Floor") for v in chain) for chain in chains):
-        raise Unfit('its samples are nearest rows ("discrete"); the operator interpolates')
-    locations = intersect(chains)
-    # In an image of 4 axes, two axes are the map's (height, width). In an image of 3 axes, one axis has height * width pixels,
-    # and the width is a constant by which an index is multiplied.
-    axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
-    areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
-    products = [v.producer() for chain in chains for v in chain if v.dtype in INTEGER]
-    factors = [read_number(v) for node in products if is_node(node, "Mul") for v in node.inputs]
-    widths = {int(n) for n in factors if n is not None and n > 0}
-    axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
-    sizes = list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
-    grids = [dims(v)[-2] for v in locations if len(dims(v)) >= 4 and dims(v)[-1] == 2]
-    points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)
-    if not sizes or points is None:
-        raise Unfit(_UNKNOWN)
-    return Candidates(images, locations, [(two,) for two in sizes], points)
 
 
 def list_factors(node: ir.Node) -> list[ir.Value]:

@@ -171,19 +171,19 @@ def _cast(tensor: Any, dtype: int) -> Any:
     return tensor if tensor.dtype == dtype else op.Cast(tensor, to=dtype)
 
 
-def _translate_to_theirs(domain: str, takes_halves: bool, splits_heads: bool) -> Callable[..., Any]:
-    """Return a function that writes the node of a domain: in float16 if it takes float16 and all tensors are float16, else in
-    float32."""
-    types = {"floating": ["tensor(float)"] + ["tensor(float16)"] * takes_halves, "index": ["tensor(int32)"]}
+def _translate_to_theirs(domain: str) -> Callable[..., Any]:
+    """Return a function that writes the node of a domain in float32. NVIDIA's node is written in float16 if all tensors are."""
+    halves = ["tensor(float16)"] if domain == TENSORRT else []
+    types = {"floating": ["tensor(float)", *halves], "index": ["tensor(int32)"]}
     inputs = [(name, types[t.elements], False) for name, t in zip(_ATTENTION.inputs, _ATTENTION.tensors, strict=True)]
     node = _make_node(domain, NAMES[domain], inputs, [])
 
     def write(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any) -> Any:
-        halves = takes_halves and all(t.dtype == _TYPE.FLOAT16 for t in (value, locations, weights))
-        dtype = _TYPE.FLOAT16 if halves else _TYPE.FLOAT
+        is_half = halves and all(t.dtype == _TYPE.FLOAT16 for t in (value, locations, weights))
+        dtype = _TYPE.FLOAT16 if is_half else _TYPE.FLOAT
         tables = _cast(shapes, _TYPE.INT32), _cast(starts, _TYPE.INT32)
         output = node(_cast(value, dtype), *tables, _cast(locations, dtype), _cast(weights, dtype))
-        if splits_heads:  # [bs, queries, heads, channels of a head]
+        if domain == TENSORRT:  # [bs, queries, heads, channels of a head]
             output = op.Reshape(output, op.Constant(value_ints=[0, 0, -1]))
         return output if dtype == value.dtype else op.Cast(output, to=value.dtype)
 
@@ -192,7 +192,7 @@ def _translate_to_theirs(domain: str, takes_halves: bool, splits_heads: bool) ->
 
 NODES = {
     "grid_sample": {_ATTENTION.name: multi_scale_deformable_attn, AGGREGATION: deformable_aggregation},
-    "npu": {_ATTENTION.name: _translate_to_theirs(NPU, False, False)},
+    "npu": {_ATTENTION.name: _translate_to_theirs(NPU)},
     "onnxruntime": {name: _translate_to_ours(operator) for name, operator in OPERATORS.items()},
-    "tensorrt": {_ATTENTION.name: _translate_to_theirs(TENSORRT, True, True)},
+    "tensorrt": {_ATTENTION.name: _translate_to_theirs(TENSORRT)},
 }

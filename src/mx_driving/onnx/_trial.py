@@ -10,7 +10,7 @@ float32 only if onnxruntime lacks a float64 kernel.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,10 @@ from torch import Tensor
 from .. import ops
 from .._agreement import ULPS, entry_differences, largest_magnitude, rounding_limit
 from .._operator.rules import first_line
-from . import _sizes
 from ._file import LoadedFile
-from ._forms import make_tables
-from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, dims, is_node, read_attribute, read_constant
-from ._search import Sampling
-from ._session import is_missing_kernel, open_session
+from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, are_fixed, dims, is_node, read_attribute, read_constant, walk_sources
+from ._runtimes import is_missing_kernel, open_session
+from ._samples import Sampling, make_bare_inputs
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
 _SIZES = {"Shape", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Range", "Size"}
@@ -38,6 +36,17 @@ _BRANCHES = {
     **dict.fromkeys(("Max", "Min", "Not", "Or"), ()),
     "Where": (1, 2),
 }
+Size = int | str | None
+Shapes = tuple[tuple[int, ...], ...]  # the shapes of value, locations and weights
+
+FEW = 2, 7  # batch and queries of a trial, if the file leaves them free
+# (tensor, axis). Tensor 0 is value, 1 locations, 2 weights. Axis 0 is the batch, 1 the queries, which value lacks.
+_AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)
+# At most so many elements of value or of samples in the first trial (0.25 GB in float32); a quarter of this in later trials.
+_ELEMENTS = 2**26
+_ENDLESS = 2**31 - 1  # exporters write this number or more for "to the end"
+_COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
+_SHAPED = MOVES | {"Expand", "Pad"}  # The first input of these nodes has the data. The others decide only the output's shape.
 _QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `mx-driving fuse --json` names in the float file"
 _SAMPLES = 500  # at least so many samples per level are tried, for each kind of locations
 
@@ -45,9 +54,10 @@ _SAMPLES = 500  # at least so many samples per level are tried, for each kind of
 def _collect_part(sampling: Sampling, defaults: Collection[str]) -> tuple[list[ir.Node], list[ir.Value]]:
     """Return the nodes between the operator's inputs and output in order, and the outputs of Shape nodes that they read.
 
-    Raise Unfit if the nodes read another tensor, or if a node is not allowed. `defaults`: the names of inputs with a default.
+    Raise Unfit if the nodes read another tensor, are not linear in value and weights, or have dtypes that cannot be tried.
+    `defaults`: the names of inputs with a default.
     """
-    ends, names = {*sampling.ends}, _sizes.name_sizes(sampling, _sizes.make_shapes(sampling, *_sizes.FEW))
+    ends, names = {*sampling.ends}, name_sizes(sampling, make_shapes(sampling, *FEW))
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
     todo = [(sampling.output, "it also reads {}")]
@@ -69,22 +79,16 @@ def _collect_part(sampling: Sampling, defaults: Collection[str]) -> tuple[list[i
     graph = next(iter(nodes)).graph
     assert graph is not None
     part = [node for node in graph if node in nodes]
-    _check_nodes(sampling, part)
-    return part, list(sizes)
-
-
-def _check_nodes(sampling: Sampling, nodes: list[ir.Node]) -> None:
-    """Raise Unfit unless the nodes are linear in value and weights, and their dtypes can be tried."""
-    if pairs := [str(node.name) for node in nodes if is_node(node, "DequantizeLinear")]:
+    if pairs := [str(node.name) for node in part if is_node(node, "DequantizeLinear")]:
         between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
         raise Unfit(f"{between}; {_QUANTISED}")
     # The tensors computed from elements of value and weights, and of constant maps, which are not computed from `value`.
     linear = {sampling.value, sampling.weights}
-    linear |= {v for node in nodes if is_node(node, "GridSample") and (v := node.inputs[0]) is not None}
-    for node in nodes:
+    linear |= {v for node in part if is_node(node, "GridSample") and (v := node.inputs[0]) is not None}
+    for node in part:
         if not is_node(node, "Shape", "Size") and any(v in linear for v in node.inputs):
             linear.update(node.outputs)
-    for node in reversed(nodes):
+    for node in reversed(part):
         if is_node(node, *MOVES) and not is_node(node, *PAIRS):
             is_allowed = not any(v in linear for v in node.inputs[1:])
         elif is_node(node, *_COMPUTE):
@@ -102,6 +106,7 @@ def _check_nodes(sampling: Sampling, nodes: list[ir.Node]) -> None:
             raise Unfit(f"the file does not say the dtype of {end.name}")
         if end.dtype not in {ir.DataType.FLOAT, ir.DataType.DOUBLE, *HALVES}:
             raise Unfit(f"its values are {end.dtype}; a trial needs float32, float64, float16 or bfloat16")
+    return part, list(sizes)
 
 
 def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
@@ -114,12 +119,12 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
     return np.array(sizes, np.int64) if sizes and None not in sizes else None
 
 
-def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
+def draw_inputs(sampling: Sampling, seed: int, shapes: Shapes) -> tuple[Tensor, ...]:
     """Return value, locations and weights in the file's layout: constants of the file, or random numbers.
 
     Locations are of three kinds by seed: on and around the maps, across their borders, and far away.
     """
-    value, located, weights = _sizes.broadcast(sampling, shapes)
+    value, located, weights = broadcast(sampling, shapes)
     random = torch.Generator().manual_seed(seed)
     sizes = *located[:2], sampling.num_heads, sum(sampling.points), 2
     if seed % 3 != 1:
@@ -139,32 +144,6 @@ def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[T
         t if end in free else torch.from_numpy(read_constant(end).astype(np.float64))
         for end, t in zip(sampling.ends, random_ends, strict=True)
     )
-
-
-def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    """Pad all levels to the same number of points: return the indices of samples, and a mask with 0 for padding."""
-    most, starts = max(points), [0, *itertools.accumulate(points)]
-    indices = [
-        (start + min(p, count - 1), float(p < count)) for start, count in zip(starts, points, strict=False) for p in range(most)
-    ]
-    return [index for index, _ in indices], [mask for _, mask in indices]
-
-
-def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Convert value, locations and weights in the graph's layout to the five inputs of the operator."""
-    value, locations, weights = inputs
-    bs, queries = max(map(len, inputs)), max(locations.shape[1], weights.shape[1])
-    value = value.expand(bs, *value.shape[1:])
-    locations, weights = (
-        t.expand(bs, queries, *sampling.last_sizes(end)) for t, end in zip((locations, weights), sampling.ends[1:], strict=True)
-    )
-    indices, mask = pad_points(sampling.points)
-    levels, most = len(sampling.points), max(sampling.points)
-    value = value.reshape(bs, sampling.num_keys, sampling.num_heads, sampling.channels)
-    locations = locations.reshape(bs, queries, sampling.num_heads, -1, 2)[:, :, :, indices].unflatten(3, (levels, most))
-    weights = weights.reshape(bs, queries, sampling.num_heads, -1)[..., indices] * torch.tensor(mask, dtype=weights.dtype)
-    shapes, starts = (torch.tensor(table) for table in make_tables(sampling.maps))
-    return value, shapes, starts, locations, weights.unflatten(3, (levels, most))
 
 
 def make_model(model: ir.Model, part: ir.Graph) -> ir.Model:
@@ -207,15 +186,15 @@ def prove(file: LoadedFile, sampling: Sampling) -> Sampling:
     """Return the sampling with its `shapes` if the subgraph equals the operator within rounding; else raise Unfit."""
     nodes, shapes = _collect_part(sampling, file.defaults)
     sampling = replace(sampling, shapes=tuple(shapes))
-    pairs = _sizes.choose_trials(sampling, [*(node for v in shapes if (node := v.producer()) is not None), *nodes])
+    pairs = choose_trials(sampling, [*(node for v in shapes if (node := v.producer()) is not None), *nodes])
     session = _open_session(file.model, sampling)
     for index, (bs, queries) in enumerate(pairs):
         samples = bs * queries * sampling.num_heads * min(sampling.points)
         for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
-            _compare(session, sampling, seed, _sizes.make_shapes(sampling, bs, queries))
+            _compare(session, sampling, seed, make_shapes(sampling, bs, queries))
     broadcasts = any(size in file.merged for tensor in sampling.ends for size in dims(tensor)[:2])
     # The operator does not broadcast sizes of 1. Most subgraphs fail at such sizes; the others must give the expanded result.
-    for ones in () if broadcasts else _sizes.vary_ones(sampling):
+    for ones in () if broadcasts else vary_ones(sampling):
         try:
             _compare(session, sampling, 0, ones)
         except _DoesNotRun:
@@ -231,7 +210,7 @@ class _DoesNotRun(Unfit):
         super().__init__(f"a trial in onnxruntime failed: {first_line(error)}")
 
 
-def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> None:
+def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: int, shapes: Shapes) -> None:
     """Raise Unfit unless the subgraph equals the operator on random inputs.
 
     An entry's error is relative to the sum of its absolute weights, because values are within 1. On large maps, the rounding
@@ -241,7 +220,7 @@ def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: in
     tensors = draw_inputs(sampling, seed, shapes)
     doubles = [end.dtype == ir.DataType.DOUBLE and end.dtype not in narrow for end in sampling.ends]
     inputs = tuple(t.double() if double else t.float() for t, double in zip(tensors, doubles, strict=True))
-    names = _sizes.name_sizes(sampling, tuple(tuple(t.shape) for t in tensors))
+    names = name_sizes(sampling, tuple(tuple(t.shape) for t in tensors))
     feeds = {str(end.name): t.numpy() for end, t in zip(sampling.ends, inputs, strict=True)}
     feeds |= {str(v.name): array for v in sampling.shapes if (array := _read_size(v, names)) is not None}
     required = {i.name for i in running.get_inputs()}
@@ -275,3 +254,141 @@ def find_factor(output: Tensor, truth: Tensor, limit: Tensor, channels: int) -> 
     factor = float((output * truth).sum()) / squares if squares else 1.0
     sums = (truth.abs() * limit).unflatten(2, (-1, channels)).sum(3)
     return factor if abs(factor - 1) * squares > float(sums.square().sum().sqrt()) else 1.0
+
+
+# The batch and the number of queries of a trial, if a file leaves them free.
+#
+# A graph specialised to at most 100 queries would pass a trial with 7. So also try a size above every number with which a node
+# cuts, picks, pads or compares a free size. If such a size is too large for a trial, do not replace the attention.
+
+
+def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
+    """Return the size of the axis batch (0) or queries (1), None if it is free, and the sizes that the tensors have there.
+
+    A size of 1 in one tensor may be broadcast to the size in another.
+    """
+    seen = [dims(tensor)[axis] for tensor in sampling.ends[axis:]]
+    numbers = sorted({size for size in seen if isinstance(size, int)})
+    if len([size for size in numbers if size != 1]) > 1:
+        raise Unfit(f"its tensors differ in {('batch', 'queries')[axis]}: {numbers}")
+    return (numbers[-1] if numbers else None), seen
+
+
+def make_shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[int, int]] = ()) -> Shapes:
+    """Return shapes of value, locations and weights.
+
+    Axes (tensor, axis) in `ones`, and axes that the file fixes to 1, have size 1.
+    """
+    ones = {*ones, *((i, axis) for i, axis in _AXES if dims(sampling.ends[i])[axis] == 1)}
+    whole = _make_whole(sampling, bs, queries)
+    return tuple(tuple(1 if (i, axis) in ones else size for axis, size in enumerate(shape)) for i, shape in enumerate(whole))
+
+
+def broadcast(sampling: Sampling, shapes: Shapes) -> Shapes:
+    """Return the shapes after broadcasting."""
+    return _make_whole(sampling, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes[1:]))
+
+
+def _make_whole(sampling: Sampling, bs: int, queries: int) -> Shapes:
+    first = (bs, sampling.num_keys), (bs, queries), (bs, queries)
+    return tuple((*sizes, *sampling.last_sizes(tensor)) for sizes, tensor in zip(first, sampling.ends, strict=True))
+
+
+def name_sizes(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
+    """Return name -> number for names of batch and queries: the largest of the sizes with this name."""
+    numbers: tuple[dict[str, int], dict[str, int]] = {}, {}
+    for i, axis in _AXES:
+        if isinstance(name := dims(sampling.ends[i])[axis], str):
+            numbers[axis][name] = max(numbers[axis].get(name, 0), shapes[i][axis])
+    if both := numbers[0].keys() & numbers[1].keys():
+        raise Unfit(f"its batch and queries have one name, {min(both)}")
+    return numbers[0] | numbers[1]
+
+
+def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
+    """Yield shapes with size 1 on some free axes, except for axes that have one name in all tensors and so are equal."""
+    numbers = [find_fixed(sampling, axis)[0] for axis in (0, 1)]
+    bs, queries = (few if size in (None, 1) else size for size, few in zip(numbers, FEW, strict=True))
+    groups: dict[Any, list[tuple[int, int]]] = {}
+    for i, tensor in enumerate(sampling.ends):
+        for axis, size in enumerate(dims(tensor)[: 1 if i == 0 else None]):
+            others = {dims(other)[axis] for other in sampling.ends[axis:]} if axis < 2 else {None}
+            if not isinstance(size, int) and others != {size or ""}:
+                groups.setdefault(size or (i, axis), []).append((i, axis))
+    for count in {0, min(1, len(groups)), len(groups)}:
+        for chosen in itertools.combinations(groups.values(), count):
+            sizes = make_shapes(sampling, bs, queries, itertools.chain(*chosen))
+            if sizes != broadcast(sampling, sizes):
+                yield sizes
+
+
+def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
+    """Return pairs (batch, queries). Most runs of the trial use the first pair."""
+    most = max(_list_numbers(list(nodes)), default=0)
+    choices = []
+    for axis, few in enumerate(FEW):
+        size, seen = find_fixed(sampling, axis)
+        if size is None:
+            choices.append((few, max(most, few) + 1 + 3 * axis))
+        elif size <= most and not are_fixed(seen):
+            raise Unfit(f"the file fixes its {('batch', 'queries')[axis]} in one tensor and not in another")
+        else:
+            choices.append((size,))
+    batches, queries = choices
+    sizes = list(dict.fromkeys([(batches[0], queries[0]), (batches[-1], queries[0]), (batches[0], queries[-1])]))
+    for index, (bs, count) in enumerate(sizes):
+        rows, most = max(sampling.num_keys, count * sum(sampling.points)), _ELEMENTS // 4 if index else _ELEMENTS
+        if (elements := bs * rows * sampling.num_heads * sampling.channels) > most:
+            raise Unfit(f"a trial of batch {bs} and {count} queries has {elements} elements; at most {most} are tried")
+    return sizes
+
+
+def _list_numbers(nodes: list[ir.Node]) -> Iterator[int]:
+    """Yield the numbers with which nodes cut or compare a free size, except for "to the end".
+
+    The nodes must be in topological order.
+    """
+    free: set[ir.Value] = set()  # the values that are computed from free sizes
+    for node in nodes:
+        # The numbers with which the node cuts, picks or extends axes: (axis, number). None stands for all axes.
+        axis, cuts = read_attribute(node, "axis", 0), []
+        if is_node(node, "Slice"):
+            tables = [_read_numbers(node, index, name) for index, name in ((1, "starts"), (2, "ends"), (4, "steps"))]
+            axes = _read_numbers(node, 3, "axes") or [*range(max(map(len, tables)))] * (len(node.inputs) < 4)
+            cuts = [pair for numbers in tables for pair in itertools.zip_longest(axes[: len(numbers)], numbers)]
+        elif is_node(node, "Split"):
+            cuts = [(axis, n) for n in (*_read_numbers(node, 1, "split"), len(node.outputs))]
+        elif is_node(node, "Gather"):
+            indices = _read_numbers(node, 1, "indices")
+            cuts = [(axis, n) for n in (*indices, len(indices))]
+        elif is_node(node, "Expand"):
+            cuts = [(-index, n) for index, n in enumerate(reversed(_read_numbers(node, 1, "shape")), 1)]
+        elif is_node(node, "Pad", "GatherElements", "GatherND"):
+            cuts = [(None, n) for n in _read_numbers(node, 1, "pads")]
+        numbers = []
+        if node.inputs and (data := node.inputs[0]) is not None:
+            sizes = dims(data)
+            for axis, number in cuts:
+                if axis is None:
+                    is_fixed = data.shape is not None and are_fixed(sizes)
+                else:
+                    is_fixed = -len(sizes) <= axis < len(sizes) and isinstance(sizes[axis], int)
+                numbers += [] if is_fixed else [number]
+        if is_node(node, *_COMPARES) and any(v in free for v in node.inputs):
+            numbers += [n for index in range(len(node.inputs)) for n in _read_numbers(node, index)]
+        yield from (abs(int(n)) for n in numbers if abs(n) < _ENDLESS)
+        inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
+        if is_node(node, "Shape", "Size"):
+            axes = slice(read_attribute(node, "start"), read_attribute(node, "end"))
+            is_free = any(v is None or v.shape is None or not are_fixed(dims(v)[axes]) for v in inputs)
+        else:
+            is_free = any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
+        free.update(node.outputs if is_free else ())
+
+
+def _read_numbers(node: ir.Node, index: int, name: str = "") -> list[Any]:
+    """Return the numbers of an input that is a constant, or a view of one; or of the attribute `name` in older opsets."""
+    if name in node.attributes or index >= len(node.inputs):
+        return list(read_attribute(node, name, ()))
+    array = next((a for v in walk_sources(node.inputs[index], *MOVES) if (a := read_constant(v)) is not None), None)
+    return [] if array is None else array.reshape(-1).tolist()
