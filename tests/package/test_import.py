@@ -19,7 +19,7 @@ from programs import python
 import mx_driving
 import mx_driving_portable
 from mx_driving import _backends, _needs, config
-from mx_driving._dispatch.choose import choose
+from mx_driving._backends import choose
 from mx_driving._foreign import absent
 from mx_driving._operator.description import OPERATORS
 
@@ -161,7 +161,7 @@ LIBRARY = config.library_path()
 SAYS = """
 import pathlib, sys, torch, mx_driving
 from mx_driving import _backends, _needs, config
-from mx_driving._dispatch.choose import choose
+from mx_driving._backends import choose
 from mx_driving._operator.description import OPERATORS
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
