@@ -16,6 +16,7 @@ import pytest
 import torch
 import truth
 from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from plans import describe_plan as plan_of
 from torch import Tensor
 from values import covering, natively
 
@@ -24,7 +25,6 @@ from mx_driving import _backends
 
 PLAN = pathlib.Path(__file__).parents[2] / "native" / "src" / "call" / "plan.h"
 THREADS = (1, 2, 3, 8, 24)
-plan_of = _backends.native.describe_plan
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 PYRAMID = [(24, 32), (12, 16), (6, 8)]
 MANY = 24 * 512  # queries: 24 threads pack levels for 512 each

@@ -5,7 +5,6 @@ torch 2.10 and later call the kernels from C++, without Python. Older versions c
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -13,7 +12,7 @@ import pathlib
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ _FUNCTIONS = (
     *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
 )
 _DTYPE = {torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bfloat16: 27}
-_ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL, _BAD_RANK = 3, 7
 
 # Packers of struct mxd_tensor (data, dtype, shape[6], strides[6]), by number of axes. Unused axes are zero.
@@ -127,26 +125,6 @@ def isa() -> str:
     return loaded().mxd_isa().decode()
 
 
-def available_isas() -> tuple[str, ...]:
-    """Return the instruction sets that both this build and this machine support, best last."""
-    before = isa()
-    names = tuple(name for name in _ISAS if loaded().mxd_use_isa(name.encode()) == 0)
-    loaded().mxd_use_isa(before.encode())
-    return names
-
-
-@contextlib.contextmanager
-def use_isa(name: str) -> Iterator[None]:
-    """Inside the block, all threads of the process run with another instruction set (for tests and measurements)."""
-    before = isa()
-    if loaded().mxd_use_isa(name.encode()):
-        raise ValueError(f"isa must be one of {available_isas()}; got {name!r}")
-    try:
-        yield
-    finally:
-        loaded().mxd_use_isa(before.encode())
-
-
 def threads() -> str:
     """Return the threads in use: "threads of libgomp.so.1" (torch's OpenMP runtime), or "threads of its own"."""
     return loaded().mxd_threads().decode()
@@ -223,24 +201,3 @@ class Kernel:
         if status:
             raise RuntimeError(f"the native kernel of {self.operator.name}: {loaded().mxd_last_error().decode()}")
         return tuple(results) if self.backward else results[0]
-
-
-def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None = None) -> dict[str, str]:
-    """Return the plan of a call from mxd_describe_plan: name of a decision -> the decision.
-
-    Args:
-        inputs: the operator's inputs and options.
-        mask: output_mask of the backward; None for the forward.
-    """
-    text = ctypes.create_string_buffer(1024)
-
-    def describe(name: bytes, tensors: list[bytes], numbers: Sequence[int]) -> int:
-        pointers = (ctypes.c_char_p * len(tensors))(*(None if t is _NOT_GIVEN else t for t in tensors))
-        return loaded().mxd_describe_plan(name, pointers, -torch.get_num_threads(), text, len(text))
-
-    if mask is None:
-        Kernel(operator, False, describe)(*inputs)
-    else:
-        grad = torch.empty(checks.output_shape(OPERATORS[operator], inputs), dtype=inputs[0].dtype)
-        Kernel(operator, True, describe)(grad, *inputs, mask)
-    return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
