@@ -13,7 +13,7 @@ SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving,
 # The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
 FLOORS = (
     (
-        *("_agreement", "_foreign_functions", "_import_guard", "_package_files", "_needs", "_replacing"),
+        *("_agreement", "_foreign_functions", "_package_files", "_needs", "_replacing"),
         *("__pyinstaller", "_show", "_torch_private"),
     ),
     ("_operator", "config"),

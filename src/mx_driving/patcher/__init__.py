@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from .. import _import_guard as _import_guard
+from .. import _operator as _operator  # first, because it checks the installation
 from .._patch import patch
 
 __all__ = [
