@@ -45,7 +45,8 @@ class Registered:
     def __init__(self, operator: Operator, suffix: str) -> None:
         self.operator, self.name, self.is_autocast = operator, operator.name + suffix, suffix == "_autocast"
         self.count = self.value + len(operator.inputs)  # arguments that are tensors or None
-        self.differentiable = operator.differentiable  # indices of differentiable arguments
+        # the indices of differentiable arguments
+        self.differentiable = (0, *(i + 1 for i in operator.differentiable)) if self.value else operator.differentiable
         self.shared = tuple(self.value + i for i in operator.shared)
         # Check the arguments of a Python kernel. C++ kernels check their arguments themselves.
         self.check = functools.partial(checks.check_backward if self.value else checks.check_inputs, operator)
@@ -88,10 +89,54 @@ class Registered:
         if info.batch_size == 0:  # folded axes have size 0 and always agree
             check_entry()
         try:
-            return _map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
+            return self.map_call(info.batch_size, dims, args)
         except Exception:
             check_entry()  # before the axis is folded, so that the sentence has the caller's sizes
             raise
+
+    def map_call(self, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
+        """Return the results for all entries of the vmapped axis, and the dimension of the vmapped axis in every result.
+
+        Call the operator once, with the vmapped axis folded into the batches or queries: into the batches if an input that all
+        queries read, such as value, is vmapped or needs a gradient; else into the queries. Call the operator once per entry for
+        pooling, and if an input that batches share, such as the sizes of maps, is vmapped.
+
+        Args:
+            size: the size of the vmapped axis.
+            dims: the vmapped dimension of each argument, or None.
+        """
+        operator, value = self.operator, self.value
+        if operator.kind == "pooling" or any(dims[i] is not None for i in self.shared):
+            if size == 0:
+                rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {self.name} for each", "size 0")
+            entry_results = []
+            for entry in range(size):
+                inputs = [a if d is None else a.select(d, entry) for a, d in zip(args, dims, strict=True)]
+                try:
+                    entry_results.append(self.op(*inputs))
+                except RuntimeError:  # check the numbers in index tensors here: callers cannot read those of vmapped tensors
+                    self.check(*inputs)
+                    checks.check_readable_numbers(operator, inputs[value : len(args) - value])
+                    raise
+            if value == 0:
+                return torch.stack(entry_results), 0
+            return tuple(map(torch.stack, zip(*entry_results, strict=True))), (0,) * len(entry_results[0])
+        mask = args[-1] if value else None
+        needed = [value + i for i, need in zip(operator.differentiable, mask or (), strict=False) if need]
+        read_by_all = [value + i for i, axis in enumerate(operator.axes[operator.queries][:-1]) if axis is None]
+        joined = 0 if any(dims[i] is not None or i in needed for i in read_by_all) else 1
+        whole = read_by_all if joined else self.shared
+        folded = [
+            _move_to(a, dim, size, joined).flatten(joined, joined + 1) if isinstance(a, Tensor) and i not in whole else a
+            for i, (a, dim) in enumerate(zip(args, dims, strict=True))
+        ]
+        locations = value + 3
+        count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # number of batches or queries
+        results = self.op(*folded)
+        if mask is None:
+            return results.unflatten(joined, (size, count)), joined
+        outputs = tuple(g.unflatten(joined, (size, count)) if needed else g for g, needed in zip(results, mask, strict=True))
+        return outputs, tuple(joined if needed else None for needed in mask)
 
     def autograd(self, keyset: Any, *args: Any) -> Any:
         """Serve the Autograd key: forward mode by the reference, reverse mode by an autograd function of a single level.
@@ -139,7 +184,8 @@ class Registered:
         """Return the autograd function, whose graph node has the operator's name. Its first argument is a dispatch keyset."""
 
         def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-            self.save(ctx, args)
+            ctx.save_for_backward(*args[: self.count])
+            ctx.options = args[self.count :]
             if not _torch_private.are_transforms_active():
                 return self.below_autograd(keyset, *args)
             # Autograd disables grad mode and forward mode inside a function's forward. Outer levels of torch.func need both.
@@ -154,11 +200,6 @@ class Registered:
             members["_compiled_autograd_key"] = _torch_private.compiled_autograd_key
         members = {name: staticmethod(member) for name, member in members.items()}
         return type(self.name, (_torch_private.FunctionOfOneLevel,), members)
-
-    def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
-        """Save the inputs and the options in ctx."""
-        ctx.save_for_backward(*args[: self.count])
-        ctx.options = args[self.count :]
 
     def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of all arguments, by `<name>_backward`. Skip the Autograd key of the backward if nothing
@@ -221,83 +262,27 @@ class RegisteredBackward(Registered):
 
     value = 1
 
-    def __init__(self, operator: Operator, suffix: str) -> None:
-        super().__init__(operator, suffix)
-        self.differentiable = (0, *(i + 1 for i in operator.differentiable))
-
-    def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
-        super().save(ctx, args[:-1])
-        ctx.mask = args[-1]
-
     def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the second derivative: differentiate the reference's backward, which is differentiable torch."""
-        tensors = list(ctx.saved_tensors)
+        tensors, (*options, mask) = list(ctx.saved_tensors), ctx.options
         indices = [i for i in self.differentiable if needs[i]]
 
         def first_gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
             for i, t in zip(indices, chosen, strict=True):
                 tensors[i] = t
-            outputs = self.reference(*tensors, *ctx.options, ctx.mask)
-            return tuple(g for g, needed in zip(outputs, ctx.mask, strict=True) if needed)
+            outputs = self.reference(*tensors, *options, mask)
+            return tuple(g for g, needed in zip(outputs, mask, strict=True) if needed)
 
         outputs, vjp, *_ = torch.func.vjp(first_gradients, *(tensors[i] for i in indices))
-        needed = [g for g, needed in zip(grads, ctx.mask, strict=True) if needed]
+        needed = [g for g, needed in zip(grads, mask, strict=True) if needed]
         filled = [torch.zeros_like(o) if g is None else g for g, o in zip(needed, outputs, strict=True)]
         second = dict(zip(indices, vjp(tuple(filled)), strict=True))
-        return (*map(second.get, range(self.count + len(ctx.options))), None)
+        return (*map(second.get, range(self.count + len(options))), None)
 
     def fake(self, *args: Any) -> Any:
         self.check(*args)
         _, *inputs, mask = args
         return tuple(empty_gradients([inputs[i] for i in self.operator.differentiable], mask))
-
-
-def _map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
-    """Return the results for all entries of the vmapped axis, and the dimension of the vmapped axis in every result. Call the
-    operator once, with the vmapped axis folded into the batches or queries.
-
-    Fold the axis into the batches if an input that all queries read, such as value, is vmapped or needs a gradient; else into
-    the queries. Call the operator once per entry for pooling, and if an input that batches share, such as the sizes of maps,
-    is vmapped.
-
-    Args:
-        value: the index of value among the arguments: 1 in a backward, because grad_output is first; else 0.
-        size: the size of the vmapped axis.
-        dims: the vmapped dimension of each argument, or None.
-    """
-    shared = [value + i for i in operator.shared]
-    if operator.kind == "pooling" or any(dims[i] is not None for i in shared):
-        if size == 0:
-            name = op.name().partition("::")[2]
-            rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {name} for each", "size 0")
-        entry_results = []
-        for entry in range(size):
-            inputs = [a if d is None else a.select(d, entry) for a, d in zip(args, dims, strict=True)]
-            try:
-                entry_results.append(op(*inputs))
-            except RuntimeError:  # check the numbers in index tensors here: callers cannot read those of vmapped tensors
-                (checks.check_backward if value else checks.check_inputs)(operator, *inputs)
-                checks.check_readable_numbers(operator, inputs[value : len(args) - value])
-                raise
-        if value == 0:
-            return torch.stack(entry_results), 0
-        return tuple(map(torch.stack, zip(*entry_results, strict=True))), (0,) * len(entry_results[0])
-    mask = args[-1] if value else None
-    needed = [value + i for i, need in zip(operator.differentiable, mask or (), strict=False) if need]
-    read_by_all = [value + i for i, axis in enumerate(operator.axes[operator.queries][:-1]) if axis is None]
-    joined = 0 if any(dims[i] is not None or i in needed for i in read_by_all) else 1
-    whole = read_by_all if joined else shared
-    folded = [
-        _move_to(a, dim, size, joined).flatten(joined, joined + 1) if isinstance(a, Tensor) and i not in whole else a
-        for i, (a, dim) in enumerate(zip(args, dims, strict=True))
-    ]
-    locations = value + 3
-    count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # number of batches or queries
-    results = op(*folded)
-    if mask is None:
-        return results.unflatten(joined, (size, count)), joined
-    outputs = tuple(g.unflatten(joined, (size, count)) if needed else g for g, needed in zip(results, mask, strict=True))
-    return outputs, tuple(joined if needed else None for needed in mask)
 
 
 def _move_to(t: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
