@@ -68,7 +68,9 @@ class Registered:
         torch.library.register_vmap(f"mx_driving::{self.name}", self.vmap, lib=_library)
         _library.impl(self.name, self.autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"mx_driving::{self.name}", self.fake, lib=_library)
-        kernels = {key: self.kernel_of(device) for key, device in _DEVICES.items() if key != "CPU" or _CPU_IN_PYTHON}
+        kernels = {
+            key: functools.partial(self.run, device) for key, device in _DEVICES.items() if key != "CPU" or _CPU_IN_PYTHON
+        }
         if self.name in from_cpp.OPERATORS and from_cpp.why_not() is None:  # C++ has registered the CUDA kernel
             from_cpp.define(self.name, self.schema, kernels.pop("CUDA"))
         for key, kernel in kernels.items():
@@ -228,15 +230,14 @@ class Registered:
         dtype = autocast_dtype(args[0]) if self.is_autocast else args[0].dtype
         return args[0].new_empty(checks.output_shape(self.operator, args), dtype=dtype)
 
-    def kernel_of(self, device: str) -> Any:
-        """Return the kernel of a device. After a forward, it runs the data checks if they are on."""
-        run = functools.partial(self.run, device)
-        return run if self.value else _data_checks.followed(self.operator, run)
-
     def run(self, device: str, *args: Any) -> Any:
+        """Run the kernel of a device. After a forward, run the data checks if they are on."""
         self.check(*args)
         backend, _ = choose(self.operator, device, args[self.value : self.count])
-        return self.kernels[backend](*args)
+        results = self.kernels[backend](*args)
+        if not self.value and _data_checks.enabled():
+            _data_checks.check(self.operator, args)
+        return results
 
     def run_triton(self, *args: Any) -> Any:
         """Run the Triton kernel. The first call imports it."""
@@ -304,7 +305,7 @@ def _follow_data() -> None:
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, registered in REGISTERED.items():
             if not isinstance(registered, RegisteredBackward):
-                _library.impl(name, registered.kernel_of("cpu"), "CPU")
+                _library.impl(name, functools.partial(registered.run, "cpu"), "CPU")
 
 
 REGISTERED: dict[str, Registered] = {}
