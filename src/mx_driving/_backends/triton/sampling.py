@@ -80,16 +80,6 @@ def coefficients(right, below, weight):
 
 
 @triton.jit
-def slopes(v00, v01, v10, v11, right, below):
-    """Return the sample between four corners, and its slopes in x and y."""
-    along_top = v01 - v00
-    along_bottom = v11 - v10
-    top = v00 + right * along_top
-    down = v10 + right * along_bottom - top
-    return top + below * down, along_top + below * (along_bottom - along_top), down
-
-
-@triton.jit
 def read(pointers, here):
     """Return rows in float32; zeros where `here` is false."""
     return tl.load(pointers, mask=here, other=0.0).to(tl.float32)
@@ -160,14 +150,13 @@ def dots(v00, v01, v10, v11, g, right, below, ROWS: tl.constexpr, COLUMNS: tl.co
 
     Combine the four corners within threads first, so that three sums cross threads instead of four.
     """
-    sample, dx, dy = slopes(
-        by_lane(v00 * g, ROWS, COLUMNS, LANE),
-        by_lane(v01 * g, ROWS, COLUMNS, LANE),
-        by_lane(v10 * g, ROWS, COLUMNS, LANE),
-        by_lane(v11 * g, ROWS, COLUMNS, LANE),
-        right,
-        below,
-    )
+    v00, v01 = by_lane(v00 * g, ROWS, COLUMNS, LANE), by_lane(v01 * g, ROWS, COLUMNS, LANE)
+    v10, v11 = by_lane(v10 * g, ROWS, COLUMNS, LANE), by_lane(v11 * g, ROWS, COLUMNS, LANE)
+    along_top = v01 - v00
+    along_bottom = v11 - v10
+    top = v00 + right * along_top
+    dy = v10 + right * along_bottom - top
+    sample, dx = top + below * dy, along_top + below * (along_bottom - along_top)
     return tl.sum(sample, 1, keep_dims=True), tl.sum(dx, 1, keep_dims=True), tl.sum(dy, 1, keep_dims=True)
 
 
@@ -190,32 +179,27 @@ def power(logit, top):
 
 
 @triton.jit
-def normalise(logits, row, c, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def start_row(weights, row, c, LOGITS: tl.constexpr, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the greatest logit of each row, the inverse of the sum of the row's powers, and an integer that is always zero.
+    Without LOGITS, return zeros.
 
     The tile has as many columns as the tile of channels, so that both have the same layout. Triton does not know that the
     integer is zero. A bitwise or of the bits of a coordinate and the integer gives the coordinate the tile's layout, so that no
     thread computes it twice. LLVM removes the bitwise or.
     """
-    greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
-    for first in range(0, SAMPLES, COLUMNS):
-        s = first + c
-        logit = tl.load(logits + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
-        greatest = tl.maximum(greatest, logit)
-    top = tl.max(greatest, 1, keep_dims=True)
-    powers = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, SAMPLES, COLUMNS):
-        s = first + c
-        logit = tl.load(logits + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
-        powers += power(logit, top)
-    return top, 1.0 / _add_pairwise(powers, ROWS, COLUMNS), (top.to(tl.int32, bitcast=True) & 1) >> 1
-
-
-@triton.jit
-def start_row(weights, row, c, LOGITS: tl.constexpr, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the results of `normalise` for a row of logits; without LOGITS, zeros."""
     if LOGITS:
-        top, scale, zero = normalise(weights, row, c, SAMPLES, ROWS, COLUMNS)
+        greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
+        for first in range(0, SAMPLES, COLUMNS):
+            s = first + c
+            logit = tl.load(weights + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
+            greatest = tl.maximum(greatest, logit)
+        top = tl.max(greatest, 1, keep_dims=True)
+        powers = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, SAMPLES, COLUMNS):
+            s = first + c
+            logit = tl.load(weights + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
+            powers += power(logit, top)
+        scale, zero = 1.0 / _add_pairwise(powers, ROWS, COLUMNS), (top.to(tl.int32, bitcast=True) & 1) >> 1
     else:
         top = tl.zeros((1, 1), tl.float32)
         scale = top
