@@ -47,7 +47,7 @@ def using(library: ctypes.CDLL) -> Iterator[None]:
 
 def calls(workload: Workload):
     args = workload.inputs()
-    forward, backward = (_backends.native.kernel(workload.operator, is_backward) for is_backward in (False, True))
+    forward, backward = (_backends.native.Kernel(workload.operator, is_backward) for is_backward in (False, True))
     grad = torch.randn_like(forward(*args))
     others = len(OPERATORS[workload.operator].differentiable) - 1  # the other differentiable inputs, after value
     return {

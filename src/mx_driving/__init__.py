@@ -6,13 +6,13 @@ In this package's comments, Ascend is "the vendor", and DrivingSDK "the vendor's
 import sys as _sys
 
 __version__ = "0.4.0"  # the native library must have the same version
-__distribution__ = "mx-driving-portable"  # _import_guard.py looks for this name, which the vendor's __init__.py lacks
+__distribution__ = "mx-driving-portable"  # _operator looks for this name, which the vendor's __init__.py lacks
 
 # `python -m mx_driving.config` imports this file first. The command prints paths, and must not wait seconds for torch.
 if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in _sys.orig_argv]):
     from . import compat, geometry, kernels, nn, onnx, ops, viz
+    from ._backends import backends
     from ._data_checks import DataWarning, data_checks
-    from ._dispatch.choose import backends
     from ._foreign.absent import explain_missing as _explain_missing
     from ._patch import Patch, patch, patched
     from ._vendor import compiled as _C

@@ -100,22 +100,11 @@ def when_enabled(action: Callable[[], None]) -> None:
         _when_enabled.append(action)
 
 
-def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel that runs `kernel`, and then the data checks if they are on."""
-
-    def run(*args: Any) -> Tensor:
-        output = kernel(*args)
-        if _open:
-            _check_data(operator, args)
-        return output
-
-    return run
-
-
 Finding = tuple[str, str, str, str]  # kind, name of the input, rule, fact
 
 
-def _check_data(operator: Operator, args: tuple[Any, ...]) -> None:
+def check(operator: Operator, args: tuple[Any, ...]) -> None:
+    """Warn of the findings about a call."""
     bare = OPERATORS[operator.bare or operator.name]
     inputs: Any = composition.bare_inputs(operator.name, *args) if operator.bare else args
     floating = {name: t for name, t in zip(bare.inputs, inputs, strict=False) if t.is_floating_point()}

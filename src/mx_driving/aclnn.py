@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from . import _backends
-from ._operator import checks, rules
+from ._operator import rules
 
 __all__ = [
     "Executor",
@@ -137,11 +137,18 @@ def synchronize(stream: Stream | None = None) -> Status:
     return Status(_library().aclrtSynchronizeStream(stream and stream._handle))
 
 
+def _check_host_memory(name: str, t: Any) -> None:
+    """Check that a C function can read and write the memory of t."""
+    rules.need_tensors((name, t))
+    if t.device.type != "cpu" or t.layout != torch.strided or t.is_neg() or t.is_conj():
+        rules.fail(ValueError, name, "be a plain strided tensor on the CPU", f"{t.layout} on {t.device}")
+
+
 def _describe(name: str, t: Tensor | None) -> int | None:
     """Return a new aclTensor for a tensor; None for None. The caller destroys the aclTensor."""
     if t is None:
         return None
-    checks.check_host_memory(name, t)
+    _check_host_memory(name, t)
     axes, storage = t.dim(), t.untyped_storage()
     numbers = c_int64 * axes
     handle = _library().aclCreateTensor(
@@ -169,9 +176,8 @@ def _phase_one(operator: str, tensors: tuple[Tensor | None, ...]) -> tuple[Statu
         phase_one = getattr(library, operator + "GetWorkspaceSize")
         status = Status(phase_one(*handles, ctypes.byref(size), ctypes.byref(executor)))
     finally:
-        for handle in handles:
-            if handle:
-                library.aclDestroyTensor(handle)
+        for handle in filter(None, handles):
+            library.aclDestroyTensor(handle)
     if status or executor.value is None:
         return status, 0, None
     return status, size.value, Executor(executor.value, tensors)
@@ -181,7 +187,10 @@ def _phase_two(
     operator: str, workspace: Tensor | None, workspace_size: int, executor: Executor | None, stream: Stream | None
 ) -> Status:
     if workspace is not None:
-        checks.check_workspace(workspace, workspace_size)
+        _check_host_memory("workspace", workspace)
+        if not workspace.is_contiguous() or workspace.nbytes < workspace_size:
+            fact = f"{workspace.nbytes} of strides {workspace.stride()}"
+            rules.fail(ValueError, "workspace", f"have workspace_size={workspace_size} bytes in a row", fact)
     memory = None if workspace is None else workspace.data_ptr()
     handle = None
     if executor is not None:  # phase two frees the handle, and another executor may then get its address

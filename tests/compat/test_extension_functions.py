@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mx_driving import _C
-from mx_driving._foreign import pools
+from mx_driving._foreign import stand_ins
 from mx_driving._foreign.stand_ins import stand_in, sum_runs
 from mx_driving._foreign_functions import FUNCTIONS
 
@@ -110,7 +110,7 @@ def test_an_output_on_the_device_meta_is_refused(name, index):
     ],
 )
 def test_an_argument_of_another_kind_is_named(name, index, wrong, sentence):
-    calls = CALLS | {"bev_pool_backward": (pools.bev_pool_backward, [MAP, PLACES, LENGTHS, STARTS, B, D, H, W], ())}
+    calls = CALLS | {"bev_pool_backward": (stand_ins.bev_pool_backward, [MAP, PLACES, LENGTHS, STARTS, B, D, H, W], ())}
     function, arguments, _ = calls[name]
     with pytest.raises((TypeError, ValueError), match=f"^{sentence}$"):
         function(*arguments[:index], wrong, *arguments[index + 1 :])

@@ -97,7 +97,7 @@ def defined():
     """The operators as Python serves them, as at an import with MX_DRIVING_GPU_LAUNCH=1."""
     for name in from_cpp.OPERATORS:
         registered = REGISTERED[name]
-        from_cpp.define(name, registered.schema(), functools.partial(missed, name, registered.kernel_of("cuda")))
+        from_cpp.define(name, registered.schema, functools.partial(missed, name, functools.partial(registered.run, "cuda")))
 
 
 def missed(name, run, *args):

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,12 +193,26 @@ def case_id(case: Case) -> str:
     return f"{case.operator}: {case.name}"
 
 
+@contextlib.contextmanager
+def _on_isa(name: str) -> Iterator[None]:
+    """Inside the block, all threads of the process run with this instruction set."""
+    before, use = _backends.native.isa(), _backends.native.loaded().mxd_use_isa
+    assert use(name.encode()) == 0
+    try:
+        yield
+    finally:
+        use(before.encode())
+
+
 def implementations() -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
     """Return (name -> context). Inside the context, calls run on this implementation."""
     found: dict[str, Any] = {"reference": contextlib.nullcontext}
     if _backends.native.why_not() is None:
-        for isa in _backends.native.available_isas():
-            found[f"native-{isa}"] = lambda isa=isa: _backends.native.use_isa(isa)
+        before, use = _backends.native.isa(), _backends.native.loaded().mxd_use_isa
+        for isa in ("baseline", "avx2", "avx512"):
+            if use(isa.encode()) == 0:  # this build and this machine support the instruction set
+                found[f"native-{isa}"] = functools.partial(_on_isa, isa)
+        use(before.encode())
     if _backends.triton.why_not() is None:
         found["triton"] = contextlib.nullcontext
     return found

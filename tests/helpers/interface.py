@@ -6,6 +6,7 @@ A line for each name that a caller can use: its place, kind, and parameters with
 holds what the last release had; tests/package/test_interface.py wants each change in CHANGELOG.md.
 """
 
+import ast
 import pathlib
 import re
 
@@ -50,9 +51,9 @@ def members_of(module: griffe.Module) -> list[griffe.Object | griffe.Alias]:
     return [module.members[str(name)] for name in names if str(name) in module.members]
 
 
-def lines_of(module: griffe.Module, prefix: str) -> list[str]:
+def lines_of(module: griffe.Module, prefix: str, names: str = "") -> list[str]:
     lines = [f"{prefix}: module"]
-    for member in members_of(module):
+    for member in [module.members[name] for name in names.split()] or members_of(module):
         target = member.final_target if member.is_alias else member  # pyright: ignore
         if target.is_module:
             continue
@@ -63,6 +64,11 @@ def lines_of(module: griffe.Module, prefix: str) -> list[str]:
                 for name, inner in target.members.items()
                 if is_public(name) and not inner.is_alias
             ]
+    if names:
+        return lines
+    if "_MODULES" in module.members:  # modules that a file makes: name -> names of the file
+        for name, inner in ast.literal_eval(str(module.members["_MODULES"].value)).items():  # pyright: ignore
+            lines += lines_of(module, f"{prefix}.{name}", inner)
     for name, inner in module.modules.items():
         if is_public(name) and name not in PROGRAMS and not inner.is_alias:
             lines += lines_of(inner, f"{prefix}.{name}")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import truth
 from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from plans import describe_plan as plan_of
 from torch import Tensor
 from values import covering, natively
 
@@ -22,7 +23,6 @@ from mx_driving import _backends
 
 PLAN = pathlib.Path(__file__).parents[2] / "native" / "src" / "call" / "plan.h"
 THREADS = (1, 2, 3, 8, 24)
-plan_of = _backends.native.describe_plan
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 PYRAMID = [(24, 32), (12, 16), (6, 8)]
 MANY = 24 * 512  # queries: 24 threads pack levels for 512 each
@@ -313,7 +313,7 @@ def backward_into(gradient: Tensor, operator: str, grad: Tensor, args: tuple[Ten
     def run(name, tensors, numbers):
         return _backends.native._run(name, [*tensors[:index], _backends.native._pack(gradient), *tensors[index + 1 :]], numbers)
 
-    return _backends.native.kernel(operator, True, run)(grad, *args, mask)
+    return _backends.native.Kernel(operator, True, run)(grad, *args, mask)
 
 
 INTO = [
@@ -333,7 +333,7 @@ def test_one_packed_pass_writes_a_gradient_of_any_dtype_and_layout(every_thread,
     gradient = memory.permute(0, 2, 3, 1)[:, :, :heads]
     torch.set_num_threads(2)
     mask = [True] * len(cases.DIFFERENTIABLE[operator])
-    plain = _backends.native.kernel(operator, True)(grad, *args, mask)
+    plain = _backends.native.Kernel(operator, True)(grad, *args, mask)
     others = backward_into(gradient, operator, grad, args, mask)
     if dtype in (torch.float32, torch.float64):
         assert torch.equal(gradient, plain[0].to(into))
@@ -366,7 +366,7 @@ def test_a_gradient_in_float32_of_a_value_in_16_bits(dtype):
     args = cases.cast(cases.multi_scale(1, 30, 16, 8, [(6, 8)], 4), dtype)
     grad = cases.grad_for(MULTI_SCALE, args).to(dtype)
     gradient = torch.full(args[0].shape, 7.0)
-    plain = _backends.native.kernel(MULTI_SCALE, True)(grad, *args, [True] * 3)
+    plain = _backends.native.Kernel(MULTI_SCALE, True)(grad, *args, [True] * 3)
     others = backward_into(gradient, MULTI_SCALE, grad, args, [True] * 3)
     assert torch.equal(gradient.to(dtype), plain[0])
     assert all(torch.equal(a, b) for a, b in zip(plain[1:], others[1:], strict=True))

@@ -135,7 +135,7 @@ def own_threads():
 def test_own_threads_give_the_same_bits(every_thread, own_threads, case):
     args = cases.cast(case.make(), torch.float32)
     grad = cases.grad_for(case.operator, args).float()
-    forward, backward = (_backends.native.kernel(case.operator, is_backward) for is_backward in (False, True))
+    forward, backward = (_backends.native.Kernel(case.operator, is_backward) for is_backward in (False, True))
     results = []
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)

@@ -302,7 +302,7 @@ def test_a_rank_without_a_row_is_refused(implementation, sentence, index):
         getattr(p, name)[place] = rank
     for backward, args in ((False, p.args), (True, (grad_for(p), *p.args, [True, True]))):
         registered = REGISTERED["bev_pool_v3" + "_backward" * backward]
-        by_ctypes = _backends.native.kernel("bev_pool_v3", backward)  # the kernel after data_checks(), and before torch 2.10
+        by_ctypes = _backends.native.Kernel("bev_pool_v3", backward)  # the kernel after data_checks(), and before torch 2.10
         for run in [registered.run_reference] if implementation == "reference" else [registered.op, by_ctypes]:
             with pytest.raises((RuntimeError, ValueError)) as refused:
                 run(*args)

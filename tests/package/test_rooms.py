@@ -11,7 +11,7 @@ import mx_driving_portable
 
 SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving, mx_driving_portable))
 # The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
-LOWEST = ("_agreement", "_foreign_functions", "_import_guard", "_package_files", "_needs", "_replacing")
+LOWEST = ("_agreement", "_foreign_functions", "_package_files", "_needs", "_replacing")
 FLOORS = (
     (*LOWEST, "__pyinstaller", "_show", "_torch_private"),
     ("_operator", "config"),

@@ -5,7 +5,6 @@ torch 2.10 and later call the kernels from C++, without Python. Older versions c
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -13,7 +12,7 @@ import pathlib
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from .. import _needs
 from .._operator import checks
 from .._operator.composition import autocast_dtype, empty_gradients
-from .._operator.description import OPERATORS, Operator
+from .._operator.description import OPERATORS
 from .._operator.rules import flag
 from .._package_files import library_path, why_absent
 
@@ -37,7 +36,6 @@ _FUNCTIONS = (
     *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
 )
 _DTYPE = {torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bfloat16: 27}
-_ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL, _BAD_RANK = 3, 7
 
 # Packers of struct mxd_tensor (data, dtype, shape[6], strides[6]), by number of axes. Unused axes are zero.
@@ -127,26 +125,6 @@ def isa() -> str:
     return loaded().mxd_isa().decode()
 
 
-def available_isas() -> tuple[str, ...]:
-    """Return the instruction sets that both this build and this machine support, best last."""
-    before = isa()
-    names = tuple(name for name in _ISAS if loaded().mxd_use_isa(name.encode()) == 0)
-    loaded().mxd_use_isa(before.encode())
-    return names
-
-
-@contextlib.contextmanager
-def use_isa(name: str) -> Iterator[None]:
-    """Inside the block, all threads of the process run with another instruction set (for tests and measurements)."""
-    before = isa()
-    if loaded().mxd_use_isa(name.encode()):
-        raise ValueError(f"isa must be one of {available_isas()}; got {name!r}")
-    try:
-        yield
-    finally:
-        loaded().mxd_use_isa(before.encode())
-
-
 def threads() -> str:
     """Return the threads in use: "threads of libgomp.so.1" (torch's OpenMP runtime), or "threads of its own"."""
     return loaded().mxd_threads().decode()
@@ -165,25 +143,43 @@ def _run(name: bytes, tensors: list[bytes], numbers: Sequence[int]) -> int:
     return loaded().mxd_run(name, b"".join(tensors), len(tensors), options, torch.get_num_threads())
 
 
-class _Function:
-    """A C function of an operator, called with the tensors and options of the dispatcher."""
+class Kernel:
+    """A C function of an operator or of its backward, called with the arguments of the dispatcher.
 
-    def __init__(self, operator: Operator, backward: bool, run: Run):
-        self.operator, self.run = operator, run
-        self.name = (operator.name + "_backward" * backward).encode()
-        inputs = [t.axes for t in operator.tensors]
-        axes = [*inputs, operator.output]
+    Args:
+        run: calls the C function.
+        autocast: whether the output is that of `<operator>_autocast`, which is not rounded to 16 bits.
+    """
+
+    def __init__(self, operator: str, backward: bool, run: Run = _run, autocast: bool = False):
+        self.operator, self.backward, self.run, self.autocast = OPERATORS[operator], backward, run, autocast
+        self.name = (operator + "_backward" * backward).encode()
+        inputs = [t.axes for t in self.operator.tensors]
+        axes = [*inputs, self.operator.output]
         if backward:
-            axes = [operator.output, *inputs, *(inputs[i] for i in operator.differentiable)]
+            axes = [self.operator.output, *inputs, *(inputs[i] for i in self.operator.differentiable)]
         # The tensors whose last axis is a product of two sizes, such as num_heads * channels:
         # index of the tensor -> (its number of axes, the two factors)
         self.products = {i: (len(a), a[-1].split(" * ")) for i, a in enumerate(axes) if " * " in a[-1]}
-        self.count, self.choices = len(inputs), tuple(operator.choices.values())
-        self.first_choice = self.count + len(operator.sizes)
-        self.has_options = bool(operator.options)
-        self.numbers = [i for i, t in enumerate(operator.tensors) if t.elements == "number"]
+        self.count, self.choices = len(inputs), tuple(self.operator.choices.values())
+        self.first_choice = self.count + len(self.operator.sizes)
+        self.numbers = [i for i, t in enumerate(self.operator.tensors) if t.elements == "number"]
 
-    def call(self, args: tuple[Any, ...], inputs: Sequence[Any], options: Sequence[str], tensors: list[Tensor | None]) -> None:
+    def __call__(self, *args: Any) -> Any:
+        grad, mask = (args[0], args[-1]) if self.backward else (None, ())
+        args = args[1:-1] if self.backward else args
+        inputs, options = args[: self.count], args[self.first_choice :]
+        for i in self.numbers:  # integer locations of a dtype that the C interface lacks
+            if inputs[i].dtype not in _DTYPE:
+                inputs = (*inputs[:i], inputs[i].to(torch.int64), *inputs[i + 1 :])
+        if self.backward:
+            results = empty_gradients([inputs[i] for i in self.operator.differentiable], mask)
+            tensors = [grad, *inputs, *(g if needed else None for g, needed in zip(results, mask, strict=True))]
+        else:
+            dtype = autocast_dtype(inputs[0]) if self.autocast else inputs[0].dtype
+            results = [torch.empty(checks.output_shape(self.operator, args), dtype=dtype)]
+            tensors = [*inputs, *results]
+
         apart = {}
         for i, (axes, factors) in self.products.items():
             t = tensors[i]
@@ -204,67 +200,4 @@ class _Function:
             checks.check_numbers(self.operator, (*inputs, *args[self.count : self.first_choice]))
         if status:
             raise RuntimeError(f"the native kernel of {self.operator.name}: {loaded().mxd_last_error().decode()}")
-
-    def split(self, args: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[str]]:
-        """Return the inputs and the options. Convert integer locations to int64 if the C interface lacks their dtype."""
-        inputs = args[: self.count]
-        for i in self.numbers:
-            if inputs[i].dtype not in _DTYPE:
-                inputs = (*inputs[:i], inputs[i].to(torch.int64), *inputs[i + 1 :])
-        return inputs, args[self.first_choice :]
-
-
-class _Forward(_Function):
-    def __call__(self, *args: Any) -> Tensor:
-        inputs, options = self.split(args) if self.numbers or self.has_options else (args, ())
-        output = torch.empty(checks.output_shape(self.operator, args), dtype=self.output_dtype(inputs[0]))
-        self.call(args, inputs, options, [*inputs, output])
-        return output
-
-    def output_dtype(self, value: Tensor) -> torch.dtype:
-        return value.dtype
-
-
-class _Autocast(_Forward):
-    def output_dtype(self, value: Tensor) -> torch.dtype:
-        return autocast_dtype(value)
-
-
-class _Backward(_Function):
-    def __call__(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        (inputs, options), mask = self.split(rest[:-1]), rest[-1]
-        gradients = empty_gradients([inputs[i] for i in self.operator.differentiable], mask)
-        outputs = [g if needed else None for g, needed in zip(gradients, mask, strict=True)]
-        self.call(rest[:-1], inputs, options, [grad, *inputs, *outputs])
-        return tuple(gradients)
-
-
-def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:
-    """Return the kernel of an operator or of its backward. A backward takes grad_output, the inputs and output_mask."""
-    return (_Backward if backward else _Forward)(OPERATORS[operator], backward, run)
-
-
-def autocast_kernel(operator: str) -> Callable[..., Tensor]:
-    """Return the kernel of `<operator>_autocast`, whose output is not rounded to 16 bits."""
-    return _Autocast(OPERATORS[operator], False, _run)
-
-
-def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None = None) -> dict[str, str]:
-    """Return the plan of a call from mxd_describe_plan: name of a decision -> the decision.
-
-    Args:
-        inputs: the operator's inputs and options.
-        mask: output_mask of the backward; None for the forward.
-    """
-    text = ctypes.create_string_buffer(1024)
-
-    def describe(name: bytes, tensors: list[bytes], numbers: Sequence[int]) -> int:
-        pointers = (ctypes.c_char_p * len(tensors))(*(None if t is _NOT_GIVEN else t for t in tensors))
-        return loaded().mxd_describe_plan(name, pointers, -torch.get_num_threads(), text, len(text))
-
-    if mask is None:
-        kernel(operator, False, describe)(*inputs)
-    else:
-        grad = torch.empty(checks.output_shape(OPERATORS[operator], inputs), dtype=inputs[0].dtype)
-        kernel(operator, True, describe)(grad, *inputs, mask)
-    return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
+        return tuple(results) if self.backward else results[0]

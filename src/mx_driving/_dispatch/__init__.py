@@ -1,5 +1,5 @@
 """The path of a call from torch to a kernel. Importing this package registers the operators."""
 
-from . import choose, decompositions, distributed, flops, functions, registered
+from . import decompositions, distributed, flops, functions, registered
 
-__all__ = ["choose", "decompositions", "distributed", "flops", "functions", "registered"]
+__all__ = ["decompositions", "distributed", "flops", "functions", "registered"]

@@ -60,16 +60,11 @@ def _register() -> None:
         _torch_private.cache_shardings_by_mask(backward, 1 + len(operator.inputs))
 
 
-def _placement(dim: int | None) -> Any:
-    from torch.distributed.tensor import Replicate, Shard
+def _placement(dim: int | None, partial: bool = False) -> Any:
+    """Return the shard of a dimension; without a dimension, the whole tensor, or a partial sum of it."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
-    return Replicate() if dim is None else Shard(dim)
-
-
-def _partial_sum(dim: int | None) -> Any:
-    from torch.distributed.tensor import Partial
-
-    return Partial() if dim is None else _placement(dim)
+    return Shard(dim) if dim is not None else Partial() if partial else Replicate()
 
 
 def _rules(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[tuple[int | None, ...], list[Any]]]:
@@ -94,7 +89,7 @@ def _rules(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[tuple[int 
 def _forward_rules(name: str, *args: Any) -> list[tuple[list[Any], list[Any]]]:
     operator = OPERATORS[name]
     (_, whole), *rest = _rules(operator, args[: len(operator.inputs)])
-    return [([_placement(None)], whole), *(([_partial_sum(dims[-1])], placements) for dims, placements in rest)]
+    return [([_placement(None)], whole), *(([_placement(dims[-1], partial=True)], placements) for dims, placements in rest)]
 
 
 def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -106,6 +101,6 @@ def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], l
     needs = list(zip(operator.differentiable, mask, strict=True))
     rules = [([everywhere] * len(mask), [everywhere, *whole])]
     for dims, placements in shards:
-        gradients = [_partial_sum(dims[i]) if needed else everywhere for i, needed in needs]
+        gradients = [_placement(dims[i], partial=True) if needed else everywhere for i, needed in needs]
         rules.append((gradients, [_placement(dims[-1]), *placements]))
     return rules

@@ -10,6 +10,7 @@ package (0.3 s of process time; 3 ms without Triton; 2026-11-29).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -28,7 +29,7 @@ _COUNTER = "torch.utils.flop_counter"
 
 def register() -> None:
     """Register the formulas now if the counter is imported, and after every later execution of its module."""
-    sys.meta_path.insert(0, _CounterFinder())
+    sys.meta_path.insert(0, _CounterImport())
     if _COUNTER in sys.modules:
         try:
             importlib.import_module(_COUNTER)  # waits for a thread that is importing the counter
@@ -37,8 +38,10 @@ def register() -> None:
         _register_all()
 
 
-class _CounterFinder(importlib.abc.MetaPathFinder):
-    """An import finder that lets the finders after it find the counter, and registers the formulas after its execution."""
+class _CounterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets the finders after it find the counter, and registers the formulas after the counter's execution."""
+
+    loader: Any  # of the counter
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if fullname != _COUNTER:
@@ -46,13 +49,8 @@ class _CounterFinder(importlib.abc.MetaPathFinder):
         after = itertools.islice(itertools.dropwhile(lambda finder: finder is not self, sys.meta_path), 1, None)
         spec = next((spec for finder in after if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CounterLoader(spec.loader)
+            self.loader, spec.loader = spec.loader, self
         return spec
-
-
-class _CounterLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         return self.loader.create_module(spec)
@@ -67,27 +65,24 @@ def _register_all() -> None:
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     for operator in OPERATORS.values():
-        forward, backward = _make_formulas(operator)
-        for suffix, formula in (("", forward), ("_autocast", forward), ("_backward", backward)):
+        for suffix, count in (("", _count_forward), ("_autocast", _count_forward), ("_backward", _count_backward)):
             packet = getattr(torch.ops.mx_driving, operator.name + suffix)
             if packet not in flop_registry:
-                register_flop_formula(packet)(formula)
+                register_flop_formula(packet)(functools.partial(count, operator))
 
 
-def _make_formulas(operator: Operator) -> tuple[Any, Any]:
-    # ranks_bev has an element for each row of feat that is read
-    weights = operator.weights if operator.kind != "pooling" else operator.inputs.index("ranks_bev")
+def _count_forward(operator: Operator, *inputs: Any, **_: Any) -> int:
+    """Count two FLOPs, a product and a sum, for each channel of each row that is read. Inputs are shapes."""
+    if operator.kind == "pooling":
+        samples = math.prod(inputs[operator.inputs.index("ranks_bev")])  # an element for each row of feat that is read
+    else:
+        weights = inputs[operator.weights]  # or logits
+        samples = math.prod(weights[:-1] if operator.kind == "aggregation" else weights)
+    return 2 * operator.rows * samples * inputs[0][-1]
 
-    def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
-        """Count two FLOPs, a product and a sum, for each channel of each row that is read. Inputs are shapes."""
-        shape = inputs[weights]  # of weights, or of logits
-        samples = math.prod(shape[:-1] if operator.kind == "aggregation" else shape)
-        return 2 * operator.rows * samples * inputs[0][-1]
 
-    def backward(grad: Any, *rest: Any, **_: Any) -> int:
-        """Count the FLOPs of a forward once for the gradient of value, and once for all other gradients: these share the
-        products of grad_output and rows."""
-        *inputs, mask = rest
-        return forward(*inputs) * (bool(mask[0]) + any(mask[1:]))
-
-    return forward, backward
+def _count_backward(operator: Operator, grad: Any, *rest: Any, **_: Any) -> int:
+    """Count a forward for the gradient of value, and a forward for all other gradients, which share the products of
+    grad_output and rows."""
+    *inputs, mask = rest
+    return _count_forward(operator, *inputs) * (bool(mask[0]) + any(mask[1:]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _backends, _data_checks, _torch_private, reference
+from .._backends import choose
 from .._backends.triton import from_cpp
 from .._operator import checks, rules
 from .._operator.composition import autocast_dtype, empty_gradients
 from .._operator.description import OPERATORS, Operator
 from . import decompositions, distributed, flops
-from .choose import choose
 
 # If another program defined our schemas in C++, why_by_ctypes() removes its definitions first.
 _CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # False: C++ has registered the CPU kernels
@@ -34,53 +34,52 @@ _library = torch.library.Library("mx_driving", "DEF")
 
 
 class Registered:
-    """An operator in torch's dispatcher. The methods are in the order in which a call passes them."""
+    """An operator, its `<name>_autocast` or its `<name>_backward` in torch's dispatcher. The methods are in a call's order.
 
-    suffix = ""  # follows the operator's name
+    `<name>_autocast` reads 16-bit inputs without a conversion, and returns the float32 output of converted inputs. Its backward
+    is the operator's backward, with grad_output in float32.
+    """
+
     value = 0  # the index of value among the arguments: 1 in a backward, after grad_output
-    autocast_keys: tuple[str, ...] = ("AutocastCPU", "AutocastCUDA", "AutocastXPU")
 
-    def __init__(self, operator: Operator) -> None:
-        self.operator, self.name = operator, operator.name + self.suffix
+    def __init__(self, operator: Operator, suffix: str) -> None:
+        self.operator, self.name, self.is_autocast = operator, operator.name + suffix, suffix == "_autocast"
         self.count = self.value + len(operator.inputs)  # arguments that are tensors or None
-        self.differentiable = operator.differentiable  # indices of differentiable arguments
+        # the indices of differentiable arguments
+        self.differentiable = (0, *(i + 1 for i in operator.differentiable)) if self.value else operator.differentiable
         self.shared = tuple(self.value + i for i in operator.shared)
-        _library.define(self.schema(), tags=(torch.Tag.pt2_compliant_tag,))
-        self.op = getattr(torch.ops.mx_driving, self.name).default
-        self.kernels = {"native": self.native_kernel(), "triton": self.run_triton, "reference": self.run_reference}
-        self.function = self.make_function()
-        self.register()
-
-    def register(self) -> None:
-        name = self.name
-        for key in self.autocast_keys:
-            _library.impl(name, self.autocast, key)
-        torch.library.register_vmap(f"mx_driving::{name}", self.vmap, lib=_library)
-        _library.impl(name, self.autograd, "Autograd", with_keyset=True)
-        torch.library.register_fake(f"mx_driving::{name}", self.fake, lib=_library)
-        kernels = {key: self.kernel_of(device) for key, device in _DEVICES.items() if key != "CPU" or _CPU_IN_PYTHON}
-        if name in from_cpp.OPERATORS and from_cpp.why_not() is None:  # C++ has registered the CUDA kernel
-            from_cpp.define(name, self.schema(), kernels.pop("CUDA"))
-        for key, kernel in kernels.items():
-            _library.impl(name, kernel, key)
-        self.gpu_kernels = {getattr(_torch_private.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU") if key in kernels}
-        self.register_decomposition()
-
-    def register_decomposition(self) -> None:
-        _torch_private.register_decomposition(self.op, decompositions.find(self.name), self.fake)
-
-    def schema(self) -> str:
-        return f"{self.name}({self.arguments()}) -> Tensor"
-
-    def arguments(self) -> str:
-        """Return the inputs and options in the syntax of a schema."""
-        operator = self.operator
+        # Check the arguments of a Python kernel. C++ kernels check their arguments themselves.
+        self.check = functools.partial(checks.check_backward if self.value else checks.check_inputs, operator)
         tensors = (f"Tensor{'?' * t.optional} {t.name}" for t in operator.tensors)
-        return ", ".join((*tensors, *operator.options))
+        arguments, count = ", ".join((*tensors, *operator.options)), len(operator.differentiable)
+        self.schema = f"{self.name}({arguments}) -> Tensor"
+        if self.value:
+            results = ", ".join(["Tensor"] * count)
+            self.schema = f"{self.name}(Tensor grad_output, {arguments}, bool[{count}] output_mask) -> ({results})"
+        _library.define(self.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self.op = getattr(torch.ops.mx_driving, self.name).default
+        native = _backends.native.Kernel(operator.name, self.value > 0, autocast=self.is_autocast)
+        self.kernels = {"native": native, "triton": self.run_triton, "reference": self.run_reference}
+        self.function = self.make_function()
 
-    def autocast(self, *args: Any) -> Tensor:
-        """Call `<name>_autocast` with the inputs in their own dtypes. Its output is not rounded to 16 bits."""
-        return REGISTERED[f"{self.name}_autocast"].op(*args)
+        if not suffix:  # under autocast, call `<name>_autocast` with the inputs in their own dtypes
+            for key in ("AutocastCPU", "AutocastCUDA", "AutocastXPU"):
+                _library.impl(self.name, lambda *args: REGISTERED[f"{self.name}_autocast"].op(*args), key)
+        torch.library.register_vmap(f"mx_driving::{self.name}", self.vmap, lib=_library)
+        _library.impl(self.name, self.autograd, "Autograd", with_keyset=True)
+        torch.library.register_fake(f"mx_driving::{self.name}", self.fake, lib=_library)
+        kernels = {
+            key: functools.partial(self.run, device) for key, device in _DEVICES.items() if key != "CPU" or _CPU_IN_PYTHON
+        }
+        if self.name in from_cpp.OPERATORS and from_cpp.why_not() is None:  # C++ has registered the CUDA kernel
+            from_cpp.define(self.name, self.schema, kernels.pop("CUDA"))
+        for key, kernel in kernels.items():
+            _library.impl(self.name, kernel, key)
+        self.gpu_kernels = {getattr(_torch_private.DispatchKey, key): kernels[key] for key in ("CUDA", "XPU") if key in kernels}
+        if not self.value:
+            packet = getattr(torch.ops.mx_driving, operator.name)
+            decomposition = (lambda *args: packet(*_widen(args))) if self.is_autocast else decompositions.find(operator.name)
+            _torch_private.register_decomposition(self.op, decomposition, self.fake)
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
@@ -92,10 +91,54 @@ class Registered:
         if info.batch_size == 0:  # folded axes have size 0 and always agree
             check_entry()
         try:
-            return _map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
+            return self.map_call(info.batch_size, dims, args)
         except Exception:
             check_entry()  # before the axis is folded, so that the sentence has the caller's sizes
             raise
+
+    def map_call(self, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
+        """Return the results for all entries of the vmapped axis, and the dimension of the vmapped axis in every result.
+
+        Call the operator once, with the vmapped axis folded into the batches or queries: into the batches if an input that all
+        queries read, such as value, is vmapped or needs a gradient; else into the queries. Call the operator once per entry for
+        pooling, and if an input that batches share, such as the sizes of maps, is vmapped.
+
+        Args:
+            size: the size of the vmapped axis.
+            dims: the vmapped dimension of each argument, or None.
+        """
+        operator, value = self.operator, self.value
+        if operator.kind == "pooling" or any(dims[i] is not None for i in self.shared):
+            if size == 0:
+                rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {self.name} for each", "size 0")
+            entry_results = []
+            for entry in range(size):
+                inputs = [a if d is None else a.select(d, entry) for a, d in zip(args, dims, strict=True)]
+                try:
+                    entry_results.append(self.op(*inputs))
+                except RuntimeError:  # check the numbers in index tensors here: callers cannot read those of vmapped tensors
+                    self.check(*inputs)
+                    checks.check_readable_numbers(operator, inputs[value : len(args) - value])
+                    raise
+            if value == 0:
+                return torch.stack(entry_results), 0
+            return tuple(map(torch.stack, zip(*entry_results, strict=True))), (0,) * len(entry_results[0])
+        mask = args[-1] if value else None
+        needed = [value + i for i, need in zip(operator.differentiable, mask or (), strict=False) if need]
+        read_by_all = [value + i for i, axis in enumerate(operator.axes[operator.queries][:-1]) if axis is None]
+        joined = 0 if any(dims[i] is not None or i in needed for i in read_by_all) else 1
+        whole = read_by_all if joined else self.shared
+        folded = [
+            _move_to(a, dim, size, joined).flatten(joined, joined + 1) if isinstance(a, Tensor) and i not in whole else a
+            for i, (a, dim) in enumerate(zip(args, dims, strict=True))
+        ]
+        locations = value + 3
+        count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # number of batches or queries
+        results = self.op(*folded)
+        if mask is None:
+            return results.unflatten(joined, (size, count)), joined
+        outputs = tuple(g.unflatten(joined, (size, count)) if needed else g for g, needed in zip(results, mask, strict=True))
+        return outputs, tuple(joined if needed else None for needed in mask)
 
     def autograd(self, keyset: Any, *args: Any) -> Any:
         """Serve the Autograd key: forward mode by the reference, reverse mode by an autograd function of a single level.
@@ -143,7 +186,8 @@ class Registered:
         """Return the autograd function, whose graph node has the operator's name. Its first argument is a dispatch keyset."""
 
         def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-            self.save(ctx, args)
+            ctx.save_for_backward(*args[: self.count])
+            ctx.options = args[self.count :]
             if not _torch_private.are_transforms_active():
                 return self.below_autograd(keyset, *args)
             # Autograd disables grad mode and forward mode inside a function's forward. Outer levels of torch.func need both.
@@ -158,11 +202,6 @@ class Registered:
             members["_compiled_autograd_key"] = _torch_private.compiled_autograd_key
         members = {name: staticmethod(member) for name, member in members.items()}
         return type(self.name, (_torch_private.FunctionOfOneLevel,), members)
-
-    def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
-        """Save the inputs and the options in ctx."""
-        ctx.save_for_backward(*args[: self.count])
-        ctx.options = args[self.count :]
 
     def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of all arguments, by `<name>_backward`. Skip the Autograd key of the backward if nothing
@@ -188,30 +227,22 @@ class Registered:
     def fake(self, *args: Any) -> Any:
         _torch_private.keep_whole_in_inductor(self.op)  # here, because inductor traces a graph before it lowers the graph
         self.check(*args)
-        return args[0].new_empty(checks.output_shape(self.operator, args), dtype=self.output_dtype(args[0]))
-
-    def output_dtype(self, value: Tensor) -> torch.dtype:
-        return value.dtype
-
-    def check(self, *args: Any) -> None:
-        """Check the arguments of a Python kernel. C++ kernels check their arguments themselves."""
-        checks.check_inputs(self.operator, *args)
-
-    def kernel_of(self, device: str) -> Any:
-        """Return the kernel of a device, followed by the data checks if they are on."""
-        return _data_checks.followed(self.operator, functools.partial(self.run, device))
+        dtype = autocast_dtype(args[0]) if self.is_autocast else args[0].dtype
+        return args[0].new_empty(checks.output_shape(self.operator, args), dtype=dtype)
 
     def run(self, device: str, *args: Any) -> Any:
+        """Run the kernel of a device. After a forward, run the data checks if they are on."""
         self.check(*args)
         backend, _ = choose(self.operator, device, args[self.value : self.count])
-        return self.kernels[backend](*args)
-
-    def native_kernel(self) -> Callable[..., Any]:
-        return _backends.native.kernel(self.operator.name, self.value > 0)
+        results = self.kernels[backend](*args)
+        if not self.value and _data_checks.enabled():
+            _data_checks.check(self.operator, args)
+        return results
 
     def run_triton(self, *args: Any) -> Any:
         """Run the Triton kernel. The first call imports it."""
-        return _backends.triton.kernel(self.operator.name, self.value > 0)(*args)
+        dtype = {"dtype": autocast_dtype(args[0])} if self.is_autocast else {}
+        return _backends.triton.kernel(self.operator.name, self.value > 0)(*args, **dtype)
 
     def run_reference(self, *args: Any) -> Any:
         """Run the reference. First check the numbers in index tables: on a CPU, where reading is free, and in data_checks()."""
@@ -222,134 +253,37 @@ class Registered:
         return self.reference(*args)
 
     def reference(self, *args: Any) -> Any:
+        if self.is_autocast:
+            return getattr(reference, self.operator.name)(*_widen(args))
         return getattr(reference, self.name)(*args)
-
-
-class RegisteredAutocast(Registered):
-    """`<name>_autocast`: reads 16-bit inputs without a conversion, and returns the float32 output of converted inputs.
-
-    Its backward is the operator's backward, with grad_output in float32.
-    """
-
-    suffix = "_autocast"
-    autocast_keys = ()
-
-    def register_decomposition(self) -> None:
-        _torch_private.register_decomposition(
-            self.op, lambda *args: getattr(torch.ops.mx_driving, self.operator.name)(*_widen(args)), self.fake
-        )
-
-    def output_dtype(self, value: Tensor) -> torch.dtype:
-        return autocast_dtype(value)
-
-    def native_kernel(self) -> Callable[..., Any]:
-        return _backends.native.autocast_kernel(self.operator.name)
-
-    def run_triton(self, *args: Any) -> Any:
-        return _backends.triton.kernel(self.operator.name, False)(*args, dtype=autocast_dtype(args[0]))
-
-    def reference(self, *args: Any) -> Any:
-        return getattr(reference, self.operator.name)(*_widen(args))
 
 
 class RegisteredBackward(Registered):
     """An operator's backward. Its arguments are grad_output, the inputs and output_mask."""
 
-    suffix = "_backward"
     value = 1
-    autocast_keys = ()
-
-    def __init__(self, operator: Operator) -> None:
-        super().__init__(operator)
-        self.differentiable = (0, *(i + 1 for i in operator.differentiable))
-
-    def schema(self) -> str:
-        count = len(self.operator.differentiable)
-        results = ", ".join(["Tensor"] * count)
-        return f"{self.name}(Tensor grad_output, {self.arguments()}, bool[{count}] output_mask) -> ({results})"
-
-    def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
-        super().save(ctx, args[:-1])
-        ctx.mask = args[-1]
 
     def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the second derivative: differentiate the reference's backward, which is differentiable torch."""
-        tensors = list(ctx.saved_tensors)
+        tensors, (*options, mask) = list(ctx.saved_tensors), ctx.options
         indices = [i for i in self.differentiable if needs[i]]
 
         def first_gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
             for i, t in zip(indices, chosen, strict=True):
                 tensors[i] = t
-            outputs = self.reference(*tensors, *ctx.options, ctx.mask)
-            return tuple(g for g, needed in zip(outputs, ctx.mask, strict=True) if needed)
+            outputs = self.reference(*tensors, *options, mask)
+            return tuple(g for g, needed in zip(outputs, mask, strict=True) if needed)
 
         outputs, vjp, *_ = torch.func.vjp(first_gradients, *(tensors[i] for i in indices))
-        needed = [g for g, needed in zip(grads, ctx.mask, strict=True) if needed]
+        needed = [g for g, needed in zip(grads, mask, strict=True) if needed]
         filled = [torch.zeros_like(o) if g is None else g for g, o in zip(needed, outputs, strict=True)]
         second = dict(zip(indices, vjp(tuple(filled)), strict=True))
-        return (*map(second.get, range(self.count + len(ctx.options))), None)
+        return (*map(second.get, range(self.count + len(options))), None)
 
     def fake(self, *args: Any) -> Any:
         self.check(*args)
         _, *inputs, mask = args
         return tuple(empty_gradients([inputs[i] for i in self.operator.differentiable], mask))
-
-    def check(self, *args: Any) -> None:
-        checks.check_backward(self.operator, *args)
-
-    def kernel_of(self, device: str) -> Any:
-        return functools.partial(self.run, device)
-
-    def register_decomposition(self) -> None:
-        pass
-
-
-def _map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
-    """Return the results for all entries of the vmapped axis, and the dimension of the vmapped axis in every result. Call the
-    operator once, with the vmapped axis folded into the batches or queries.
-
-    Fold the axis into the batches if an input that all queries read, such as value, is vmapped or needs a gradient; else into
-    the queries. Call the operator once per entry for pooling, and if an input that batches share, such as the sizes of maps,
-    is vmapped.
-
-    Args:
-        value: the index of value among the arguments: 1 in a backward, because grad_output is first; else 0.
-        size: the size of the vmapped axis.
-        dims: the vmapped dimension of each argument, or None.
-    """
-    shared = [value + i for i in operator.shared]
-    if operator.kind == "pooling" or any(dims[i] is not None for i in shared):
-        if size == 0:
-            name = op.name().partition("::")[2]
-            rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {name} for each", "size 0")
-        entry_results = []
-        for entry in range(size):
-            inputs = [a if d is None else a.select(d, entry) for a, d in zip(args, dims, strict=True)]
-            try:
-                entry_results.append(op(*inputs))
-            except RuntimeError:  # check the numbers in index tensors here: callers cannot read those of vmapped tensors
-                (checks.check_backward if value else checks.check_inputs)(operator, *inputs)
-                checks.check_readable_numbers(operator, inputs[value : len(args) - value])
-                raise
-        if value == 0:
-            return torch.stack(entry_results), 0
-        return tuple(map(torch.stack, zip(*entry_results, strict=True))), (0,) * len(entry_results[0])
-    mask = args[-1] if value else None
-    needed = [value + i for i, need in zip(operator.differentiable, mask or (), strict=False) if need]
-    read_by_all = [value + i for i, axis in enumerate(operator.axes[operator.queries][:-1]) if axis is None]
-    joined = 0 if any(dims[i] is not None or i in needed for i in read_by_all) else 1
-    whole = read_by_all if joined else shared
-    folded = [
-        _move_to(a, dim, size, joined).flatten(joined, joined + 1) if isinstance(a, Tensor) and i not in whole else a
-        for i, (a, dim) in enumerate(zip(args, dims, strict=True))
-    ]
-    locations = value + 3
-    count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # number of batches or queries
-    results = op(*folded)
-    if mask is None:
-        return results.unflatten(joined, (size, count)), joined
-    outputs = tuple(g.unflatten(joined, (size, count)) if needed else g for g, needed in zip(results, mask, strict=True))
-    return outputs, tuple(joined if needed else None for needed in mask)
 
 
 def _move_to(t: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
@@ -371,13 +305,13 @@ def _follow_data() -> None:
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, registered in REGISTERED.items():
             if not isinstance(registered, RegisteredBackward):
-                _library.impl(name, registered.kernel_of("cpu"), "CPU")
+                _library.impl(name, functools.partial(registered.run, "cpu"), "CPU")
 
 
 REGISTERED: dict[str, Registered] = {}
 for _operator in OPERATORS.values():
-    for _class in (Registered, RegisteredAutocast, RegisteredBackward):
-        REGISTERED[_operator.name + _class.suffix] = _class(_operator)
+    for _suffix, _class in (("", Registered), ("_autocast", Registered), ("_backward", RegisteredBackward)):
+        REGISTERED[_operator.name + _suffix] = _class(_operator, _suffix)
 if not _CPU_IN_PYTHON:
     _data_checks.when_enabled(_follow_data)
 if from_cpp.why_not() is None:

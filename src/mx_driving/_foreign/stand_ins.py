@@ -3,6 +3,11 @@ of arguments, which are converted here to those of our functions. The extensions
 
 `deformable_aggregation_ext` is the name of two interfaces. In the older interface (Sparse4D v1 and v2, GaussianFormer, Far3D)
 feature maps have an axis of cameras. Far3D passes attention weights with levels and points in one axis.
+
+The pooling functions have the interface of compiled extensions: channels last, no autograd, no autocast, separate backwards.
+Extensions also take the intervals of the points. Only `bev_pool_v2_forward` reads the intervals. The other functions read the
+cell of every point. Their results equal the extensions' if all points of an interval have the same cell. In the backward of
+bev_pool_v2 they must have the same row of feat instead.
 """
 
 from __future__ import annotations
@@ -21,16 +26,27 @@ from .._foreign_functions import DIFFERENTIABLE, KEYWORDS, AutogradFunction, Fun
 from .._operator import checks, geometry
 from .._operator.composition import without_autocast
 from .._operator.description import AGGREGATION, POOL, SamplingInputs
-from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, need_tensors
+from .._operator.rules import (
+    FLOATING,
+    FLOATING_RULE,
+    INDEX,
+    INDEX_RULE,
+    fail,
+    need_axes,
+    need_dtype,
+    need_one_device,
+    need_shape,
+    need_tensors,
+)
 from ..ops import _pooling
 from ..ops._arguments import explain_arguments, rename_once
+from ..ops.bev_pool import bev_pool
 from ..ops.bev_pool_v2 import bev_pool_v2
 from ..ops.bev_pool_v3 import bev_pool_v3
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ..ops.npu_deformable_aggregation import deformable_aggregation
 from ..ops.voxel_pooling_train import npu_voxel_pooling_train
-from . import pools
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Arguments = dict[str, Any]  # our name of a parameter -> argument
@@ -43,6 +59,7 @@ FORWARDS = {
     )
 }
 _BACKWARDS = {operator: backward_as_compiled(operator, list) for operator in FORWARDS}
+_v1, _v2, _v3 = without_autocast(bev_pool), without_autocast(bev_pool_v2), without_autocast(bev_pool_v3)
 
 
 def sampling_inputs(operator: str, facts: Mapping[str, Any]) -> Inputs:
@@ -51,53 +68,132 @@ def sampling_inputs(operator: str, facts: Mapping[str, Any]) -> Inputs:
     if facts.get("starts") is None and isinstance(facts["shapes"], Tensor):
         facts = {**facts, "starts": geometry.starts_of(facts["shapes"])}
     value, shapes, starts, locations, weights = (facts[name] for name in SamplingInputs._fields)
-    if operator == AGGREGATION:
-        return aggregation_inputs(value, shapes, starts, locations, weights)
-    if isinstance(shapes, Tensor) and shapes.dim() == 2 and shapes.shape[1] == 3:
-        fact = f"{tuple(shapes.shape)}: three sizes, of volumes, and the operator samples maps"
-        fail(ValueError, "value_spatial_shapes", "have shape (num_levels, 2), (H, W) of each level", fact)
-    # The weights of attention may be [bs, num_queries, num_heads, num_levels * num_points].
-    if isinstance(weights, Tensor) and isinstance(locations, Tensor) and (weights.dim(), locations.dim()) == (4, 6):
-        sides = locations.shape[:-1]
-        if weights.shape == (*sides[:3], sides[3] * sides[4]):
-            weights = weights.reshape(sides)
-    return value, shapes, starts, locations, weights
+    if operator != AGGREGATION:
+        if isinstance(shapes, Tensor) and shapes.dim() == 2 and shapes.shape[1] == 3:
+            fact = f"{tuple(shapes.shape)}: three sizes, of volumes, and the operator samples maps"
+            fail(ValueError, "value_spatial_shapes", "have shape (num_levels, 2), (H, W) of each level", fact)
+        # The weights of attention may be [bs, num_queries, num_heads, num_levels * num_points].
+        if isinstance(weights, Tensor) and isinstance(locations, Tensor) and (weights.dim(), locations.dim()) == (4, 6):
+            sides = locations.shape[:-1]
+            if weights.shape == (*sides[:3], sides[3] * sides[4]):
+                weights = weights.reshape(sides)
+        return value, shapes, starts, locations, weights
 
-
-def aggregation_inputs(
-    feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sample_locations: Tensor, weights: Tensor
-) -> Inputs:
-    """Return the inputs of `deformable_aggregation`. In the older interface, feature maps are [bs, cam, num_feat, c],
-    tables [scale, 2] and [scale] for all cameras, locations [bs, pts, cam, 2], weights [bs, pts, cam, scale, group]. Make
-    every point of the older interface an anchor of one point."""
-    inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weights)
-    if not isinstance(feature_maps, Tensor) or feature_maps.dim() != 4:
-        if isinstance(spatial_shape, Tensor) and spatial_shape.dim() == 2 and isinstance(feature_maps, Tensor):
-            fact = (
-                f"{tuple(spatial_shape.shape)}, as the older interface has it, beside feature_maps {tuple(feature_maps.shape)}"
-            )
+    # The older interface of aggregation has feature maps [bs, cam, num_feat, c], tables [scale, 2] and [scale] for all cameras,
+    # locations [bs, pts, cam, 2] and weights [bs, pts, cam, scale, group]. Make each of its points an anchor of one point.
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        if isinstance(shapes, Tensor) and shapes.dim() == 2 and isinstance(value, Tensor):
+            fact = f"{tuple(shapes.shape)}, as the older interface has it, beside feature_maps {tuple(value.shape)}"
             fail(ValueError, "spatial_shape", "have shape (cam, scale, 2) where feature_maps are [bs, num_feat, c]", fact)
-        return inputs
-    need_tensors(("spatial_shape", spatial_shape), ("scale_start_index", scale_start_index))
-    need_tensors(("sample_locations", sample_locations), ("weights", weights))
-    need_dtype("scale_start_index", scale_start_index, INDEX, INDEX_RULE)
-    bs, cameras, rows, _ = feature_maps.shape
-    if spatial_shape.dim() == 3:
-        fact = (
-            f"{tuple(feature_maps.shape)}, as the older interface has them, beside spatial_shape {tuple(spatial_shape.shape)}"
-        )
+        return value, shapes, starts, locations, weights
+    need_tensors(("spatial_shape", shapes), ("scale_start_index", starts))
+    need_tensors(("sample_locations", locations), ("weights", weights))
+    need_dtype("scale_start_index", starts, INDEX, INDEX_RULE)
+    bs, cameras, rows, _ = value.shape
+    if shapes.dim() == 3:
+        fact = f"{tuple(value.shape)}, as the older interface has them, beside spatial_shape {tuple(shapes.shape)}"
         fail(ValueError, "feature_maps", "have shape (bs, num_feat, c) where spatial_shape is [cam, scale, 2]", fact)
-    need_shape("spatial_shape", spatial_shape, "scale, 2", None, 2)
-    scales = spatial_shape.shape[0]
-    need_shape("scale_start_index", scale_start_index, "scale", scales)
-    need_shape("sample_locations", sample_locations, "bs, pts, cam, 2", bs, None, cameras, 2)
-    need_shape("weights", weights, "bs, pts, cam, scale, group", bs, sample_locations.shape[1], cameras, scales, None)
-    if checks.is_readable(spatial_shape) and checks.is_readable(scale_start_index):
+    need_shape("spatial_shape", shapes, "scale, 2", None, 2)
+    scales = shapes.shape[0]
+    need_shape("scale_start_index", starts, "scale", scales)
+    need_shape("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)
+    need_shape("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, scales, None)
+    if checks.is_readable(shapes) and checks.is_readable(starts):
         # The operator sees the maps of all cameras as one table, and would not notice a level that runs into the next camera.
-        checks.check_levels("spatial_shape", "scale_start_index", spatial_shape, scale_start_index, rows)
-    first = torch.arange(cameras, dtype=torch.int64, device=scale_start_index.device)[:, None] * rows
-    tables = spatial_shape.expand(cameras, -1, -1), scale_start_index + first
-    return feature_maps.flatten(1, 2), *tables, sample_locations.unsqueeze(2), weights.unsqueeze(2)
+        checks.check_levels("spatial_shape", "scale_start_index", shapes, starts, rows)
+    first = torch.arange(cameras, dtype=torch.int64, device=starts.device)[:, None] * rows
+    return value.flatten(1, 2), shapes.expand(cameras, -1, -1), starts + first, locations.unsqueeze(2), weights.unsqueeze(2)
+
+
+def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> None:
+    """Check that the caller's outputs have the shapes and devices of the results. A copy to a meta tensor would lose them."""
+    for (name, out), result in zip(outputs.items(), results, strict=True):
+        need_tensors((name, out))
+        need_dtype(name, out, FLOATING, FLOATING_RULE)
+        if result is not None and out.shape != result.shape:
+            fail(ValueError, name, f"have shape {tuple(result.shape)}", tuple(out.shape))
+        if result is not None:
+            need_one_device(("the input", result), (name, out))
+
+
+def _channels_last(out: Tensor) -> Tensor:
+    return out.permute(0, 2, 3, 4, 1)
+
+
+@torch.no_grad()
+@explain_arguments
+def bev_pool_forward(
+    feat: Tensor, geom_feat: Tensor, interval_lengths: Any, interval_starts: Any, b: int, d: int, h: int, w: int
+) -> Tensor:
+    """Return [b, d, h, w, c]."""
+    _check_intervals(interval_lengths, interval_starts)
+    return _channels_last(_v1(feat, geom_feat, b, d, h, w))
+
+
+@torch.no_grad()
+@explain_arguments
+def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes: Any) -> Tensor:
+    """Return the gradient of feat, [n, c]."""
+    need_tensors(("grad_out", grad_out), ("geom_feat", geom_feat))
+    need_axes("grad_out", grad_out, "B, D, H, W, C")
+    need_dtype("grad_out", grad_out, FLOATING, FLOATING_RULE)
+    need_shape("geom_feat", geom_feat, "n, 4", None, 4)
+    _check_intervals(*intervals_and_sizes)
+    rows = grad_out.new_zeros(()).expand(geom_feat.shape[0], grad_out.shape[-1])
+    return _pooling.gradients(grad_out, None, rows, None, None, geom_feat)[1]
+
+
+@torch.no_grad()
+@explain_arguments
+def bev_pool_v2_forward(
+    depth: Tensor,
+    feat: Tensor,
+    ranks_depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_bev: Tensor,
+    interval_lengths: Tensor,
+    interval_starts: Tensor,
+    b: int,
+    d: int,
+    h: int,
+    w: int,
+) -> Tensor:
+    """Return [b, d, h, w, c]."""
+    need_tensors(("feat", feat))
+    if feat.dim() == 0:
+        fail(ValueError, "feat", "have shape (..., C)", ())
+    shape = (b, d, h, w, feat.shape[-1])
+    return _channels_last(_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths))
+
+
+@torch.no_grad()
+@explain_arguments
+def bev_pool_v3_forward(
+    depth: Any, feat: Tensor, ranks_depth: Any, ranks_feat: Any, ranks_bev: Tensor, b: int, d: int, h: int, w: int
+) -> Tensor:
+    """Return [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
+    need_tensors(("feat", feat))
+    if feat.dim() < (2 if depth is None else 1):
+        fail(ValueError, "feat", f"have shape {'(n, C)' if depth is None else '(..., C)'}", tuple(feat.shape))
+    channels = feat.shape[1 if depth is None else -1]
+    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (b, d, h, w, channels)))
+
+
+@torch.no_grad()
+@explain_arguments
+def bev_pool_v3_backward(
+    grad_out: Tensor, depth: Any, feat: Tensor, ranks_depth: Any, ranks_feat: Any, ranks_bev: Tensor, *intervals_and_sizes: Any
+) -> tuple[Any, Tensor]:
+    """Return the gradients of depth (None without depth) and feat, for the extensions of bev_pool_v2 and bev_pool_v3."""
+    _check_intervals(*intervals_and_sizes)
+    return _pooling.gradients(grad_out, depth, feat, ranks_depth, ranks_feat, ranks_bev)
+
+
+def _check_intervals(*intervals_and_sizes: Any) -> None:
+    """Check the dtypes of interval_lengths and interval_starts: the first two arguments, if the caller passes tensors."""
+    for name, t in zip(("interval_lengths", "interval_starts"), intervals_and_sizes, strict=False):
+        if isinstance(t, Tensor):
+            need_dtype(name, t, INDEX, INDEX_RULE)
 
 
 def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
@@ -128,15 +224,15 @@ def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
             need_tensors(("geom_xyzb", places))
             need_shape("geom_xyzb", places, "n, 4", None, 4)
             arguments = {**arguments, "geom_xyzb": places[:, [1, 0, 2, 3]]}
-        return (pools.bev_pool_backward if entry.backward else pools.bev_pool_forward)(*arguments.values())
+        return (bev_pool_backward if entry.backward else bev_pool_forward)(*arguments.values())
 
     if "ranks_bev" in names:
         inputs = [argument for name, argument in arguments.items() if name not in entry.outputs]
         if entry.backward:
-            return pools.bev_pool_v3_backward(*inputs)
+            return bev_pool_v3_backward(*inputs)
         need_tensors(("output", arguments["output"]))  # the sizes are those of the caller's output [b, d, h, w, c]
         need_axes("output", arguments["output"], "B, D, H, W, C")
-        return pools.bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
+        return bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
 
     if "memo" in names:
         # Return [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3].
@@ -150,7 +246,7 @@ def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
         need_shape("memo", memo, "B, n, 3", B, n, 3)
         need_dtype("memo", memo, INDEX, INDEX_RULE)
         need_one_device(("geom_xyz", coords), ("memo", memo))
-        pools.check_outputs([pooled], {"output": arguments["output"]})
+        check_outputs([pooled], {"output": arguments["output"]})
         inside, cells = _pooling.points_inside(coords, (X, Y, Z))
         memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
         return pooled
@@ -184,7 +280,7 @@ def stand_in(entry: Function) -> Callable[..., Any]:
             return results
         outputs = {name: arguments[name] for name in entry.outputs}
         results = [results] if isinstance(results, Tensor) else results
-        pools.check_outputs(results, outputs)  # write nothing if an output has a wrong shape
+        check_outputs(results, outputs)  # write nothing if an output has a wrong shape
         for out, result in zip(outputs.values(), results, strict=True):
             if result is not None:
                 out.add_(result) if f"{entry.outputs[0]}+" in entry.parameters else out.copy_(result)

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import _backends, reference
 from .._agreement import entry_differences, largest_magnitude, output_difference, rounding_limit
-from .._dispatch import choose
 from .plain import make_plain, make_training_call
 from .workloads import Args, Workload, cast, take_queries
 
@@ -137,9 +136,9 @@ def check_one(workload: Workload, dtype: str, device: str, quick: bool, timed: b
         wide = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)
         plain_call = make_training_call(make_plain(workload.operator), wide, differentiable, grad.to(wide[0].dtype))
         plain_seconds = _time_call(plain_call, device)
-    kernels = choose.backends()
+    kernels = _backends.backends()
     kind = device if device in kernels else "other"
-    on_reference = choose.choose(workload.description, kind)[0] == "reference"
+    on_reference = _backends.choose(workload.description, kind)[0] == "reference"
     sentence = kernels[kind][workload.operator]
     backend = f"reference ({device}: {sentence})" if on_reference else f"{device}: {sentence}"
     return WorkloadErrors(workload, dtype, backend, errors, allowed, seconds, plain_seconds, on_reference and kind == "cpu")

@@ -264,20 +264,15 @@ def remove_depth(args: Args) -> Args:
 
 
 def _draw_example(
-    generator: torch.Generator, bs: int, queries: int, channels: int, heads: int, levels: int, points: int
+    generator: torch.Generator, bs: int, queries: int, channels: int, heads: int, levels: int, points: int, scale: int = 1
 ) -> tuple[Tensor, ...]:
-    """Draw inputs as in the vendor's documents; every level is 60 x 40."""
+    """Draw inputs as in the vendor's documents; every level is 60 x 40. `scale` multiplies locations in 0..1."""
     shapes = torch.tensor([[60, 40]] * levels)
     starts = torch.arange(levels) * 2400
     value = torch.rand(bs, 2400 * levels, heads, channels, generator=generator) * 0.01
     locations = torch.rand(bs, queries, heads, levels, points, 2, generator=generator)
     weights = torch.rand(bs, queries, heads, levels, points, generator=generator) + 1e-5
-    return value, shapes, starts, move_off_lattice(locations, shapes.flip(-1)[:, None]), weights
-
-
-def _draw_geometric_example(generator: torch.Generator) -> tuple[Tensor, ...]:
-    value, shapes, starts, locations, weights = _draw_example(generator, 6, 9680, 32, 8, 4, 4)
-    return value, shapes, starts, locations * 40, weights
+    return value, shapes, starts, move_off_lattice(locations, shapes.flip(-1)[:, None]) * scale, weights
 
 
 def _draw_aggregation_example(generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -294,7 +289,9 @@ EXAMPLES = (
     Workload("Vendor example small [1, 16, 32, 4, 1, 8]", MULTI_SCALE, lambda g: _draw_example(g, 1, 16, 32, 4, 1, 8)),
     Workload("Vendor example large [6, 9680, 32, 8, 4, 4]", MULTI_SCALE, lambda g: _draw_example(g, 6, 9680, 32, 8, 4, 4)),
     Workload("Vendor example aggregation 1 x 2816 x 256, 10 x 2000", AGGREGATION, _draw_aggregation_example),
-    Workload("Vendor example geometric [6, 9680, 32, 8, 4, 4]", GEOMETRIC, _draw_geometric_example),
+    Workload(
+        "Vendor example geometric [6, 9680, 32, 8, 4, 4]", GEOMETRIC, lambda g: _draw_example(g, 6, 9680, 32, 8, 4, 4, 40)
+    ),
 )
 DETR = [(100, 134), (50, 67), (25, 34), (13, 17)]
 BEVFORMER = [(116, 200), (58, 100), (29, 50), (15, 25)]

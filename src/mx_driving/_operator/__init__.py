@@ -1,3 +1,12 @@
-"""The definition of the operators: descriptions, checks, limits, geometry and composition. There are no kernels here."""
+"""The definition of the operators: descriptions, checks, limits, geometry and composition. There are no kernels here.
 
-from .. import _import_guard as _import_guard  # here, because nearly every module imports `_operator` first
+Nearly every module imports this package first. So it raises ImportError if `mx_driving/__init__.py` is the vendor's or is
+missing: see the package mx_driving_portable.
+"""
+
+import sys as _sys
+
+if getattr(_sys.modules["mx_driving"], "__distribution__", None) != "mx-driving-portable":
+    import mx_driving_portable
+
+    raise ImportError(mx_driving_portable.beside() or "mx_driving/__init__.py is not mx-driving-portable's: install that again")

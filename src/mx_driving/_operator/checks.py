@@ -376,20 +376,6 @@ def check_levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Ten
         fail(ValueError, starts_name + where, rule, f"{start} (needs {end} rows){swapped}")
 
 
-def check_host_memory(name: str, t: Any) -> None:
-    """Check that a C function can read and write the memory of t."""
-    need_tensors((name, t))
-    if t.device.type != "cpu" or t.layout != torch.strided or t.is_neg() or t.is_conj():
-        fail(ValueError, name, "be a plain strided tensor on the CPU", f"{t.layout} on {t.device}")
-
-
-def check_workspace(t: Tensor, size: int) -> None:
-    """Check that the workspace of phase two has `size` contiguous bytes."""
-    check_host_memory("workspace", t)
-    if not t.is_contiguous() or t.nbytes < size:
-        fail(ValueError, "workspace", f"have workspace_size={size} bytes in a row", f"{t.nbytes} of strides {t.stride()}")
-
-
 def check_rows_of_levels(rows: int, keys: int) -> None:
     """Check that the levels of an attention module have as many rows as value has keys."""
     if rows != keys:

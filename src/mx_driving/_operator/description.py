@@ -82,7 +82,7 @@ class Operator:
         """Return the index of weights or logits, which have an element for every sample and group."""
         return self.differentiable[-1]
 
-    @property
+    @cached_property
     def options(self) -> tuple[str, ...]:
         """Return the arguments after the tensors, in the syntax of a schema."""
         return (*(f"SymInt {size}" for size in self.sizes), *(f"str {option}" for option in self.choices))

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from .._dispatch.functions import backward_as_compiled
-from .._foreign import pools
+from .._foreign import stand_ins
 from .._foreign.absent import explain_missing
-from .._foreign.stand_ins import FORWARDS, stand_in
 from .._foreign_functions import Function
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE
 from ..ops._arguments import explain_arguments
@@ -32,14 +31,14 @@ _NAMES = {
 }
 _WRITES = Function("", "geometric_kernel_attention_forward", GEOMETRIC, "value shapes starts locations weights output=")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    _WRITES.name: torch.no_grad()(stand_in(_WRITES)),
-    **{"npu_bev_pool": pools.bev_pool_forward, "npu_bev_pool_backward": pools.bev_pool_backward},
-    **{"npu_bev_pool_v2": pools.bev_pool_v2_forward, "npu_bev_pool_v3": pools.bev_pool_v3_forward},
-    **dict.fromkeys(("npu_bev_pool_v2_backward", "npu_bev_pool_v3_backward"), pools.bev_pool_v3_backward),
+    _WRITES.name: torch.no_grad()(stand_ins.stand_in(_WRITES)),
+    **{"npu_bev_pool": stand_ins.bev_pool_forward, "npu_bev_pool_backward": stand_ins.bev_pool_backward},
+    **{"npu_bev_pool_v2": stand_ins.bev_pool_v2_forward, "npu_bev_pool_v3": stand_ins.bev_pool_v3_forward},
+    **dict.fromkeys(("npu_bev_pool_v2_backward", "npu_bev_pool_v3_backward"), stand_ins.bev_pool_v3_backward),
 }
 for _operator, (_forwards, _backwards) in _NAMES.items():
     _backward = explain_arguments(backward_as_compiled(_operator, tuple))
-    _FUNCTIONS |= dict.fromkeys(_forwards.split(), torch.no_grad()(FORWARDS[_operator]))
+    _FUNCTIONS |= dict.fromkeys(_forwards.split(), torch.no_grad()(stand_ins.FORWARDS[_operator]))
     _FUNCTIONS |= dict.fromkeys(_backwards.split(), torch.no_grad()(_backward))
 
 globals().update(_FUNCTIONS)

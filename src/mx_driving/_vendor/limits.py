@@ -149,20 +149,16 @@ def hold(name: str, *args: Any) -> None:
     bare = OPERATORS[name].bare or name
     with torch.no_grad():
         inputs = composition.bare_inputs(name, *args) if bare != name else args
-        _refuse(bare, sizes := _find_sizes(bare, *inputs))
+        sizes = _find_sizes(bare, *inputs)
         if bare == AGGREGATION and inputs[3].numel() and not torch.compiler.is_compiling():
             locations = _torch_private.without_transforms(inputs[3])  # of all entries of a vmapped axis
             if checks.has_numbers(locations):
                 with _torch_private.outside_transforms():
                     smallest, largest = (round(number, 4) for number in torch.stack(locations.aminmax()).tolist())
                 sizes["sample_locations"].update({"the smallest value": smallest, "the largest value": largest})
-                _refuse(bare, sizes)
-
-
-def _refuse(name: str, sizes: Sizes) -> None:
-    for release in dict.fromkeys(open_releases):
-        for broken in _broken(name, sizes, release):
-            rules.fail(ValueError, *broken)
+        for release in dict.fromkeys(open_releases):
+            for broken in _broken(bare, sizes, release):
+                rules.fail(ValueError, *broken)
 
 
 def _broken(name: str, sizes: Sizes, release: str) -> Iterator[tuple[str, str, Any]]:

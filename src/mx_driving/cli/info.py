@@ -11,7 +11,7 @@ import torch
 import mx_driving_portable
 
 from .. import __distribution__, _backends, backends
-from .._dispatch.choose import choose
+from .._backends import choose
 from .._measure.report import find_processor
 from .._operator.description import OPERATORS
 from .._show import print_json

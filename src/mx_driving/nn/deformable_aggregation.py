@@ -26,7 +26,7 @@ class KeyPoints(nn.Module):
         point = centre + R(yaw) * (scale * size)        scale: fix_scale, and sigmoid(learnable_fc(feature)) - 1/2
 
     An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); later numbers are not read. Points of a 16-bit anchor
-    are float32: the anchor's numbers are exact in it, and rounding at every step would move a point by centimetres.
+    are float32: it holds the anchor's numbers exactly, and rounding at every step would move a point by centimetres.
     """
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:

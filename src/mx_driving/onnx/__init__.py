@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _import_guard as _import_guard
 from .._operator.problems import Problem
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ import triton.language as tl
 from ..._operator.description import OPERATORS
 from . import launch
 from .sampler import Kernels
-from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
-from .softmax import power
+from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, power, record
 
 # Kernels are not specialized for these arguments, so a call with new values compiles nothing.
 _VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]

@@ -20,7 +20,7 @@ from ..._operator import composition
 from . import deformable_aggregation, launch
 from .deformable_aggregation import kernels
 from .sampler import Samples
-from .softmax import power, read_pair, store_pair
+from .sampling import power, read_pair, store_pair
 
 _NAME = "deformable_aggregation_with_logits"
 _NEAREST = tl.constexpr(composition.NEAREST)

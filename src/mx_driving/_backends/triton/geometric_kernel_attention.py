@@ -7,8 +7,20 @@ import triton.language as tl
 
 from ..._operator.description import OPERATORS
 from .sampler import VARYING, Kernels, plan, tile_of
-from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one
-from .softmax import read_pair, start_row, weigh
+from .sampling import (
+    _MOST_ROWS,
+    ADDED,
+    RECORDED,
+    add,
+    by_lane,
+    exists,
+    level,
+    read,
+    read_pair,
+    record_one,
+    start_row,
+    weigh,
+)
 
 _WHOLE = tl.constexpr(8388608.0)  # 2**23: float32 numbers from here on are whole
 

@@ -7,8 +7,24 @@ import triton.language as tl
 
 from ..._operator.description import OPERATORS
 from .sampler import VARYING, Kernels, plan, tile_of
-from .sampling import ADDED, RECORDED, add_corners, bilinear, by_lane, coefficients, corners, dots, level, record, threads
-from .softmax import locate, read_pair, start_row, store_pair, weigh
+from .sampling import (
+    ADDED,
+    RECORDED,
+    add_corners,
+    bilinear,
+    by_lane,
+    coefficients,
+    corners,
+    dots,
+    level,
+    locate,
+    read_pair,
+    record,
+    start_row,
+    store_pair,
+    threads,
+    weigh,
+)
 
 OF_LOCATIONS, OF_OFFSETS = 1, 2  # the input whose gradient the kernel writes to `grad_locations`
 _OF_LOCATIONS = tl.constexpr(OF_LOCATIONS)
@@ -69,12 +85,6 @@ def _forward(
     tl.store(output + row * CHANNELS + c, total.to(output.dtype.element_ty), mask=here & channel)
 
 
-@triton.jit
-def _store(pointers, sums, here, thread):
-    """Store sums [ROWS, 1]. The first thread of every row stores."""
-    tl.store(pointers + 0 * thread, (sums + 0.0 * thread).to(pointers.dtype.element_ty), mask=here & (thread == 0))
-
-
 @triton.jit(do_not_specialize=VARYING)
 def _backward(
     grad, value, shapes, starts, reference, locations, weights, grad_value, grad_locations, grad_weights, targets, parts,
@@ -92,7 +102,7 @@ def _backward(
     top, scale, zero = start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
     if REFERENCES:
-        # Coordinates are combined with `zero` (see `normalise`). That zero has a copy per channel, so ptxas would compute each
+        # Coordinates are combined with `zero` (see `start_row`). That zero has a copy per channel, so ptxas would compute each
         # coordinate twice. The zero of this line has no copies: it comes from `g`, summed within threads.
         zero = (tl.sum(by_lane(g, ROWS, COLUMNS, LANE), 1, keep_dims=True).to(tl.int32, bitcast=True) & 1) >> 1
     thread = threads(COLUMNS, LANE)
@@ -115,7 +125,8 @@ def _backward(
                 v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
                 sample, dx, dy = dots(v00, v01, v10, v11, g, right, below, ROWS, COLUMNS, LANE)
                 if WEIGHTS:
-                    _store(grad_weights + at, tl.where(valid, sample, 0.0), here, thread)
+                    sample = (tl.where(valid, sample, 0.0) + 0.0 * thread).to(grad_weights.dtype.element_ty)
+                    tl.store(grad_weights + at + 0 * thread, sample, mask=here & (thread == 0))
                 if LOCATIONS:
                     if LOCATIONS == _OF_LOCATIONS:
                         across, down = width, height

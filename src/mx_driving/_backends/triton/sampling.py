@@ -1,4 +1,4 @@
-"""Shared code of the GPU kernels: a level of the pyramid, the bilinear sample, and its gradient.
+"""Shared code of the GPU kernels: a level of the pyramid, the bilinear sample and its gradient, the softmax of a row of logits.
 
 Coordinates, rows and coefficients are tensors [rows, 1] (a sample for each row of a tile) or [1, 1] (a sample for the program).
 They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
@@ -19,6 +19,7 @@ from . import launch
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 _MOST_PER_THREAD = tl.constexpr(launch.MOST_PER_THREAD)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 # What a backward kernel does with the terms of value's gradient.
 NOT_NEEDED = tl.constexpr(0)  # computes no terms
@@ -76,16 +77,6 @@ def coefficients(right, below, weight):
     bottom = weight * below
     top = weight - bottom
     return top - top * right, top * right, bottom - bottom * right, bottom * right
-
-
-@triton.jit
-def slopes(v00, v01, v10, v11, right, below):
-    """Return the sample between four corners, and its slopes in x and y."""
-    along_top = v01 - v00
-    along_bottom = v11 - v10
-    top = v00 + right * along_top
-    down = v10 + right * along_bottom - top
-    return top + below * down, along_top + below * (along_bottom - along_top), down
 
 
 @triton.jit
@@ -159,12 +150,108 @@ def dots(v00, v01, v10, v11, g, right, below, ROWS: tl.constexpr, COLUMNS: tl.co
 
     Combine the four corners within threads first, so that three sums cross threads instead of four.
     """
-    sample, dx, dy = slopes(
-        by_lane(v00 * g, ROWS, COLUMNS, LANE),
-        by_lane(v01 * g, ROWS, COLUMNS, LANE),
-        by_lane(v10 * g, ROWS, COLUMNS, LANE),
-        by_lane(v11 * g, ROWS, COLUMNS, LANE),
-        right,
-        below,
-    )
+    v00, v01 = by_lane(v00 * g, ROWS, COLUMNS, LANE), by_lane(v01 * g, ROWS, COLUMNS, LANE)
+    v10, v11 = by_lane(v10 * g, ROWS, COLUMNS, LANE), by_lane(v11 * g, ROWS, COLUMNS, LANE)
+    along_top = v01 - v00
+    along_bottom = v11 - v10
+    top = v00 + right * along_top
+    dy = v10 + right * along_bottom - top
+    sample, dx = top + below * dy, along_top + below * (along_bottom - along_top)
     return tl.sum(sample, 1, keep_dims=True), tl.sum(dx, 1, keep_dims=True), tl.sum(dy, 1, keep_dims=True)
+
+
+# ---- For kernels that take logits and offsets. A kernel first reads a row of logits as tiles, for the greatest logit and the
+# sum. Then it reads the row sample by sample.
+
+
+@triton.jit
+def _add_pairwise(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sums of rows. Add neighbours, then neighbouring sums, so that the bits do not depend on how many columns a
+    thread has."""
+    if COLUMNS > 1:
+        t = _add_pairwise(tl.sum(tl.reshape(t, (ROWS, COLUMNS // 2, 2)), 2), ROWS, COLUMNS // 2)
+    return tl.reshape(t, (ROWS, 1))
+
+
+@triton.jit
+def power(logit, top):
+    return tl.exp2((logit - top) * _LOG2_E)
+
+
+@triton.jit
+def start_row(weights, row, c, LOGITS: tl.constexpr, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the greatest logit of each row, the inverse of the sum of the row's powers, and an integer that is always zero.
+    Without LOGITS, return zeros.
+
+    The tile has as many columns as the tile of channels, so that both have the same layout. Triton does not know that the
+    integer is zero. A bitwise or of the bits of a coordinate and the integer gives the coordinate the tile's layout, so that no
+    thread computes it twice. LLVM removes the bitwise or.
+    """
+    if LOGITS:
+        greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
+        for first in range(0, SAMPLES, COLUMNS):
+            s = first + c
+            logit = tl.load(weights + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
+            greatest = tl.maximum(greatest, logit)
+        top = tl.max(greatest, 1, keep_dims=True)
+        powers = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, SAMPLES, COLUMNS):
+            s = first + c
+            logit = tl.load(weights + row * SAMPLES + s, mask=s < SAMPLES, other=-float("inf")).to(tl.float32)
+            powers += power(logit, top)
+        scale, zero = 1.0 / _add_pairwise(powers, ROWS, COLUMNS), (top.to(tl.int32, bitcast=True) & 1) >> 1
+    else:
+        top = tl.zeros((1, 1), tl.float32)
+        scale = top
+        zero = tl.zeros((1, 1), tl.int32)
+    return top, scale, zero
+
+
+@triton.jit
+def weigh(weights, at, top, scale, LOGITS: tl.constexpr):
+    """Return the weight of a sample. If the softmax of a row is NaN, `scale` is NaN."""
+    weight = tl.load(weights + at).to(tl.float32)
+    if LOGITS:
+        weight = power(weight, top) * scale
+    return weight
+
+
+@triton.jit
+def read_pair(base, at, zero=0):
+    """Return elements 2 * at and 2 * at + 1 in float32, by a single access."""
+    if base.dtype.element_ty == tl.float32:
+        both = tl.load(base.to(tl.pointer_type(tl.int64), bitcast=True) + at) | zero
+        x, y = both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        both = tl.load(base.to(tl.pointer_type(tl.int32), bitcast=True) + at) | zero
+        if base.dtype.element_ty == tl.bfloat16:
+            x, y = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+        else:
+            x = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            y = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return x, y
+
+
+@triton.jit
+def store_pair(base, at, x, y, here):
+    """Store x and y as elements 2 * at and 2 * at + 1, by a single access."""
+    dtype: tl.constexpr = base.dtype.element_ty
+    if dtype == tl.float32:
+        low, high = x.to(tl.int32, bitcast=True).to(tl.int64), y.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.store(base.to(tl.pointer_type(tl.int64), bitcast=True) + at, (low & 0xFFFFFFFF) | (high << 32), mask=here)
+    else:
+        low, high = x.to(dtype).to(tl.int16, bitcast=True).to(tl.int32), y.to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
+        tl.store(base.to(tl.pointer_type(tl.int32), bitcast=True) + at, (low & 0xFFFF) | (high << 16), mask=here)
+
+
+@triton.jit
+def locate(reference, row, height, width, zero, POINTS: tl.constexpr, BOX: tl.constexpr):
+    """Return the pixel (x, y) of a row of `reference`, and how many pixels (across, down) an offset of 1 moves a sample."""
+    x, y = read_pair(reference, row * (2 if BOX else 1), zero)
+    if BOX:
+        across, down = read_pair(reference, row * 2 + 1, zero)
+        across, down = across * (width * (0.5 / POINTS)), down * (height * (0.5 / POINTS))
+    else:
+        across = tl.full((1, 1), 1.0, tl.float32)
+        down = across
+    return x * width - 0.5, y * height - 0.5, across, down

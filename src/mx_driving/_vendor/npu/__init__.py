@@ -217,21 +217,6 @@ def _name_device(name: str) -> None:
         _changes.set(storage, name, lambda self, device=None, non_blocking=False: self.clone())
 
 
-def _transfer() -> None:
-    """Make CUDA's device names mean the CPU, too, as importing `torch_npu.contrib.transfer_to_npu` does."""
-    _types.add("cuda")
-    for name, value in _device_module.NAMES.items():
-        torchs_own_state = name.startswith("_") or name in ("init", "is_initialized")
-        if not torchs_own_state and hasattr(torch.cuda, name):
-            _changes.set(torch.cuda, name, value)
-    for name, value in _device_module.AMP.items():
-        _changes.set(torch.cuda.amp, name, value)
-    _changes.set(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
-    is_enabled = torch.is_autocast_enabled
-    _changes.set(torch, "is_autocast_enabled", lambda device_type="cpu": is_enabled(device_type))
-    _name_device("cuda")
-
-
 def _refusal(name: str) -> str:
     return f"{name} runs on an Ascend device; mx_driving.compat's stand-in for torch_npu has no such thing for a CPU"
 
@@ -253,8 +238,20 @@ def _contents(name: str) -> dict[str, Any] | None:
 class _StandInModules(MadeModules):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
-        if module.__name__ == "torch_npu.contrib.transfer_to_npu":
-            _transfer()
+        if module.__name__ != "torch_npu.contrib.transfer_to_npu":
+            return
+        # Make CUDA's device names mean the CPU, too.
+        _types.add("cuda")
+        for name, value in _device_module.NAMES.items():
+            torchs_own_state = name.startswith("_") or name in ("init", "is_initialized")
+            if not torchs_own_state and hasattr(torch.cuda, name):
+                _changes.set(torch.cuda, name, value)
+        for name, value in _device_module.AMP.items():
+            _changes.set(torch.cuda.amp, name, value)
+        _changes.set(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
+        is_enabled = torch.is_autocast_enabled
+        _changes.set(torch, "is_autocast_enabled", lambda device_type="cpu": is_enabled(device_type))
+        _name_device("cuda")
 
 
 _finder = _StandInModules(_contents, packages=True)

@@ -17,28 +17,6 @@ run_tests = unittest.main
 _COMPARED = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "float16", "float32", "float64")
 
 
-def _describe_difference(x: Any, y: Any, prec: float, least: float) -> str:
-    """Return in words how two arrays with NaN at the same places differ; "" if they are equal within `prec`.
-
-    An element may err by `prec`, absolutely or relatively to the larger of the two. The arrays differ if both kinds of error
-    occur, each in more than a fraction `prec` of all elements.
-    """
-    import numpy as np
-
-    if x.dtype == np.bool_:
-        return "" if np.array_equal(x, y) else "truth values differ"
-    wide = np.float64 if x.dtype.kind == "f" else np.int64
-    x, y = x.astype(wide), y.astype(wide)
-    nans = np.isnan(x)
-    with np.errstate(invalid="ignore"):  # as in the vendor's TestCase, equal infinities differ: inf - inf is NaN
-        error = np.where(nans, 0, np.abs(y - x))
-        scale = np.where(nans, 1, np.maximum(np.abs(x), np.abs(y)))
-        absolute, relative = int((~(error <= prec)).sum()), int((~(error / (scale + least) <= prec)).sum())
-    if min(absolute, relative) <= x.size * prec:
-        return ""
-    return f"{absolute} of {x.size} elements err by more than {prec}, {relative} relatively; the largest error is {error.max()}"
-
-
 def _as_array(value: Any, other: Any) -> Any:
     """Return a numpy array of a tensor, a number, or a sequence beside a tensor."""
     import numpy as np
@@ -97,8 +75,21 @@ class TestCase(unittest.TestCase):
             self.fail(f"dtype error: {x.dtype} and {y.dtype} cannot be compared")
         if x.dtype.kind == "f" and not np.array_equal(np.isnan(x), np.isnan(y)):
             self.fail(message or "result error: NaN stands at different places")
-        if error := _describe_difference(x, y, *((prec16, 6e-8) if x.dtype.name == "float16" else (prec, 1e-9))):
-            self.fail(f"result error: {error}")
+        if x.dtype == np.bool_:
+            if not np.array_equal(x, y):
+                self.fail("result error: truth values differ")
+            return
+        prec, least = (prec16, 6e-8) if x.dtype.name == "float16" else (prec, 1e-9)
+        wide = np.float64 if x.dtype.kind == "f" else np.int64
+        x, y = x.astype(wide), y.astype(wide)
+        nans = np.isnan(x)
+        with np.errstate(invalid="ignore"):  # as in the vendor's TestCase, equal infinities differ: inf - inf is NaN
+            error = np.where(nans, 0, np.abs(y - x))
+            scale = np.where(nans, 1, np.maximum(np.abs(x), np.abs(y)))
+            absolute, relative = int((~(error <= prec)).sum()), int((~(error / (scale + least) <= prec)).sum())
+        if min(absolute, relative) > x.size * prec:  # arrays differ if both kinds of error occur, each too often
+            text = f"{absolute} of {x.size} elements err by more than {prec}, {relative} relatively"
+            self.fail(f"result error: {text}; the largest error is {error.max()}")
 
     def assertEqual(
         self, x: Any, y: Any, prec: Any = None, message: str = "", allow_inf: bool = False, exact_dtype: bool | None = None
