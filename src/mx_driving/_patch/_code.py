@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import copy
 import dataclasses
-import dis
 import functools
 import hashlib
 import inspect
@@ -25,14 +25,14 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .. import _torch_private
-from ._parameters import find_source, find_wrapper, list_code, read_names, unwrap
+from ._parameters import find_source, find_wrapper, list_code, list_loads, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
 # These functions have no side effects. So a key leaves out an `if` whose test calls only them and whose body only raises.
@@ -194,10 +194,26 @@ class Reader:
         code.functions.append(source)
         own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
         text = _Text(own)
-        parts = [text.dump_function(tree), [_Text("").dump(d) for d in tree.decorator_list] if decorated else []]
+        body = [text.dump(tree.args), text.dump(_drop_checks(tree.body, tree))]
+        parts = [body, [_Text("").dump(d) for d in tree.decorator_list] if decorated else []]
         if "super" in text.names:
             raise NoKey(f"{source.__qualname__} calls super()")
-        parts += self._read_closure(source, wraps, code)
+        for name, cell in zip(source.__code__.co_freevars, source.__closure__ or (), strict=True):
+            if name == "__class__":
+                continue
+            content = cell.cell_contents
+            if wraps is None:
+                raise NoKey(f"{source.__qualname__} has a closure")
+            if content is wraps:
+                parts.append([name, "wrapped"])
+            elif isinstance(content, types.FunctionType):
+                parts.append([name, self._read_wrapped(content, None, code)])
+            elif isinstance(content, _CONSTANTS):
+                parts.append([name, repr(content)])
+            elif isinstance(content, type):
+                parts.append([name, f"{content.__module__}.{content.__qualname__}"])
+            else:
+                raise NoKey(f"the wrapper {source.__code__.co_name} holds a {type(content).__name__}")
         defaults = [d for d in (*tree.args.defaults, *tree.args.kw_defaults) if d]
         if any(not isinstance(default, ast.Constant) for default in defaults):
             parts.append(repr((source.__defaults__, source.__kwdefaults__)))
@@ -205,7 +221,8 @@ class Reader:
             raise NoKey(f"the defaults of {source.__qualname__} are not those of its file")
         code.passes_self |= text.passes_self
         code.writes |= text.writes
-        names = set(list_globals(source)) & text.names
+        loads = (name for own in list_code(source) for name in list_loads(own, "LOAD_GLOBAL", "LOAD_NAME"))
+        names = text.names.intersection(loads)
         self._note(code, source.__globals__, names)
         for name in sorted(names):
             parts.append([name, self._describe_global(source, name, code)])
@@ -254,27 +271,6 @@ class Reader:
             wrapper = getattr(wrapper.__wrapped__, "__func__", wrapper.__wrapped__)
         return parts
 
-    def _read_closure(self, function: types.FunctionType, wraps: Any, code: Code) -> list[Any]:
-        """Return the contents of a wrapper's closure. A function with a closure that is no wrapper has no key."""
-        parts = []
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name == "__class__":
-                continue
-            content = cell.cell_contents
-            if wraps is None:
-                raise NoKey(f"{function.__qualname__} has a closure")
-            if content is wraps:
-                parts.append([name, "wrapped"])
-            elif isinstance(content, types.FunctionType):
-                parts.append([name, self._read_wrapped(content, None, code)])
-            elif isinstance(content, _CONSTANTS):
-                parts.append([name, repr(content)])
-            elif isinstance(content, type):
-                parts.append([name, f"{content.__module__}.{content.__qualname__}"])
-            else:
-                raise NoKey(f"the wrapper {function.__code__.co_name} holds a {type(content).__name__}")
-        return parts
-
     def _note_core(self, core: Any, code: Code) -> str:
         """Note a core. `patch` replaces a core below its wrapper, so code that calls the wrapper is not known."""
         below = unwrap(core)
@@ -297,11 +293,12 @@ class Reader:
         file = self._files[function.__code__.co_filename]
         bindings, bound = file.find_bindings(name), []
         if value is not _ABSENT and isinstance(value, _CONSTANTS):
-            literals = [
-                _evaluate(b.value) if isinstance(b, ast.Assign) and isinstance(b.targets[0], ast.Name) else _ABSENT
-                for b in bindings
-            ]
-            if bindings and _ABSENT not in literals:
+            literals = []
+            for binding in bindings:
+                with contextlib.suppress(ValueError):  # an expression
+                    if isinstance(binding, ast.Assign) and isinstance(binding.targets[0], ast.Name):
+                        literals.append(ast.literal_eval(binding.value))
+            if bindings and len(literals) == len(bindings):
                 if value not in literals:
                     raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
             elif not bindings or not isinstance(value, (bool, str, type(None))):  # Flags and versions are the machine's.
@@ -363,13 +360,6 @@ class Reader:
         return parts
 
 
-def _evaluate(node: ast.AST) -> Any:
-    try:
-        return ast.literal_eval(node)  # type: ignore[arg-type]
-    except ValueError:
-        return _ABSENT
-
-
 class _File:
     """A Python file's syntax trees. To save time, a definition at the top level is parsed only if it is asked for."""
 
@@ -404,51 +394,29 @@ class _File:
             for a, b in self._blocks:
                 if a != start and kept[a].startswith(_DEFINES):
                     kept[a:b] = ["\n"] * (b - a)
-            tree = _parse("".join(kept)) or _parse("".join(self._lines)) or ast.Module([], [])
-            self._parsed[start] = tree, list(_list_nested(compile(tree, self._name, "exec", dont_inherit=True)))
+            tree = ast.Module([], [])
+            for lines in (kept, self._lines):
+                with contextlib.suppress(SyntaxError, ValueError):
+                    tree = ast.parse("".join(lines))
+                    break
+            self._parsed[start] = tree, list(list_code(compile(tree, self._name, "exec", dont_inherit=True)))
         return self._parsed[start]
 
     def find_bindings(self, name: str) -> list[Any]:
         """Return the assignments of a global name in the file, and (module, alias) of its imports, also if they failed."""
         bindings: list[Any] = []
-        for statement in _list_statements(self._parse(0)[0]):
+        waiting: list[ast.AST] = [self._parse(0)[0]]
+        while waiting:  # `try` and `if` have statements, too.
+            statement, *waiting = waiting
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 aliases = [alias for alias in statement.names if (alias.asname or alias.name) == name]
                 bindings += [(getattr(statement, "module", ""), alias) for alias in aliases]
             elif isinstance(statement, ast.Assign):
                 names = [t.id for target in statement.targets for t in ast.walk(target) if isinstance(t, ast.Name)]
                 bindings += [statement] * (name in names)
+            parts = [c for c in ast.iter_child_nodes(statement) if isinstance(c, (ast.stmt, ast.excepthandler))]
+            waiting = [part for part in parts if not isinstance(part, _DEFINITIONS)] + waiting
         return bindings
-
-
-def _parse(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _list_statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Return the statements at the top level of a file, also those in `try` and `if`."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, (ast.stmt, ast.excepthandler)) and not isinstance(child, _DEFINITIONS):
-            yield child
-            yield from _list_statements(child)
-
-
-def _list_nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _list_nested(constant)
-
-
-def list_globals(function: Any) -> Iterator[str]:
-    """Return the global names that a function and its nested functions load."""
-    for code in list_code(function):
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                yield from read_names(step)
 
 
 def is_of_known_library(value: Any) -> bool:
@@ -490,12 +458,11 @@ class _Text:
         self.writes: set[str] = set()
         self.passes_self = False
 
-    def dump_function(self, node: ast.FunctionDef) -> Any:
-        return [self.dump(node.args), self._dump_body(node.body, node)]
-
     def dump(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self.dump(part) for part in node]
         if not isinstance(node, ast.AST):
-            return list(map(self.dump, node)) if isinstance(node, list) else repr(node)
+            return repr(node)
         if isinstance(node, ast.Name):
             self.names.add(node.id)
             self.passes_self |= node.id == self._own
@@ -511,33 +478,37 @@ class _Text:
                 names, base = [base.attr, *names], base.value
             if isinstance(base, ast.Name):
                 self.chains.add((base.id, *names))
-        return [type(node).__name__, *self._dump_fields(node)]
-
-    def _dump_fields(self, node: ast.AST) -> Iterator[Any]:
+        fields = []
         for name in node._fields:
             value = getattr(node, name, None)
-            if name in _DROPPED or value == [] or (value is None and name != "value"):
-                continue
             if name in ("body", "orelse", "finalbody") and isinstance(value, list):
-                value = self._dump_body(value, node)
-                if not value:
-                    continue
-            yield [name, value if name in ("body", "orelse", "finalbody") and isinstance(value, list) else self.dump(value)]
-
-    def _dump_body(self, statements: list[ast.stmt], owner: ast.AST) -> list[Any]:
-        if isinstance(owner, ast.If) and statements is owner.orelse and all(isinstance(s, ast.Raise) for s in statements):
-            return []
-        return [self.dump(s) for k, s in enumerate(statements) if not _is_for_readers(s, owner, k)]
+                value = _drop_checks(value, node)
+            if name not in _DROPPED and value != [] and (value is not None or name == "value"):
+                fields.append([name, self.dump(value)])
+        return [type(node).__name__, *fields]
 
 
-def _is_for_readers(statement: ast.stmt, owner: Any, place: int) -> bool:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return place == 0 and isinstance(owner, _DEFINITIONS)
-    if isinstance(statement, ast.If) and not statement.orelse and all(isinstance(s, ast.Raise) for s in statement.body):
-        return _is_harmless(statement.test, _HARMLESS)
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return _get_called(statement.value) in _WORDS and _is_harmless(statement.value, _HARMLESS | _WORDS)
-    return isinstance(statement, ast.Assert) and _is_harmless(statement.test, _HARMLESS | _ASSERTED)
+def _drop_checks(statements: list[ast.stmt], owner: ast.AST) -> list[ast.stmt]:
+    """Return the statements of a definition or a block without docstrings, and without those that only check or print."""
+    kept = []
+    for place, statement in enumerate(statements):
+        value = getattr(statement, "value", None)
+        dropped = False
+        if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
+            dropped = place == 0 and isinstance(owner, _DEFINITIONS)
+        elif isinstance(statement, ast.Expr) and isinstance(value, ast.Call):
+            dropped = _get_called(value) in _WORDS and _is_harmless(value, _HARMLESS | _WORDS)
+        elif isinstance(statement, ast.If) and not statement.orelse and _only_raises(statement.body):
+            dropped = _is_harmless(statement.test, _HARMLESS)
+        elif isinstance(statement, ast.Assert):
+            dropped = _is_harmless(statement.test, _HARMLESS | _ASSERTED)
+        if not dropped:
+            kept.append(statement)
+    return [] if isinstance(owner, ast.If) and statements is owner.orelse and _only_raises(statements) else kept
+
+
+def _only_raises(statements: list[ast.stmt]) -> bool:
+    return all(isinstance(statement, ast.Raise) for statement in statements)
 
 
 def _is_harmless(node: ast.AST, allowed: set[str]) -> bool:

@@ -42,9 +42,11 @@ def find_source(function: Any) -> Any:
     return inspect.unwrap(unwrap(function))
 
 
-def read_names(instruction: dis.Instruction) -> tuple[Any, ...]:
-    """Return the names in an instruction. From Python 3.13 on, an instruction may have two."""
-    return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+def list_loads(code: types.CodeType, *kinds: str) -> Iterator[str]:
+    """Return the names that code loads with an instruction of these kinds. From Python 3.13 on, an instruction may load two."""
+    for step in dis.get_instructions(code):
+        if "LOAD" in step.opname and any(kind in step.opname for kind in kinds):
+            yield from step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
 
 class Parameters:
@@ -70,8 +72,10 @@ class Parameters:
 
     @functools.cached_property
     def names_read(self) -> frozenset[str]:
-        """The local names that the code reads."""
-        return _names_read(self._function.__code__)
+        """The local names that the code reads. A name that an inner function uses counts as read."""
+        code = self._function.__code__
+        by_name = code.co_varnames if _BY_NAME & set(code.co_names) else ()
+        return frozenset((*code.co_cellvars, *by_name, *list_loads(code, "FAST", "DEREF")))
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -88,19 +92,9 @@ class Parameters:
         return f"({', '.join([*self.names, *more, *self.keyword_only, *words])})"
 
 
-@functools.lru_cache(1000)
-def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Return the local names that code reads. A name that an inner function uses counts as read."""
-    names = {*code.co_cellvars, *(code.co_varnames if _BY_NAME & set(code.co_names) else ())}
-    for step in dis.get_instructions(code):
-        if "LOAD" in step.opname and ("FAST" in step.opname or "DEREF" in step.opname):
-            names |= set(read_names(step))
-    return frozenset(names)
-
-
 def list_code(function: Any) -> Iterator[types.CodeType]:
-    """Return the code of a function and of its nested functions."""
-    waiting = [getattr(find_source(function), "__code__", None)]
+    """Return a code object, or the code of a function, and that of its nested functions."""
+    waiting = [function if isinstance(function, types.CodeType) else getattr(find_source(function), "__code__", None)]
     while waiting:
         if code := waiting.pop():
             yield code
