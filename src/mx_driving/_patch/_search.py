@@ -20,9 +20,9 @@ import torch
 from .. import compat
 from .._operator import rules
 from ._attention import has_layers
+from ._extensions import looks_like_a_pool
 from ._forms import AUTOGRAD, FUNCTION, MODULE
 from ._parameters import Parameters, unwrap
-from ._pools import looks_like_a_pool
 
 # The files in which a library keeps its cores and attention modules. The library may import them only on first use.
 _FILES = {

@@ -26,11 +26,10 @@ from .._torch_private import tree_flatten
 from ._attention import ATTENTION_FORMS, READ, Attention
 from ._code import Code, NoKey, Reader, read_bytecode
 from ._examples import SMALL, make_examples, make_random
-from ._extensions import EXTENSIONS, OverExtension
+from ._extensions import EXTENSIONS, POOLS, OverExtension, looks_like_a_pool
 from ._forms import AUTOGRAD, CORES, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
 from ._layers import list_cores
 from ._parameters import collect_words, find_source, list_code
-from ._pools import POOLS, looks_like_a_pool
 from ._replace import Fit, make_fit, make_stand_in
 from ._search import Candidate
 from .known import Known, read_table
@@ -123,23 +122,19 @@ def recognize(candidate: Candidate, reader: Reader, named: str = "", tries_all: 
     if not named and not (tries_all and code.key):
         return Finding(candidate.name, code.key, reason=reason)
     forms = GROUPS.get(named) or ({named: FORMS[named]} if named else FORMS)
-    forms = {name: form for name, form in forms.items() if _may_have(candidate, form)}
+    forms = {name: form for name, form in forms.items() if form.fits(candidate)}
     if not forms:
         return Finding(candidate.name, code.key, reason=f"no known form has the parameters {candidate.parameters}")
     return try_forms(forms, candidate, code)
-
-
-def _may_have(candidate: Candidate, form: Form) -> bool:
-    return form.fits(candidate.original.__qualname__, candidate.kind, candidate.parameters)
 
 
 def find_nearest(candidate: Candidate) -> str:
     """Return the name of the form, or of the group of forms, to try first on a candidate, or nothing."""
     if candidate.kind != MODULE or not set(candidate.function.__code__.co_names) & READ:
         group = "pool" if looks_like_a_pool(candidate.original.__qualname__) else "core"
-        return group if any(_may_have(candidate, form) for form in GROUPS[group].values()) else ""
+        return group if any(form.fits(candidate) for form in GROUPS[group].values()) else ""
     words = {*collect_words(candidate.function), *candidate.parameters.all}
-    names = [name for name, form in ATTENTION_FORMS.items() if _may_have(candidate, form)]
+    names = [name for name, form in ATTENTION_FORMS.items() if form.fits(candidate)]
     marked = [name for name in names if (mark := ATTENTION_FORMS[name].mark) and mark in words]
     return next(iter([*marked[-1:], *(name for name in names if not ATTENTION_FORMS[name].mark)]), "")
 
@@ -173,7 +168,7 @@ def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Fi
         trial.enter_context(torch.autocast("cpu", enabled=False))
         trial.enter_context(_replace_extensions(candidate, code))
         for name, form in forms.items():
-            casts = ("", "value", "float32") if isinstance(form, OverExtension) else (None,)
+            casts = ("", "value", "float32") if form.kind == AUTOGRAD else (None,)
             for cast in casts:
                 try:
                     tried: Any = form if cast is None else dataclasses.replace(form, casts=cast)  # type: ignore[type-var]
@@ -340,7 +335,7 @@ def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
     A compiled file has no autocast, so pools and autograd functions are not tried under autocast.
     """
     theirs, ours = _make_runs(fit, candidate, module)
-    over_extension = fit.form.kind == AUTOGRAD or any(fit.form is pool for pool in POOLS.values())
+    over_extension = isinstance(fit.form, OverExtension)
     for inputs in (way for example in make_examples(fit.form, module, candidate.parameters) for way in example.ways):
         low = {n: i.bfloat16() if isinstance(i, Tensor) and i.is_floating_point() else i for n, i in inputs.items()}
         for under_autocast in (False,) if over_extension else (False, True):
@@ -365,7 +360,7 @@ def _build(kind: type, form: Attention) -> Any:
         module = module.to(torch.float64).train()
     except (Exception, SystemExit) as error:
         raise Fails("" if form.uneven else _describe_error(error)) from error
-    rand = make_random(torch.float64)
+    rand = make_random()
     for p in module.parameters():
         p.data = SMALL.spread * (2 * rand(*p.shape) - 1)
     if not form.reads_points_of(module):
@@ -419,7 +414,7 @@ def _compute(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> tupl
     leaves = [*tensors.values(), *parameters]
     if not ends:
         return outputs, name, [torch.zeros(())] * len(leaves)
-    rand = make_random(torch.float64)
+    rand = make_random()
     directions = [(rand(*out.shape) - 0.5).to(out.dtype) for out in ends]
     gradients = torch.autograd.grad(ends, leaves, directions, allow_unused=True)
     gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
