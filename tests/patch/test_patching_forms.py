@@ -33,7 +33,7 @@ from attention_modules import (
 )
 
 import mx_driving
-from mx_driving._patch._survey import survey
+from mx_driving._patch._patch import survey
 from mx_driving._patch._trial import FORMS
 
 POINT, BOX = (2, 2), (2, 4)  # the last sides of reference points: one for each level

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import pathlib
+import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -21,44 +22,17 @@ import torch
 
 from .._operator import rules
 from ._attention import Attention, find_passed_limits
-from ._code import KERNELS, Code, Reader
+from ._code import KERNELS, Reader
 from ._compare import compare_runs
 from ._forms import MODULE
 from ._layers import find_layers, list_cores
 from ._parameters import find_wrapper, unwrap
-from ._replace import Fit, add_fit, find_holder, is_ours, reads_starts, replace
-from ._search import Candidate, find, find_elsewhere, find_network, is_core
-from ._trial import FORMS, GROUPS, find_nearest, recognize
-
-
-@dataclass
-class _Change:
-    """A function or class that was changed in place, and the functions that change it back and again.
-
-    `originals` has an entry for each patch that holds the change: the function or class that the patch replaced. Several module
-    classes may share one forward, so there is a function of `serving` for each: it says whether a layer's call is served. The
-    change keeps the holder alive, so that no other object gets its id. `code` is what the original reaches.
-    """
-
-    holder: Any
-    code: Code
-    undo: Callable[[], None]
-    redo: Callable[[], None]
-    serving: list[Callable[[Any], bool]]
-    originals: list[Any] = field(default_factory=list)
-
-    def serves(self, original: Any) -> bool:
-        return any(original is other for other in self.originals)
-
-    def release(self, original: Any) -> None:
-        self.originals.remove(original)
-        if not self.originals and _changes.get(id(self.holder)) is self:
-            del _changes[id(self.holder)]
-            self.undo()
-
+from ._replace import Change, Fit, find_holder, reads_starts
+from ._search import Candidate, Candidates, find, find_elsewhere, find_marked, find_network, is_core
+from ._trial import FORMS, GROUPS, Finding, find_nearest, recognize
 
 _lock = threading.RLock()
-_changes: dict[int, _Change] = {}  # id of a holder -> its change
+_changes: dict[int, Change] = {}  # id of a holder -> its change
 
 
 class Patch:
@@ -93,7 +67,10 @@ class Patch:
         with _lock:
             while self._held:
                 change, original = self._held.pop()
-                change.release(original)
+                change.originals.remove(original)
+                if not change.originals and _changes.get(id(change.holder)) is change:
+                    del _changes[id(change.holder)]
+                    change.use(own=True)
 
     def __repr__(self) -> str:
         said, other = ("called an operator", "did not") if self.checked else ("replaced", "keeps its own code")
@@ -163,8 +140,8 @@ def patch(
         rules.fail(TypeError, "target", "be a model if check is given", _get_name(target))
     with _lock:
         for change in list(_changes.values()):  # A reload has put new code into a function: our change is over.
-            if not is_ours(change.holder):
-                change.undo()
+            if not change.holds:
+                change.use(own=True)
                 del _changes[id(change.holder)]
         candidates = find(target, modules)
         for original, form in named.items():
@@ -183,15 +160,7 @@ def patch(
             _patch_in_workers({*kinds, *map(type, layers)}, modules, named)
             if check is not None:
                 names = (*done.layers, *done._others)
-
-                def use_own_code(own: bool) -> None:
-                    for change in _changes.values():
-                        (change.undo if own else change.redo)()
-
-                try:
-                    agreement, called, ran = compare_runs(model, check, names, use_own_code)
-                finally:
-                    use_own_code(False)
+                agreement, called, ran = compare_runs(model, check, names, [*_changes.values()])
                 done.layers = tuple(name for name in names if name in called)
                 done._others = tuple(name for name in names if name not in called)
                 total, own = len(names), len(ran - called)
@@ -241,8 +210,7 @@ class Replacements:
         fits: dict[str, Fit | None] = {}
         for name, candidate in group.items():
             original, named = candidate.original, self._named.get(candidate.original, "")
-            change = _changes.get(id(find_holder(original)))
-            if change and change.serves(original):
+            if _is_replaced(original):
                 fits[name] = None
                 continue
             finding = recognize(candidate, self._reader, named)
@@ -287,9 +255,9 @@ class Replacements:
                 fit = _put_over_cores(fit, original in self._named)
             if change is None:
                 assert fit is not None
-                _changes[id(holder)] = change = _Change(holder, fit.code, *replace(fit, holder))
+                _changes[id(holder)] = change = Change(fit, holder)
             elif fit is not None:
-                change.serving.append(add_fit(fit, holder))
+                change.add(fit)
             change.originals.append(original)
 
     def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
@@ -304,6 +272,37 @@ class Replacements:
             words = ", ".join(f'{word}: "{form}"' for word, form in names.items())
             reason += f". To replace it, try: mx_driving.patch(..., forms={{{words}}})"
         self.skipped[name] = reason
+
+
+def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
+    """Return the forms of all candidates of a package, a module or a folder, and the modules that cannot be searched -> reason.
+
+    Unknown cores and attention modules are tried. `make known` prints the findings as entries of known.jsonl.
+    """
+    candidates = Candidates(True)
+    folder, arguments = pathlib.Path(str(target)), sys.argv
+    if not folder.is_dir():
+        candidates = find(target, True)
+    else:
+        sys.path.insert(0, str(folder.resolve()))
+        for module_name in find_marked([folder], "**/*.py", ""):
+            sys.argv = [module_name]  # A file may parse the command's arguments.
+            try:
+                with contextlib.redirect_stdout(sys.stderr):  # What imported code prints is no result.
+                    candidates.search(importlib.import_module(module_name))
+            except (Exception, SystemExit) as error:  # The import of an unknown file may raise anything.
+                candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
+            finally:
+                sys.argv = arguments
+    replacements, reader = Replacements({}, {}), Reader(is_core)
+    cores = {**candidates.cores, **candidates.pools}
+    findings = [recognize(candidate, reader, tries_all=True) for candidate in cores.values()]
+    try:
+        replacements.add(cores)  # In a trial, modules call replaced cores, which need no compiled extension.
+        findings += [recognize(candidate, reader, tries_all=True) for candidate in candidates.modules.values()]
+    finally:
+        Patch(replacements.originals, {}).restore()
+    return findings, candidates.unknown
 
 
 def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
@@ -324,11 +323,24 @@ def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
     return dataclasses.replace(fit, code=code, cores=replaced, starts=starts, starts_on_cpu=starts_on_cpu)
 
 
+def _find_change(member: Any) -> Change | None:
+    """Return the change of a function or class, if it is changed."""
+    member = unwrap(member) if isinstance(member, types.FunctionType) else member
+    if not isinstance(member, types.FunctionType) and not (isinstance(member, type) and "forward" in vars(member)):
+        return None
+    return _changes.get(id(find_holder(member)))
+
+
+def _is_replaced(member: Any) -> bool:
+    member = unwrap(member) if isinstance(member, types.FunctionType) else member
+    change = _find_change(member)
+    return change is not None and any(member is original for original in change.originals)
+
+
 def _is_served(member: Any, layer: Any) -> bool:
     """Return whether a function or class is replaced, and answers the call of a layer by an operator."""
-    member = unwrap(member) if isinstance(member, types.FunctionType) else member
-    change = _changes.get(id(member))
-    return change is not None and is_ours(change.holder) and any(serves(layer) for serves in change.serving)
+    change = _find_change(member)
+    return change is not None and change.holds and any(serves(layer) for serves in change.serving)
 
 
 def _is_layer_replaced(layer: Any) -> bool:
@@ -367,14 +379,6 @@ def _make_patched(make: Any, arguments: Any, names: Iterable[str], modules: bool
         for name in names:
             patch(importlib.import_module(name), modules=modules, forms=forms)
     return layer
-
-
-def _is_replaced(member: Any) -> bool:
-    member = unwrap(member) if isinstance(member, types.FunctionType) else member
-    if not isinstance(member, types.FunctionType) and not (isinstance(member, type) and "forward" in vars(member)):
-        return False
-    change = _changes.get(id(find_holder(member)))
-    return change is not None and change.serves(member)
 
 
 def _get_name(target: Any) -> str:
