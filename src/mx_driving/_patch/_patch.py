@@ -16,7 +16,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,10 +25,9 @@ from ._attention import Attention, find_passed_limits
 from ._code import KERNELS, Reader
 from ._compare import compare_runs
 from ._forms import MODULE
-from ._layers import find_layers, list_cores
 from ._parameters import find_wrapper, unwrap
 from ._replace import Change, Fit, find_holder, reads_starts
-from ._search import Candidate, Candidates, find, find_elsewhere, find_marked, find_network, is_core
+from ._search import Candidate, Candidates, find, find_elsewhere, find_layers, find_marked, find_network, is_core, list_cores
 from ._trial import FORMS, GROUPS, Finding, find_nearest, recognize
 
 _lock = threading.RLock()
@@ -133,7 +132,9 @@ def patch(
     """
     named = dict(forms or {})
     for original, form in named.items():
-        rules.name_of_a_form(getattr(original, "__qualname__", original), form, [*FORMS, *GROUPS])
+        if form not in (names := [*FORMS, *GROUPS]):
+            fact = f"{form!r} for {getattr(original, '__qualname__', original)}"
+            rules.fail(ValueError, "forms", f"name a form of {', '.join(names)}", fact)
     target = find_network(target)
     model = target if isinstance(target, torch.nn.Module) else None
     if check is not None and model is None:
@@ -146,14 +147,18 @@ def patch(
         candidates = find(target, modules)
         for original, form in named.items():
             if not candidates.consider(original):
-                rules.not_of_its_form(original.__qualname__, form, "it looks like no core and no attention module")
+                _refuse(original, form, "it looks like no core and no attention module")
         replacements = Replacements(named, dict(candidates.unknown))
         try:
             # Modules come last: in their trial they call the replaced cores, which need no compiled extension.
             for group in ({**candidates.cores, **candidates.pools}, candidates.modules):
                 replacements.add(group)
             if not replacements.originals:
-                rules.nothing_to_patch(_get_name(target), replacements.skipped, find_elsewhere(candidates))
+                remark = "".join(f"; {core}: {reason}" for core, reason in replacements.skipped.items())
+                if elsewhere := find_elsewhere(candidates):
+                    remark += f"; it takes its own from {' and '.join(elsewhere)}: patch that"
+                rule = "have a deformable sampling core of a known form"
+                rules.fail(ValueError, "target", rule, f"none in {_get_name(target)}{remark}")
             done = Patch(replacements.originals, replacements.skipped, model)
             kinds = [o for o in replacements.originals.values() if isinstance(o, type) and issubclass(o, torch.nn.Module)]
             layers = [model.get_submodule(name) for name in done.layers] if model is not None else []
@@ -215,7 +220,7 @@ class Replacements:
                 continue
             finding = recognize(candidate, self._reader, named)
             if finding.fit is None and named:
-                rules.not_of_its_form(original.__qualname__, named, finding.reason)
+                _refuse(original, named, finding.reason)
             if finding.fit is None:
                 self._skip(name, candidate, finding.reason)
             else:
@@ -262,16 +267,19 @@ class Replacements:
 
     def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
         original = candidate.original
-        names = {original.__name__: find_nearest(candidate)}
         if candidate.kind == MODULE and not is_core(original):
             cores = list_cores(original)
             if any(map(_is_replaced, cores)):
                 self.over_a_core.add(name)
                 reason += "; its core is replaced"
-        if all(names.values()):
-            words = ", ".join(f'{word}: "{form}"' for word, form in names.items())
-            reason += f". To replace it, try: mx_driving.patch(..., forms={{{words}}})"
+        if form := find_nearest(candidate):
+            reason += f'. To replace it, try: mx_driving.patch(..., forms={{{original.__name__}: "{form}"}})'
         self.skipped[name] = reason
+
+
+def _refuse(original: Any, form: str, reason: str) -> NoReturn:
+    fact = f"{form!r} for {original.__qualname__}: {reason}"
+    rules.fail(ValueError, "forms", "name the form that a class or function has", fact)
 
 
 def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:

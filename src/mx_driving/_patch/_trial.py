@@ -28,10 +28,9 @@ from ._code import Code, NoKey, Reader, read_bytecode
 from ._examples import SMALL, make_examples, make_random
 from ._extensions import EXTENSIONS, POOLS, OverExtension, looks_like_a_pool
 from ._forms import AUTOGRAD, CORES, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
-from ._layers import list_cores
 from ._parameters import collect_words, find_source, list_code
 from ._replace import Fit, make_fit, make_stand_in
-from ._search import Candidate
+from ._search import Candidate, list_cores
 from .known import Known, read_table
 
 # In patch(forms=...) a user writes the name of a form, a key of FORMS, or of a group of forms that are tried in turn, a key of
