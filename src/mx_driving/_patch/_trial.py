@@ -42,32 +42,19 @@ _SINGLE = 1e-4  # the limit in place of CLOSE for a core that computes in float3
 _Run = Callable[[Arguments], Any]  # runs a function on arguments by role, with value in our layout
 
 
+# The rank of a refusal. If all forms are refused, the refusal with the lowest rank is reported.
+_DIFFERS = 0  # other shapes, dtypes or containers, or the layer has a state that the form does not know
+_DIFFERS_BY = 1  # other numbers
+_FAILS = 2  # the original does not run on a small example
+_OTHER = 3
+
+
 class Refused(Exception):
-    """The form is refused: `args[0]` is the reason. If all forms are refused, the refusal with the lowest rank is reported."""
+    """The form is refused: `args[0]` is the reason."""
 
-    rank, difference = 3, math.inf
-
-
-class Differs(Refused):
-    """The results of the form have another shape, dtype or container, or the layer has a state that the form does not know."""
-
-    rank = 0
-
-
-class DiffersBy(Refused):
-    """The results of the form have the shapes of the original's results, but other numbers."""
-
-    rank = 1
-
-    def __init__(self, difference: float) -> None:
-        super().__init__(f"its result on a small example differs from the operator's by {difference:.1e}")
-        self.difference = difference
-
-
-class Fails(Refused):
-    """The original does not run on a small example."""
-
-    rank = 2
+    def __init__(self, rank: int, reason: str, difference: float = math.inf) -> None:
+        super().__init__(reason)
+        self.rank, self.difference = rank, difference
 
 
 @dataclass(frozen=True)
@@ -176,7 +163,7 @@ def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Fi
                 except Refused as error:
                     refusals.setdefault(name, error)
                 except (Exception, SystemExit) as error:  # A form may raise anything on unknown code.
-                    refusals.setdefault(name, Refused(f"no known form fits it: {type(error).__name__}: {error}"))
+                    refusals.setdefault(name, Refused(_OTHER, f"no known form fits it: {type(error).__name__}: {error}"))
     name = min(refusals, key=lambda name: (not refusals[name].args[0], refusals[name].rank, refusals[name].difference))
     reason = refusals[name].args[0] or "it does not run on a small example"
     return Finding(candidate.name, code.key, form=name, difference=refusals[name].difference, reason=reason)
@@ -228,11 +215,11 @@ def _call_stand_in(entries: Mapping[int, Callable[..., Any]], *args: Any, **name
 def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
     """Return the fit of the form, and the largest difference of results. Try modules in training and in evaluation."""
     if form.kind == MODULE and not isinstance(form, Attention) and code.key and (code.attributes or code.writes):
-        raise Differs(f"its code uses its attributes {', '.join(sorted(code.attributes | code.writes))}")
+        raise Refused(_DIFFERS, f"its code uses its attributes {', '.join(sorted(code.attributes | code.writes))}")
     if form.kind == MODULE and code.writes:
-        raise Differs(f"its code sets its attributes {', '.join(sorted(code.writes))}")
+        raise Refused(_DIFFERS, f"its code sets its attributes {', '.join(sorted(code.writes))}")
     if form.kind == MODULE and code.passes_self:
-        raise Differs("its code hands itself to other code")
+        raise Refused(_DIFFERS, "its code hands itself to other code")
     module, flags, cores = None, {}, []
     if isinstance(form, Attention):
         cores = list_cores(candidate.original)
@@ -247,36 +234,30 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
             if any(core is other or type(core) is other for other in held_cores):
                 continue
             if not isinstance(value, (bool, int, float, str, type(None))):
-                raise Differs(f"its code reads the attribute {name}, which no form has")
+                raise Refused(_DIFFERS, f"its code reads the attribute {name}, which no form has")
             flags[name] = (value,)
     elif form.kind == MODULE:
         module = candidate.original()
     fit = make_fit(form, candidate, code, flags, tuple(cores))
     fit, difference = _try_examples(fit, candidate, module)
+    # Serve both values of a boolean flag or option, if the other value gives the same results.
     for name, (value, *_) in {**fit.flags, **fit.options}.items():
         if isinstance(value, bool):
-            fit = _widen(fit, candidate, module, name, value)
+            is_flag, both = name in fit.flags, {name: (value, not value)}
+            flags, options = {**fit.flags, **(both if is_flag else {})}, {**fit.options, **({} if is_flag else both)}
+            wider = dataclasses.replace(fit, flags=flags, options=options)
+            if is_flag:
+                setattr(module, name, not value)
+            with contextlib.suppress(Exception, SystemExit):  # Unknown code may raise anything.
+                _try_examples(wider, candidate, module, {} if is_flag else {name: not value})
+                fit = wider
+            if is_flag:
+                setattr(module, name, value)
     if module is not None:
         difference = max(difference, _try_examples(fit, candidate, module.eval())[1])
         module.bfloat16()
     _check_dtypes(fit, candidate, module)
     return fit, difference
-
-
-def _widen(fit: Fit, candidate: Candidate, module: Any, name: str, value: bool) -> Fit:
-    """Return a fit that serves both values of a boolean flag or option, if the other value gives the same results."""
-    field = "flags" if name in fit.flags else "options"
-    wider = dataclasses.replace(fit, **{field: {**getattr(fit, field), name: (value, not value)}})  # type: ignore[arg-type]
-    if field == "flags":
-        setattr(module, name, not value)
-    try:
-        _try_examples(wider, candidate, module, {} if field == "flags" else {name: not value})
-        return wider
-    except (Exception, SystemExit):  # Unknown code may raise anything.
-        return fit
-    finally:
-        if field == "flags":
-            setattr(module, name, value)
 
 
 def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments | None = None) -> tuple[Fit, float]:
@@ -293,7 +274,9 @@ def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments |
                 difference = max(difference, _compare(*runs, {**way, **(more or {})}, module))
                 served.append(example)
                 break
-            except Fails as error:
+            except Refused as error:
+                if error.rank != _FAILS:
+                    raise
                 failures.append(error)
         else:
             refusals.append(failures[0])
@@ -323,7 +306,7 @@ def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]
         return called(*bound, *arguments.values(), **by_name)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise Refused("no known form fits it: the form does not serve the calls of its trial")
+        raise Refused(_OTHER, "no known form fits it: the form does not serve the calls of its trial")
 
     return functools.partial(run, original), functools.partial(run, make_stand_in(function, fit, refuse))
 
@@ -346,7 +329,7 @@ def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
                 dtypes = [out.dtype for out in tree_flatten(ours(low))[0]]
             if dtypes != expected:
                 words = f"its results are {expected[0]}, ours {dtypes[0]}, for bfloat16"
-                raise Differs(f"{words} under autocast" if under_autocast else words)
+                raise Refused(_DIFFERS, f"{words} under autocast" if under_autocast else words)
 
 
 def _build(kind: type, form: Attention) -> Any:
@@ -358,7 +341,7 @@ def _build(kind: type, form: Attention) -> Any:
             module = kind()
         module = module.to(torch.float64).train()
     except (Exception, SystemExit) as error:
-        raise Fails("" if form.uneven else _describe_error(error)) from error
+        raise Refused(_FAILS, "" if form.uneven else _describe_error(error)) from error
     rand = make_random()
     for p in module.parameters():
         p.data = SMALL.spread * (2 * rand(*p.shape) - 1)
@@ -374,20 +357,20 @@ def _describe_error(error: BaseException) -> str:
 def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
     """Return the largest difference of the outputs, and of the gradients of all floating inputs and parameters.
 
-    Raise Differs or DiffersBy if the results are not the same, and Fails if the original raises.
+    Raise Refused if the results are not the same, or the original raises.
     """
     parameters = [] if module is None else [p for p in module.parameters() if p.requires_grad]
     try:
         expected, expected_container, expected_gradients = _compute(theirs, inputs, parameters)
     except (Exception, SystemExit) as error:  # Unknown code may raise anything.
-        raise Fails(_describe_error(error)) from error
+        raise Refused(_FAILS, _describe_error(error)) from error
     if not all(isinstance(out, Tensor) for out in expected):
-        raise Differs("it returns something else beside tensors")
+        raise Refused(_DIFFERS, "it returns something else beside tensors")
     results, container, gradients = _compute(ours, inputs, parameters)
     if container != expected_container:
-        raise Differs(f"it returns a {expected_container}, the operator a {container}")
+        raise Refused(_DIFFERS, f"it returns a {expected_container}, the operator a {container}")
     if any(a.shape != b.shape for a, b in zip(results, expected, strict=True)):
-        raise Differs("its results have other shapes")
+        raise Refused(_DIFFERS, "its results have other shapes")
     pairs = [*zip(results, expected, strict=True), *zip(gradients, expected_gradients, strict=True)]
     # The operator's locations of a pool, or geometric_kernel_attention's, have no gradient. An original may have zeros or None.
     difference = 0.0
@@ -396,9 +379,10 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
         difference = max(difference, largest / max(float(their.abs().max()), 1.0) if math.isfinite(largest) else math.inf)
     is_single = any(out.dtype != torch.float64 for out in expected)
     if not difference < (_SINGLE if is_single else CLOSE):
-        raise DiffersBy(difference)
+        reason = f"its result on a small example differs from the operator's by {difference:.1e}"
+        raise Refused(_DIFFERS_BY, reason, difference)
     if [out.dtype for out in results] != [out.dtype for out in expected]:
-        raise Differs("its results have another dtype")
+        raise Refused(_DIFFERS, "its results have another dtype")
     return difference
 
 
