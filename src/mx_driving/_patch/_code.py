@@ -150,15 +150,15 @@ def read_bytecode(function: types.FunctionType, kind: type | None) -> Code:
     return Code(functions=[function], attributes=names - methods, methods=methods)
 
 
+@dataclass
 class Reader:
     """Reads the code of functions. A call of a core is a part of the caller's key, but the core's own code is not.
 
     A reader keeps the syntax trees of files for one call of `patch`, in which files do not change.
     """
 
-    def __init__(self, is_core: Callable[[Any], bool]) -> None:
-        self._is_core = is_core
-        self._files: dict[str, _File] = {}
+    is_core: Callable[[Any], bool]
+    files: dict[str, _File] = field(default_factory=dict)
 
     def read(self, original: Any) -> Code:
         """Return the code of a function, of a module class's forward, or of an autograd function's forward and backward."""
@@ -181,9 +181,9 @@ class Reader:
 
     def _find(self, function: Any) -> ast.FunctionDef:
         name = function.__code__.co_filename
-        if name not in self._files:
-            self._files[name] = _File(name)
-        return self._files[name].find(function.__code__)
+        if name not in self.files:
+            self.files[name] = _File(name)
+        return self.files[name].find(function.__code__)
 
     def _read_function(self, function: Any, kind: type | None, code: Code, wraps: Any = None, decorated: bool = False) -> Any:
         """Read a function below its wrappers. `wraps`: the function that this function, a wrapper, holds in its closure."""
@@ -195,7 +195,7 @@ class Reader:
         own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
         text = _Text(own)
         body = [text.dump(tree.args), text.dump(_drop_checks(tree.body, tree))]
-        parts = [body, [_Text("").dump(d) for d in tree.decorator_list] if decorated else []]
+        parts = [body, [_Text().dump(d) for d in tree.decorator_list] if decorated else []]
         if "super" in text.names:
             raise NoKey(f"{source.__qualname__} calls super()")
         for name, cell in zip(source.__code__.co_freevars, source.__closure__ or (), strict=True):
@@ -231,7 +231,7 @@ class Reader:
             method = inspect.getattr_static(kind, name, None)
             method = method.fget if isinstance(method, property) else method
             below = unwrap(getattr(method, "__func__", method))
-            if isinstance(method, staticmethod) and self._is_core(below):
+            if isinstance(method, staticmethod) and self.is_core(below):
                 parts.append([name, self._note_core(method.__func__, code)])
             elif isinstance(below, types.FunctionType) and not is_of_known_library(below):
                 code.methods.add(name)
@@ -249,7 +249,7 @@ class Reader:
         """Read a function, and the wrappers around it."""
         part = self._read_function(function, kind, code)
         tree = self._find(find_source(function))
-        decorators = [_Text("").dump(d) for d in tree.decorator_list if getattr(d, "id", "") not in _KINDS]
+        decorators = [_Text().dump(d) for d in tree.decorator_list if getattr(d, "id", "") not in _KINDS]
         wrappers = self._read_wrappers(function, tree, code)
         return [part, decorators, wrappers] if decorators or wrappers else part
 
@@ -281,7 +281,7 @@ class Reader:
 
     def _describe_global(self, function: Any, name: str, code: Code) -> Any:
         value = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
-        if self._is_core(value):
+        if self.is_core(value):
             return self._note_core(value, code)
         if is_of_known_library(value):
             return getattr(value, "__qualname__", None) or value.__name__
@@ -290,7 +290,7 @@ class Reader:
         if callable(value):
             kind = "class" if isinstance(value, type) else type(value).__name__
             raise NoKey(f"{name} is a {kind}, not a function")
-        file = self._files[function.__code__.co_filename]
+        file = self.files[function.__code__.co_filename]
         bindings, bound = file.find_bindings(name), []
         if value is not _ABSENT and isinstance(value, _CONSTANTS):
             literals = []
@@ -305,7 +305,7 @@ class Reader:
                 bound = [repr(value)]
         elif isinstance(value, torch.Tensor):
             raise NoKey(f"the global {name} is a tensor, whose numbers may change")
-        return bound + [_Text("").dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
+        return bound + [_Text().dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
 
     def _read_members(self, function: Any, text: _Text, code: Code) -> list[Any]:
         """Read the functions that code reaches through a module, as `utils.helper`. Check those of torch and of tensors."""
@@ -336,7 +336,7 @@ class Reader:
             self._note(code, vars(space), {path.rpartition(".")[2]})
             if originals.get(path.rpartition(".")[2], value) is not value:
                 raise NoKey(f"{path} is replaced")
-            if self._is_core(value):
+            if self.is_core(value):
                 parts.append([path, self._note_core(value, code)])
             elif str(getattr(value, "__module__", "")).startswith("mx_driving") or (
                 is_of_known_library(space) and (is_of_known_library(value) or not isinstance(value, types.FunctionType))
@@ -433,6 +433,7 @@ def is_of_known_library(value: Any) -> bool:
     return str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"} or str(module).startswith(KERNELS)
 
 
+@dataclass
 class _Text:
     """Writes a syntax tree as nested lists.
 
@@ -440,6 +441,7 @@ class _Text:
     Python versions have.
 
     Attributes:
+        own: the name of the layer itself, or nothing.
         names: the names that are loaded.
         chains: a name, and the attributes that are read from it one after the other: ("torch", "nn", "functional", "softmax").
         members: the names of all attributes.
@@ -448,15 +450,14 @@ class _Text:
         passes_self: whether the layer itself is loaded.
     """
 
-    def __init__(self, own: str) -> None:
-        self._own = own
-        self.names: set[str] = set()
-        self.chains: set[tuple[str, ...]] = set()
-        self.members: set[str] = set()
-        self.asked: set[str] = set()
-        self.attributes: set[str] = set()
-        self.writes: set[str] = set()
-        self.passes_self = False
+    own: str = ""
+    names: set[str] = field(default_factory=set)
+    chains: set[tuple[str, ...]] = field(default_factory=set)
+    members: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    passes_self: bool = False
 
     def dump(self, node: Any) -> Any:
         if isinstance(node, list):
@@ -465,14 +466,14 @@ class _Text:
             return repr(node)
         if isinstance(node, ast.Name):
             self.names.add(node.id)
-            self.passes_self |= node.id == self._own
+            self.passes_self |= node.id == self.own
         if isinstance(node, ast.Call) and _get_called(node) in ("getattr", "vars"):
             self.asked |= {argument.id for argument in node.args if isinstance(argument, ast.Name)}
         if isinstance(node, ast.Attribute):
             self.members.add(node.attr)
-            if isinstance(node.value, ast.Name) and node.value.id == self._own != "":
+            if isinstance(node.value, ast.Name) and node.value.id == self.own != "":
                 (self.attributes if isinstance(node.ctx, ast.Load) else self.writes).add(node.attr)
-                return ["Attribute", self._own, node.attr, isinstance(node.ctx, ast.Load)]
+                return ["Attribute", self.own, node.attr, isinstance(node.ctx, ast.Load)]
             names, base = [node.attr], node.value
             while isinstance(base, ast.Attribute):
                 names, base = [base.attr, *names], base.value

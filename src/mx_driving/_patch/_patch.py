@@ -15,6 +15,7 @@ import threading
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
@@ -195,30 +196,32 @@ def patched(
         done.restore()
 
 
+@dataclass
 class Replacements:
     """The replacements of one call of `patch`.
 
     Attributes:
+        named: classes and functions -> the form that the caller names.
         originals: name -> function or class that is replaced.
         skipped: name -> why a candidate keeps its own code.
         over_a_core: names of the skipped modules whose core is replaced.
     """
 
-    def __init__(self, named: Mapping[Any, str], skipped: dict[str, str]) -> None:
-        self._named, self._reader = named, Reader(is_core)
-        self.originals: dict[str, Any] = {}
-        self.skipped = skipped
-        self.over_a_core: set[str] = set()
+    named: Mapping[Any, str]
+    skipped: dict[str, str]
+    originals: dict[str, Any] = field(default_factory=dict)
+    over_a_core: set[str] = field(default_factory=set)
+    reader: Reader = field(default_factory=lambda: Reader(is_core))
 
     def add(self, group: dict[str, Candidate]) -> None:
         """Recognize all candidates of a group that are not replaced already, then replace them."""
         fits: dict[str, Fit | None] = {}
         for name, candidate in group.items():
-            original, named = candidate.original, self._named.get(candidate.original, "")
+            original, named = candidate.original, self.named.get(candidate.original, "")
             if _is_replaced(original):
                 fits[name] = None
                 continue
-            finding = recognize(candidate, self._reader, named)
+            finding = recognize(candidate, self.reader, named)
             if finding.fit is None and named:
                 _refuse(original, named, finding.reason)
             if finding.fit is None:
@@ -237,7 +240,7 @@ class Replacements:
         while found:
             found, others = False, [group[name].original for name in fits]
             for name, fit in list(fits.items()):
-                for core in fit.code.cores if fit is not None and group[name].original not in self._named else ():
+                for core in fit.code.cores if fit is not None and group[name].original not in self.named else ():
                     is_ours_or_kernel = core.__module__.startswith(KERNELS) or _is_replaced(core)
                     if name in fits and not is_ours_or_kernel and not any(core is other for other in others):
                         found = True
@@ -257,7 +260,7 @@ class Replacements:
             holder = find_holder(original)
             change = _changes.get(id(holder))
             if fit is not None and isinstance(fit.form, Attention):
-                fit = _put_over_cores(fit, original in self._named)
+                fit = _put_over_cores(fit, original in self.named)
             if change is None:
                 assert fit is not None
                 _changes[id(holder)] = change = Change(fit, holder)
@@ -302,12 +305,12 @@ def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
                 candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
             finally:
                 sys.argv = arguments
-    replacements, reader = Replacements({}, {}), Reader(is_core)
-    cores = {**candidates.cores, **candidates.pools}
-    findings = [recognize(candidate, reader, tries_all=True) for candidate in cores.values()]
+    replacements, findings = Replacements({}, {}), []
     try:
-        replacements.add(cores)  # In a trial, modules call replaced cores, which need no compiled extension.
-        findings += [recognize(candidate, reader, tries_all=True) for candidate in candidates.modules.values()]
+        # In a trial, modules call the replaced cores, which need no compiled extension.
+        for group in ({**candidates.cores, **candidates.pools}, candidates.modules):
+            findings += [recognize(candidate, replacements.reader, tries_all=True) for candidate in group.values()]
+            replacements.add(group)
     finally:
         Patch(replacements.originals, {}).restore()
     return findings, candidates.unknown
