@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from .. import _torch_private
-from ._parameters import find_source, find_wrapper, list_code, list_loads, unwrap
+from ._parameters import find_source, find_wrapper, is_autograd, list_code, list_loads, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
 # These functions have no side effects. So a key leaves out an `if` whose test calls only them and whose body only raises.
@@ -112,14 +112,10 @@ class Code:
             if present := [name for name in names if space.get(name) is not None]:
                 get = operator.itemgetter(*present, present[0])  # With one name, an itemgetter would not return a tuple.
                 objects.append((get, space, tuple(copy.deepcopy(o) if isinstance(o, _MUTABLE) else o for o in get(space))))
-        plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
+        plain = [core for core in cores if not is_autograd(core)]
         functions = [*self.functions[1:], *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
         codes = list(map(_get_code, functions))
-        kinds = [
-            (_get_apply if issubclass(core, torch.autograd.Function) else _get_forward, core)
-            for core in cores
-            if isinstance(core, type)
-        ]
+        kinds = [(_get_apply if is_autograd(core) else _get_forward, core) for core in cores if isinstance(core, type)]
         kinds += [(operator.attrgetter(*sorted(self.methods)), owner)] if owner and self.methods else []
         methods = [(get, kind, get(kind)) for get, kind in kinds]
 
@@ -167,7 +163,7 @@ class Reader:
             parts = [self._read_function(original, None, code)]
         elif not isinstance(inspect.getattr_static(original, "forward", None), (types.FunctionType, staticmethod)):
             raise NoKey("its forward is not a function")
-        elif issubclass(original, torch.autograd.Function):
+        elif is_autograd(original):
             # Our methods take the place of wrapped methods, so the wrappers count.
             parts = []
             for method in (inspect.getattr_static(original, name) for name in ("forward", "backward")):

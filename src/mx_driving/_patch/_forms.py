@@ -21,6 +21,7 @@ from .._operator.checks import is_readable
 from .._operator.rules import INDEX
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+from ._parameters import PLAIN
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 Arguments = Mapping[str, Any]  # by role, or by name if the name has no role
@@ -77,7 +78,8 @@ class Form:
         if candidate.kind != self.kind:
             return False
         parameters, roles = candidate.parameters, [*map(find_role, candidate.parameters.read)]
-        is_known = all(r in self.roles or parameters.has_option(n) for n, r in zip(parameters.read, roles, strict=True))
+        has_default = [isinstance(parameters.defaults.get(name, ...), PLAIN) for name in parameters.read]
+        is_known = all(role in self.roles or plain for role, plain in zip(roles, has_default, strict=True))
         return is_known and self.needs.issubset(map(find_role, parameters.all)) and len(set(roles)) == len(roles)
 
     def answer(self, module: Any, arguments: dict[str, Any]) -> Any:

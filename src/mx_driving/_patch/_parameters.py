@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 STAND_IN = "mx_driving.patch"  # co_filename of the code that `patch` puts into a function
+PLAIN = (bool, int, float, str, type(None))  # the types of flags and options
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that read arguments whose names are not in the bytecode
 
@@ -26,9 +27,14 @@ def unwrap(function: Any) -> Any:
     return inspect.unwrap(function, stop=lambda f: getattr(getattr(f, "__code__", None), "co_filename", "") == STAND_IN)
 
 
+def is_autograd(member: Any) -> bool:
+    """Return whether an object is an autograd function."""
+    return isinstance(member, type) and issubclass(member, torch.autograd.Function)
+
+
 def find_wrapper(core: Any) -> str:
     """Return the name of the wrapper around a core, or nothing. The wrappers of an autograd function are in its key."""
-    if isinstance(core, type) and issubclass(core, torch.autograd.Function):
+    if is_autograd(core):
         return ""
     outer = vars(core).get("forward") if isinstance(core, type) else core
     outer = outer.__func__ if isinstance(outer, staticmethod) else outer
@@ -82,10 +88,6 @@ class Parameters:
         """The parameters that the code reads."""
         return tuple(name for name in self.all if name in self.names_read)
 
-    def has_option(self, name: str) -> bool:
-        """Return whether a parameter has a plain default: a bool, a number, a string or None."""
-        return isinstance(self.defaults.get(name, ...), (bool, int, float, str, type(None)))
-
     def __str__(self) -> str:
         more, words = ([v for v in self.variadic if (v[:2] == "**") == double] for double in (False, True))
         more = more or (["*"] if self.keyword_only else [])
@@ -104,8 +106,3 @@ def list_code(function: Any) -> Iterator[types.CodeType]:
 def collect_words(function: Any) -> set[str]:
     """Return the names and strings in the code of a function and of its nested functions."""
     return {w for code in list_code(function) for w in (*code.co_names, *code.co_consts) if isinstance(w, str)}
-
-
-def list_attributes(kind: type, name: str) -> list[Any]:
-    """Return the attributes with this name of a class and of its bases, because `super()` may call an overridden method."""
-    return [vars(base)[name] for base in kind.__mro__ if name in vars(base)]

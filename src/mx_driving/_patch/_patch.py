@@ -26,7 +26,7 @@ from ._attention import Attention, find_passed_limits
 from ._code import KERNELS, Reader
 from ._compare import compare_runs
 from ._forms import MODULE
-from ._parameters import find_wrapper, unwrap
+from ._parameters import find_wrapper, is_autograd, unwrap
 from ._replace import Change, Fit, find_holder, reads_starts
 from ._search import Candidate, Candidates, find, find_elsewhere, find_layers, find_marked, find_network, is_core, list_cores
 from ._trial import FORMS, GROUPS, Finding, find_nearest, recognize
@@ -325,7 +325,7 @@ def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
     assert fit.owner is not None
     cores = [*fit.cores, *list_cores(fit.owner)]
     replaced = tuple(core for core in dict.fromkeys(cores) if is_named or _is_replaced(core))
-    plain = [core for core in replaced if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
+    plain = [core for core in replaced if not is_autograd(core)]
     code = fit.code
     for core in filter(_is_replaced, replaced):
         code = code.join(_changes[id(find_holder(core))].code)

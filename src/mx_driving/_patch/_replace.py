@@ -24,7 +24,7 @@ from .._operator.description import POOL, SamplingInputs
 from ._attention import READ, Attention
 from ._code import Code
 from ._forms import AUTOGRAD, FUNCTION, MODULE, Form, find_role
-from ._parameters import STAND_IN, Parameters, unwrap
+from ._parameters import PLAIN, STAND_IN, Parameters, is_autograd, unwrap
 from ._search import Candidate, describe
 from .known import Values
 
@@ -106,7 +106,7 @@ class Fit:
 
 
 def _has_value(value: Any, values: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, type(None))) and value in values
+    return isinstance(value, PLAIN) and value in values
 
 
 def make_fit(form: Any, candidate: Candidate, code: Code, flags: Values, cores: tuple[Any, ...] = ()) -> Fit:
@@ -184,7 +184,7 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
 
 def find_holder(original: Any) -> Any:
     """Return the object to change: the class of an autograd function, or the function below the decorators."""
-    if isinstance(original, type) and not issubclass(original, torch.autograd.Function):
+    if isinstance(original, type) and not is_autograd(original):
         return unwrap(vars(original)["forward"])
     return original
 
@@ -209,8 +209,8 @@ class Change:
         self.originals: list[Any] = []
         if fit.form.kind == AUTOGRAD:
             is_unchanged = fit.code.watch(None, fit.cores)
-            self.serving.append(lambda layer: is_unchanged(None))
-            self._own, self._ours = dict(vars(holder)), _make_methods(fit, holder)
+            self.serving.append(is_unchanged)
+            self._own, self._ours = dict(vars(holder)), _make_methods(fit.form, holder, is_unchanged)
         else:
             code, defaults = holder.__code__, holder.__defaults__
             self._call = original = types.FunctionType(code, holder.__globals__, holder.__name__, defaults, holder.__closure__)
@@ -257,10 +257,9 @@ def run_own_code(code: Any, names: dict[str, Any], contents: tuple[Any, ...]) ->
     return types.FunctionType(code, names, closure=tuple(map(types.CellType, contents)))
 
 
-def _make_methods(fit: Fit, kind: Any) -> dict[str, Any]:
+def _make_methods(form: Any, kind: Any, is_unchanged: Callable[[Any], bool]) -> dict[str, Any]:
     """Return the new methods of an autograd function. A subclass keeps its own, and so does a function whose globals change."""
-    form: Any = fit.form
-    is_unchanged, own_forward, own_backward = fit.code.watch(None, fit.cores), kind.forward, kind.backward
+    own_forward, own_backward = kind.forward, kind.backward
     run, answer_forward, answer_backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
 
     def apply(cls: Any, *args: Any) -> Any:

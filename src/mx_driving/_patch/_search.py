@@ -27,7 +27,7 @@ from .._operator import rules
 from ._attention import LINEAR_LAYERS, has_layers
 from ._extensions import looks_like_a_pool
 from ._forms import AUTOGRAD, FUNCTION, MODULE
-from ._parameters import Parameters, collect_words, find_source, unwrap
+from ._parameters import Parameters, collect_words, find_source, is_autograd, unwrap
 
 # The files in which a library keeps its cores and attention modules. The library may import them only on first use.
 _FILES = {
@@ -141,7 +141,7 @@ def describe(member: Any) -> Candidate | None:
         return Candidate(function, FUNCTION, Parameters(function))
     if not isinstance(member, type) or member.__module__.partition(".")[0] in ("torch", "mx_driving"):
         return None
-    kind = MODULE if issubclass(member, torch.nn.Module) else AUTOGRAD if issubclass(member, torch.autograd.Function) else None
+    kind = MODULE if issubclass(member, torch.nn.Module) else AUTOGRAD if is_autograd(member) else None
     forward = vars(member).get("forward")
     if kind is None or not isinstance(unwrap(forward), types.FunctionType):
         return None
@@ -275,7 +275,7 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
             continue
         cores, functions = _search_layer(module, {**vars(module), **dict(module.named_children())})
         # On a CPU a layer calls the cores in plain torch, if it has any.
-        plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
+        plain = [core for core in cores if not is_autograd(core)]
         cores = cores if not plain or any(p.is_cuda for p in module.parameters()) else plain
         served_cores = [
             any(is_served(f, core) for f in _search_layer(core, {})[1])

@@ -28,7 +28,7 @@ from ._code import Code, NoKey, Reader, read_bytecode
 from ._examples import SMALL, make_examples, make_random
 from ._extensions import EXTENSIONS, POOLS, OverExtension, looks_like_a_pool
 from ._forms import AUTOGRAD, CORES, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
-from ._parameters import collect_words, find_source, list_code
+from ._parameters import PLAIN, collect_words, find_source, is_autograd, list_code
 from ._replace import Fit, make_fit, make_stand_in
 from ._search import Candidate, list_cores
 from .known import Known, read_table
@@ -176,7 +176,7 @@ def _replace_extensions(candidate: Candidate, code: Code) -> Iterator[None]:
     A compiled function for CUDA may end the process if it gets memory of a CPU.
     """
     members = [candidate.original, *code.cores]
-    kinds = [m for m in members if isinstance(m, type) and issubclass(m, torch.autograd.Function)]
+    kinds = filter(is_autograd, members)
     functions = [find_source(vars(kind)[name]) for kind in kinds for name in ("forward", "backward") if name in vars(kind)]
     undo: list[tuple[dict[str, Any], str, Any]] = []
     for function in [*functions, *(m for m in members if isinstance(m, types.FunctionType))]:
@@ -233,7 +233,7 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
             core = getattr(value, "func", value)
             if any(core is other or type(core) is other for other in held_cores):
                 continue
-            if not isinstance(value, (bool, int, float, str, type(None))):
+            if not isinstance(value, PLAIN):
                 raise Refused(_DIFFERS, f"its code reads the attribute {name}, which no form has")
             flags[name] = (value,)
     elif form.kind == MODULE:
