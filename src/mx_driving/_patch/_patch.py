@@ -222,51 +222,39 @@ class Replacements:
                 fits[name] = None
                 continue
             finding = recognize(candidate, self.reader, named)
-            if finding.fit is None and named:
-                _refuse(original, named, finding.reason)
-            if finding.fit is None:
-                self._skip(name, candidate, finding.reason)
-            else:
-                fits[name] = finding.fit
-        for name in [name for name, fit in fits.items() if fit is not None and isinstance(fit.form, Attention)]:
-            for core in list_cores(group[name].original):
+            fit, reason = finding.fit, finding.reason
+            if fit is None and named:
+                _refuse(original, named, reason)
+            for core in list_cores(original) if fit is not None and isinstance(fit.form, Attention) else ():
                 if wrapper := find_wrapper(core):
-                    self._skip(name, group[name], f"its core {core.__qualname__} is wrapped by {wrapper}")
-                    del fits[name]
+                    fit, reason = None, f"its core {core.__qualname__} is wrapped by {wrapper}"
                     break
-        # Known code that calls a core which is not replaced keeps its own code, and so does the code that calls this code. A
-        # trial has tried named code with its cores.
-        found = True
-        while found:
-            found, others = False, [group[name].original for name in fits]
-            for name, fit in list(fits.items()):
-                for core in fit.code.cores if fit is not None and group[name].original not in self.named else ():
-                    is_ours_or_kernel = core.__module__.startswith(KERNELS) or _is_replaced(core)
-                    if name in fits and not is_ours_or_kernel and not any(core is other for other in others):
-                        found = True
-                        del fits[name]
-                        self._skip(name, group[name], f"it calls {core.__qualname__}, which is not replaced")
+            if fit is None:
+                self._skip(name, candidate, reason)
+            else:
+                fits[name] = fit
         # A fit notices changes of the cores that its code calls. So replace these cores first.
-        order: list[str] = []
-        while waiting := [name for name in fits if name not in order]:
-            originals = {id(group[name].original) for name in waiting}
-            cores = {
-                n: {id(c) for c in fit.code.cores} - {id(group[n].original)} if (fit := fits[n]) else set() for n in waiting
-            }
-            order += [name for name in waiting if originals.isdisjoint(cores[name])] or waiting
-        for name in order:
-            fit = fits[name]
-            self.originals[name] = original = group[name].original
-            holder = find_holder(original)
-            change = _changes.get(id(holder))
-            if fit is not None and isinstance(fit.form, Attention):
-                fit = _put_over_cores(fit, original in self.named)
-            if change is None:
-                assert fit is not None
-                _changes[id(holder)] = change = Change(fit, holder)
-            elif fit is not None:
-                change.add(fit)
-            change.originals.append(original)
+        while fits:
+            waiting = {id(group[name].original) for name in fits}
+            called = {n: [c for c in fit.code.cores if c is not group[n].original] if fit else [] for n, fit in fits.items()}
+            for name in [name for name in fits if not any(id(core) in waiting for core in called[name])] or [*fits]:
+                fit, original = fits.pop(name), group[name].original
+                # Known code that calls a core which is not replaced keeps its own code. A trial has tried named code.
+                kept = [c for c in called[name] if not (c.__module__.startswith(KERNELS) or _is_replaced(c))]
+                if kept and original not in self.named:
+                    self._skip(name, group[name], f"it calls {kept[0].__qualname__}, which is not replaced")
+                    continue
+                self.originals[name] = original
+                holder = find_holder(original)
+                change = _changes.get(id(holder))
+                if fit is not None and isinstance(fit.form, Attention):
+                    fit = _put_over_cores(fit, original in self.named)
+                if change is None:
+                    assert fit is not None
+                    _changes[id(holder)] = change = Change(fit, holder)
+                elif fit is not None:
+                    change.add(fit)
+                change.originals.append(original)
 
     def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
         original = candidate.original
