@@ -191,7 +191,7 @@ class Reader:
         own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
         text = _Text(own)
         body = [text.dump(tree.args), text.dump(_drop_checks(tree.body, tree))]
-        parts = [body, [_Text().dump(d) for d in tree.decorator_list] if decorated else []]
+        parts: list[Any] = [body, [_Text().dump(d) for d in tree.decorator_list] if decorated else []]
         if "super" in text.names:
             raise NoKey(f"{source.__qualname__} calls super()")
         for name, cell in zip(source.__code__.co_freevars, source.__closure__ or (), strict=True):
