@@ -72,7 +72,7 @@ def test_a_folder_whose_files_can_be_imported_ends_with_status_0(mx, write):
 
 
 def test_a_core_that_ends_the_process_is_refused_by_its_trial(write):
-    from mx_driving._patch._survey import survey
+    from mx_driving._patch._patch import survey
 
     ends = CORE.replace("    bs, _,", "    sys.exit(5)\n    bs, _,")
     findings, unread = survey(write({"a_core_that_ends": ends}))

@@ -10,7 +10,7 @@ from attention_modules import WITH_LOGITS, Paper, arguments_for, build, library,
 from torch import nn
 
 import mx_driving
-from mx_driving._patch import _replace
+from mx_driving._patch import _patch, _replace
 from mx_driving._patch._parameters import unwrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:mx_driving.patch left")
@@ -116,7 +116,7 @@ def test_a_replacement_that_computes_something_else_is_refused(fault, dtype, mon
     expected = model(**named)
     library(Paper, plain_core)
     done = mx_driving.patch(model, forms={Paper: "deformable_detr"})  # Its trial is over.
-    key = _replace._get_key(unwrap(Paper.forward))
+    key = _patch._changes[id(unwrap(Paper.forward))].key
     served = _replace.SERVED[key]
     monkeypatch.setitem(_replace.SERVED, key, lambda *args, **kwargs: FAULTS[fault](served(*args, **kwargs)))
     with pytest.raises(ValueError, match=r"^check must give the outputs of the model's own code; got output"):

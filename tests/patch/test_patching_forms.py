@@ -10,7 +10,7 @@ import torch
 from attention_modules import BARE, KEYS, MMCV, SIZES, WITH_LOGITS, arguments_for, build, close, library, operators, patched
 
 import mx_driving
-from mx_driving._patch._survey import survey
+from mx_driving._patch._patch import survey
 from mx_driving._patch._trial import FORMS
 
 POINT, BOX = (2, 2), (2, 4)  # the last sides of reference points: one for each level

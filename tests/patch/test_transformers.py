@@ -19,7 +19,7 @@ import models  # noqa: E402
 from detectors import small_deformable_detr  # noqa: E402
 
 import mx_driving  # noqa: E402
-from mx_driving._patch._survey import survey  # noqa: E402
+from mx_driving._patch._patch import survey  # noqa: E402
 from mx_driving._patch._trial import FORMS  # noqa: E402
 from mx_driving._patch.known import read_table  # noqa: E402
 

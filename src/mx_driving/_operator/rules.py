@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -127,54 +127,3 @@ def fail_setting(name: str, rule: str, word: str) -> NoReturn:
         print(f"mx-driving: {name} must {rule}; got {word!r}", file=sys.stderr)
         sys.exit(2)
     fail(SettingError, name, rule, repr(word))
-
-
-def patch_target(target: object) -> NoReturn:
-    fact = repr(target) if isinstance(target, str) else type(target).__name__
-    fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", fact)
-
-
-def traced_target(name: str) -> NoReturn:
-    rule = "call a network whose code can be replaced; call patch before the network is traced or compiled"
-    fail(ValueError, "target", rule, f"a {name} that calls a traced or compiled copy")
-
-
-def no_library(name: str, missing: str | None, libraries: Sequence[str]) -> NoReturn:
-    """Raise ModuleNotFoundError for a module that is not installed. Suggest the known library with the most similar name."""
-    import difflib
-
-    meant = difflib.get_close_matches(name, libraries, n=1)
-    remark = f"; is it {meant[0]!r}?" if meant and name not in libraries else ""
-    remark += f" Libraries that are known by name: {', '.join(libraries)}" if name not in libraries else ""
-    fact = f"{name!r}, which is not{remark}"
-    raise ModuleNotFoundError(f"target must be installed; got {fact}", name=missing)
-
-
-def broken_library(name: str, error: ImportError, reason: str) -> NoReturn:
-    """Raise an error of the class of `error`. The module `name` is installed, but its import has failed with `error`."""
-    raise type(error)(f"target must be imported without an error; got {name!r}: {reason}", name=error.name) from error
-
-
-def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str]) -> NoReturn:
-    remark = "".join(f"; {core}: {reason}" for core, reason in skipped.items())
-    remark += f"; it takes its own from {' and '.join(elsewhere)}: patch that" if elsewhere else ""
-    fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{remark}")
-
-
-def name_of_a_form(core: str, name: object, names: Collection[object]) -> None:
-    """Check that `name` names a form, one of the ways in which libraries write a sampling core. `core`: the core's name."""
-    if name not in names:
-        fail(ValueError, "forms", f"name a form of {', '.join(map(str, names))}", f"{name!r} for {core}")
-
-
-def not_of_its_form(core: str, name: str, reason: str) -> NoReturn:
-    fail(ValueError, "forms", "name the form that a class or function has", f"{name!r} for {core}: {reason}")
-
-
-def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
-    """Return why an import failed. Advise compat.install() if compat replaces the missing extension.
-
-    Read the extension's name from the message: before Python 3.12 an ImportError has no attribute for it.
-    """
-    missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
-    return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)

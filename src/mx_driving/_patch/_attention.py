@@ -10,6 +10,7 @@ and for keys that are hidden in another. `patch` takes the form whose results on
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +86,6 @@ class Attention(Form):
     layout: ValueLayout = ROWS
     needs: frozenset[str] = frozenset(("query", "reference"))
     kind: str = MODULE
-    reads_all = False
     roles = frozenset(
         [
             *("query", "position", "value", "mask", "reference", "shapes", "sizes", "starts", "identity"),
@@ -231,9 +231,8 @@ def _sample_evenly(module: Any, arguments: Arguments, sides: Sides, axis: str = 
     return _sample(inputs, arguments["reference"], offsets, logits, axis), logits, sides[1:]
 
 
-def _sample_pillars(module: Any, arguments: Arguments, sides: Sides) -> Sampled:
-    """Sample as BEVFormer's MSDeformableAttention3D: a query has a reference point for each height of a pillar."""
-    return _sample_evenly(module, arguments, sides, "point")
+# Sample as BEVFormer's MSDeformableAttention3D: a query has a reference point for each height of a pillar.
+_sample_pillars = functools.partial(_sample_evenly, axis="point")
 
 
 def _sample_unevenly(module: Any, arguments: Arguments, sides: Sides) -> Sampled:

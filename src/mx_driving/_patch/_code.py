@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import copy
 import dataclasses
-import dis
 import functools
 import hashlib
 import inspect
@@ -25,14 +25,14 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .. import _torch_private
-from ._parameters import find_source, find_wrapper, list_code, read_names, unwrap
+from ._parameters import find_source, find_wrapper, is_autograd, list_code, list_loads, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
 # These functions have no side effects. So a key leaves out an `if` whose test calls only them and whose body only raises.
@@ -112,14 +112,10 @@ class Code:
             if present := [name for name in names if space.get(name) is not None]:
                 get = operator.itemgetter(*present, present[0])  # With one name, an itemgetter would not return a tuple.
                 objects.append((get, space, tuple(copy.deepcopy(o) if isinstance(o, _MUTABLE) else o for o in get(space))))
-        plain = [core for core in cores if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
+        plain = [core for core in cores if not is_autograd(core)]
         functions = [*self.functions[1:], *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
         codes = list(map(_get_code, functions))
-        kinds = [
-            (_get_apply if issubclass(core, torch.autograd.Function) else _get_forward, core)
-            for core in cores
-            if isinstance(core, type)
-        ]
+        kinds = [(_get_apply if is_autograd(core) else _get_forward, core) for core in cores if isinstance(core, type)]
         kinds += [(operator.attrgetter(*sorted(self.methods)), owner)] if owner and self.methods else []
         methods = [(get, kind, get(kind)) for get, kind in kinds]
 
@@ -150,15 +146,15 @@ def read_bytecode(function: types.FunctionType, kind: type | None) -> Code:
     return Code(functions=[function], attributes=names - methods, methods=methods)
 
 
+@dataclass
 class Reader:
     """Reads the code of functions. A call of a core is a part of the caller's key, but the core's own code is not.
 
     A reader keeps the syntax trees of files for one call of `patch`, in which files do not change.
     """
 
-    def __init__(self, is_core: Callable[[Any], bool]) -> None:
-        self._is_core = is_core
-        self._files: dict[str, _File] = {}
+    is_core: Callable[[Any], bool]
+    files: dict[str, _File] = field(default_factory=dict)
 
     def read(self, original: Any) -> Code:
         """Return the code of a function, of a module class's forward, or of an autograd function's forward and backward."""
@@ -167,7 +163,7 @@ class Reader:
             parts = [self._read_function(original, None, code)]
         elif not isinstance(inspect.getattr_static(original, "forward", None), (types.FunctionType, staticmethod)):
             raise NoKey("its forward is not a function")
-        elif issubclass(original, torch.autograd.Function):
+        elif is_autograd(original):
             # Our methods take the place of wrapped methods, so the wrappers count.
             parts = []
             for method in (inspect.getattr_static(original, name) for name in ("forward", "backward")):
@@ -181,9 +177,9 @@ class Reader:
 
     def _find(self, function: Any) -> ast.FunctionDef:
         name = function.__code__.co_filename
-        if name not in self._files:
-            self._files[name] = _File(name)
-        return self._files[name].find(function.__code__)
+        if name not in self.files:
+            self.files[name] = _File(name)
+        return self.files[name].find(function.__code__)
 
     def _read_function(self, function: Any, kind: type | None, code: Code, wraps: Any = None, decorated: bool = False) -> Any:
         """Read a function below its wrappers. `wraps`: the function that this function, a wrapper, holds in its closure."""
@@ -194,10 +190,26 @@ class Reader:
         code.functions.append(source)
         own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
         text = _Text(own)
-        parts = [text.dump_function(tree), [_Text("").dump(d) for d in tree.decorator_list] if decorated else []]
+        body = [text.dump(tree.args), text.dump(_drop_checks(tree.body, tree))]
+        parts: list[Any] = [body, [_Text().dump(d) for d in tree.decorator_list] if decorated else []]
         if "super" in text.names:
             raise NoKey(f"{source.__qualname__} calls super()")
-        parts += self._read_closure(source, wraps, code)
+        for name, cell in zip(source.__code__.co_freevars, source.__closure__ or (), strict=True):
+            if name == "__class__":
+                continue
+            content = cell.cell_contents
+            if wraps is None:
+                raise NoKey(f"{source.__qualname__} has a closure")
+            if content is wraps:
+                parts.append([name, "wrapped"])
+            elif isinstance(content, types.FunctionType):
+                parts.append([name, self._read_wrapped(content, None, code)])
+            elif isinstance(content, _CONSTANTS):
+                parts.append([name, repr(content)])
+            elif isinstance(content, type):
+                parts.append([name, f"{content.__module__}.{content.__qualname__}"])
+            else:
+                raise NoKey(f"the wrapper {source.__code__.co_name} holds a {type(content).__name__}")
         defaults = [d for d in (*tree.args.defaults, *tree.args.kw_defaults) if d]
         if any(not isinstance(default, ast.Constant) for default in defaults):
             parts.append(repr((source.__defaults__, source.__kwdefaults__)))
@@ -205,7 +217,8 @@ class Reader:
             raise NoKey(f"the defaults of {source.__qualname__} are not those of its file")
         code.passes_self |= text.passes_self
         code.writes |= text.writes
-        names = set(list_globals(source)) & text.names
+        loads = (name for own in list_code(source) for name in list_loads(own, "LOAD_GLOBAL", "LOAD_NAME"))
+        names = text.names.intersection(loads)
         self._note(code, source.__globals__, names)
         for name in sorted(names):
             parts.append([name, self._describe_global(source, name, code)])
@@ -214,7 +227,7 @@ class Reader:
             method = inspect.getattr_static(kind, name, None)
             method = method.fget if isinstance(method, property) else method
             below = unwrap(getattr(method, "__func__", method))
-            if isinstance(method, staticmethod) and self._is_core(below):
+            if isinstance(method, staticmethod) and self.is_core(below):
                 parts.append([name, self._note_core(method.__func__, code)])
             elif isinstance(below, types.FunctionType) and not is_of_known_library(below):
                 code.methods.add(name)
@@ -232,7 +245,7 @@ class Reader:
         """Read a function, and the wrappers around it."""
         part = self._read_function(function, kind, code)
         tree = self._find(find_source(function))
-        decorators = [_Text("").dump(d) for d in tree.decorator_list if getattr(d, "id", "") not in _KINDS]
+        decorators = [_Text().dump(d) for d in tree.decorator_list if getattr(d, "id", "") not in _KINDS]
         wrappers = self._read_wrappers(function, tree, code)
         return [part, decorators, wrappers] if decorators or wrappers else part
 
@@ -254,27 +267,6 @@ class Reader:
             wrapper = getattr(wrapper.__wrapped__, "__func__", wrapper.__wrapped__)
         return parts
 
-    def _read_closure(self, function: types.FunctionType, wraps: Any, code: Code) -> list[Any]:
-        """Return the contents of a wrapper's closure. A function with a closure that is no wrapper has no key."""
-        parts = []
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name == "__class__":
-                continue
-            content = cell.cell_contents
-            if wraps is None:
-                raise NoKey(f"{function.__qualname__} has a closure")
-            if content is wraps:
-                parts.append([name, "wrapped"])
-            elif isinstance(content, types.FunctionType):
-                parts.append([name, self._read_wrapped(content, None, code)])
-            elif isinstance(content, _CONSTANTS):
-                parts.append([name, repr(content)])
-            elif isinstance(content, type):
-                parts.append([name, f"{content.__module__}.{content.__qualname__}"])
-            else:
-                raise NoKey(f"the wrapper {function.__code__.co_name} holds a {type(content).__name__}")
-        return parts
-
     def _note_core(self, core: Any, code: Code) -> str:
         """Note a core. `patch` replaces a core below its wrapper, so code that calls the wrapper is not known."""
         below = unwrap(core)
@@ -285,7 +277,7 @@ class Reader:
 
     def _describe_global(self, function: Any, name: str, code: Code) -> Any:
         value = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
-        if self._is_core(value):
+        if self.is_core(value):
             return self._note_core(value, code)
         if is_of_known_library(value):
             return getattr(value, "__qualname__", None) or value.__name__
@@ -294,21 +286,22 @@ class Reader:
         if callable(value):
             kind = "class" if isinstance(value, type) else type(value).__name__
             raise NoKey(f"{name} is a {kind}, not a function")
-        file = self._files[function.__code__.co_filename]
+        file = self.files[function.__code__.co_filename]
         bindings, bound = file.find_bindings(name), []
         if value is not _ABSENT and isinstance(value, _CONSTANTS):
-            literals = [
-                _evaluate(b.value) if isinstance(b, ast.Assign) and isinstance(b.targets[0], ast.Name) else _ABSENT
-                for b in bindings
-            ]
-            if bindings and _ABSENT not in literals:
+            literals = []
+            for binding in bindings:
+                with contextlib.suppress(ValueError):  # an expression
+                    if isinstance(binding, ast.Assign) and isinstance(binding.targets[0], ast.Name):
+                        literals.append(ast.literal_eval(binding.value))
+            if bindings and len(literals) == len(bindings):
                 if value not in literals:
                     raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
             elif not bindings or not isinstance(value, (bool, str, type(None))):  # Flags and versions are the machine's.
                 bound = [repr(value)]
         elif isinstance(value, torch.Tensor):
             raise NoKey(f"the global {name} is a tensor, whose numbers may change")
-        return bound + [_Text("").dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
+        return bound + [_Text().dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
 
     def _read_members(self, function: Any, text: _Text, code: Code) -> list[Any]:
         """Read the functions that code reaches through a module, as `utils.helper`. Check those of torch and of tensors."""
@@ -339,7 +332,7 @@ class Reader:
             self._note(code, vars(space), {path.rpartition(".")[2]})
             if originals.get(path.rpartition(".")[2], value) is not value:
                 raise NoKey(f"{path} is replaced")
-            if self._is_core(value):
+            if self.is_core(value):
                 parts.append([path, self._note_core(value, code)])
             elif str(getattr(value, "__module__", "")).startswith("mx_driving") or (
                 is_of_known_library(space) and (is_of_known_library(value) or not isinstance(value, types.FunctionType))
@@ -361,13 +354,6 @@ class Reader:
             if name[:2] != "__" and getattr(torch.Tensor, name, None) is not originals.get(name):
                 raise NoKey(f"torch.Tensor.{name} is replaced")
         return parts
-
-
-def _evaluate(node: ast.AST) -> Any:
-    try:
-        return ast.literal_eval(node)  # type: ignore[arg-type]
-    except ValueError:
-        return _ABSENT
 
 
 class _File:
@@ -404,51 +390,29 @@ class _File:
             for a, b in self._blocks:
                 if a != start and kept[a].startswith(_DEFINES):
                     kept[a:b] = ["\n"] * (b - a)
-            tree = _parse("".join(kept)) or _parse("".join(self._lines)) or ast.Module([], [])
-            self._parsed[start] = tree, list(_list_nested(compile(tree, self._name, "exec", dont_inherit=True)))
+            tree = ast.Module([], [])
+            for lines in (kept, self._lines):
+                with contextlib.suppress(SyntaxError, ValueError):
+                    tree = ast.parse("".join(lines))
+                    break
+            self._parsed[start] = tree, list(list_code(compile(tree, self._name, "exec", dont_inherit=True)))
         return self._parsed[start]
 
     def find_bindings(self, name: str) -> list[Any]:
         """Return the assignments of a global name in the file, and (module, alias) of its imports, also if they failed."""
         bindings: list[Any] = []
-        for statement in _list_statements(self._parse(0)[0]):
+        waiting: list[ast.AST] = [self._parse(0)[0]]
+        while waiting:  # `try` and `if` have statements, too.
+            statement, *waiting = waiting
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 aliases = [alias for alias in statement.names if (alias.asname or alias.name) == name]
                 bindings += [(getattr(statement, "module", ""), alias) for alias in aliases]
             elif isinstance(statement, ast.Assign):
                 names = [t.id for target in statement.targets for t in ast.walk(target) if isinstance(t, ast.Name)]
                 bindings += [statement] * (name in names)
+            parts = [c for c in ast.iter_child_nodes(statement) if isinstance(c, (ast.stmt, ast.excepthandler))]
+            waiting = [part for part in parts if not isinstance(part, _DEFINITIONS)] + waiting
         return bindings
-
-
-def _parse(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _list_statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Return the statements at the top level of a file, also those in `try` and `if`."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, (ast.stmt, ast.excepthandler)) and not isinstance(child, _DEFINITIONS):
-            yield child
-            yield from _list_statements(child)
-
-
-def _list_nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _list_nested(constant)
-
-
-def list_globals(function: Any) -> Iterator[str]:
-    """Return the global names that a function and its nested functions load."""
-    for code in list_code(function):
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                yield from read_names(step)
 
 
 def is_of_known_library(value: Any) -> bool:
@@ -465,6 +429,7 @@ def is_of_known_library(value: Any) -> bool:
     return str(module).partition(".")[0] in {*_KNOWN_PACKAGES, "_operator", "None"} or str(module).startswith(KERNELS)
 
 
+@dataclass
 class _Text:
     """Writes a syntax tree as nested lists.
 
@@ -472,6 +437,7 @@ class _Text:
     Python versions have.
 
     Attributes:
+        own: the name of the layer itself, or nothing.
         names: the names that are loaded.
         chains: a name, and the attributes that are read from it one after the other: ("torch", "nn", "functional", "softmax").
         members: the names of all attributes.
@@ -480,64 +446,66 @@ class _Text:
         passes_self: whether the layer itself is loaded.
     """
 
-    def __init__(self, own: str) -> None:
-        self._own = own
-        self.names: set[str] = set()
-        self.chains: set[tuple[str, ...]] = set()
-        self.members: set[str] = set()
-        self.asked: set[str] = set()
-        self.attributes: set[str] = set()
-        self.writes: set[str] = set()
-        self.passes_self = False
-
-    def dump_function(self, node: ast.FunctionDef) -> Any:
-        return [self.dump(node.args), self._dump_body(node.body, node)]
+    own: str = ""
+    names: set[str] = field(default_factory=set)
+    chains: set[tuple[str, ...]] = field(default_factory=set)
+    members: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    passes_self: bool = False
 
     def dump(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self.dump(part) for part in node]
         if not isinstance(node, ast.AST):
-            return list(map(self.dump, node)) if isinstance(node, list) else repr(node)
+            return repr(node)
         if isinstance(node, ast.Name):
             self.names.add(node.id)
-            self.passes_self |= node.id == self._own
+            self.passes_self |= node.id == self.own
         if isinstance(node, ast.Call) and _get_called(node) in ("getattr", "vars"):
             self.asked |= {argument.id for argument in node.args if isinstance(argument, ast.Name)}
         if isinstance(node, ast.Attribute):
             self.members.add(node.attr)
-            if isinstance(node.value, ast.Name) and node.value.id == self._own != "":
+            if isinstance(node.value, ast.Name) and node.value.id == self.own != "":
                 (self.attributes if isinstance(node.ctx, ast.Load) else self.writes).add(node.attr)
-                return ["Attribute", self._own, node.attr, isinstance(node.ctx, ast.Load)]
+                return ["Attribute", self.own, node.attr, isinstance(node.ctx, ast.Load)]
             names, base = [node.attr], node.value
             while isinstance(base, ast.Attribute):
                 names, base = [base.attr, *names], base.value
             if isinstance(base, ast.Name):
                 self.chains.add((base.id, *names))
-        return [type(node).__name__, *self._dump_fields(node)]
-
-    def _dump_fields(self, node: ast.AST) -> Iterator[Any]:
+        fields = []
         for name in node._fields:
             value = getattr(node, name, None)
-            if name in _DROPPED or value == [] or (value is None and name != "value"):
-                continue
             if name in ("body", "orelse", "finalbody") and isinstance(value, list):
-                value = self._dump_body(value, node)
-                if not value:
-                    continue
-            yield [name, value if name in ("body", "orelse", "finalbody") and isinstance(value, list) else self.dump(value)]
-
-    def _dump_body(self, statements: list[ast.stmt], owner: ast.AST) -> list[Any]:
-        if isinstance(owner, ast.If) and statements is owner.orelse and all(isinstance(s, ast.Raise) for s in statements):
-            return []
-        return [self.dump(s) for k, s in enumerate(statements) if not _is_for_readers(s, owner, k)]
+                value = _drop_checks(value, node)
+            if name not in _DROPPED and value != [] and (value is not None or name == "value"):
+                fields.append([name, self.dump(value)])
+        return [type(node).__name__, *fields]
 
 
-def _is_for_readers(statement: ast.stmt, owner: Any, place: int) -> bool:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return place == 0 and isinstance(owner, _DEFINITIONS)
-    if isinstance(statement, ast.If) and not statement.orelse and all(isinstance(s, ast.Raise) for s in statement.body):
-        return _is_harmless(statement.test, _HARMLESS)
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return _get_called(statement.value) in _WORDS and _is_harmless(statement.value, _HARMLESS | _WORDS)
-    return isinstance(statement, ast.Assert) and _is_harmless(statement.test, _HARMLESS | _ASSERTED)
+def _drop_checks(statements: list[ast.stmt], owner: ast.AST) -> list[ast.stmt]:
+    """Return the statements of a definition or a block without docstrings, and without those that only check or print."""
+    kept = []
+    for place, statement in enumerate(statements):
+        value = getattr(statement, "value", None)
+        dropped = False
+        if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
+            dropped = place == 0 and isinstance(owner, _DEFINITIONS)
+        elif isinstance(statement, ast.Expr) and isinstance(value, ast.Call):
+            dropped = _get_called(value) in _WORDS and _is_harmless(value, _HARMLESS | _WORDS)
+        elif isinstance(statement, ast.If) and not statement.orelse and _only_raises(statement.body):
+            dropped = _is_harmless(statement.test, _HARMLESS)
+        elif isinstance(statement, ast.Assert):
+            dropped = _is_harmless(statement.test, _HARMLESS | _ASSERTED)
+        if not dropped:
+            kept.append(statement)
+    return [] if isinstance(owner, ast.If) and statements is owner.orelse and _only_raises(statements) else kept
+
+
+def _only_raises(statements: list[ast.stmt]) -> bool:
+    return all(isinstance(statement, ast.Raise) for statement in statements)
 
 
 def _is_harmless(node: ast.AST, allowed: set[str]) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _torch_private
 from .._agreement import largest_magnitude, output_difference
 from .._operator import rules
+from ._replace import Change
 
 # The allowed difference of an output, as a fraction of its largest magnitude. Patched models differ from their own code by 8e-8
 # to 3e-5 in float32, and by less than 1e-13 in float64. In 16 bits the own code rounds locations, weights and samples, and the
@@ -47,15 +48,13 @@ class _WatchLayers(_torch_private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def compare_runs(
-    model: Any, check: Any, names: Collection[str], use_own_code: Callable[[bool], None]
-) -> tuple[str, set[str], set[str]]:
+def compare_runs(model: Any, check: Any, names: Collection[str], changes: Collection[Change]) -> tuple[str, set[str], set[str]]:
     """Return a sentence about the largest difference, the layers that called an operator, and those that ran.
 
     Args:
         check: the inputs: a tuple of arguments, a mapping of keyword arguments, or (arguments, keyword arguments).
         names: names of the layers to watch.
-        use_own_code: switches the model's own code on or off.
+        changes: all changes of code. The first run is without them.
 
     Raises:
         ValueError: an output differs by more than rounding.
@@ -72,9 +71,9 @@ def compare_runs(
     watch = _WatchLayers(layers)
 
     def run(own: bool) -> dict[str, Tensor]:
-        use_own_code(own)
-        # The model may write to its inputs.
-        arguments = copy.deepcopy((args, kwargs))
+        for change in changes:
+            change.use(own)
+        arguments = copy.deepcopy((args, kwargs))  # The model may write to its inputs.
         try:
             with torch.random.fork_rng(), torch.no_grad(), contextlib.nullcontext() if own else watch:
                 torch.manual_seed(0)
@@ -89,6 +88,8 @@ def compare_runs(
         model.eval()
         theirs, ours = run(True), run(False)
     finally:
+        for change in changes:
+            change.use(own=False)
         for module, mode in modes.items():
             module.training = mode
     if ours.keys() != theirs.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -84,57 +85,62 @@ class Example(NamedTuple):
     masked: bool = False
 
 
+def make_random() -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
 def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Example]:
     """Return an example of every kind of call that the form serves."""
     if isinstance(form, Attention):
-        maps = list(SMALL.maps[: get_sizes(module)[1]])
-        yield from (_make_trajectories if "trajectories" in form.needs else _make_module_calls)(form, module, parameters, maps)
-    elif getattr(form, "example", None) is not None:
-        yield Example([dict(zip(map(find_role, form.parameters), form.example(), strict=True))])
-    else:
-        core = form if isinstance(form, Core) else CORES["layer"]  # An autograd function takes a core's arguments.
-        for sizes in SIZES_OF_CORES:
-            yield from _make_core_calls(core, sizes)
-
-
-def _make_core_calls(form: Core, sizes: Sizes) -> Iterator[Example]:
-    shapes = make_shapes(sizes.maps, _CPU)
-    starts = starts_of(shapes)
-    common = {"sizes": list(sizes.maps), "starts": starts, "counts": list(sizes.counts), "step": 64, "value_shape": "default"}
-    split = (sizes.levels, sizes.points)
-    for axes, method in itertools.product(form.axes, form.methods):
-        points = (sum(sizes.counts),) if form.uneven else split if axes == SPLIT else (math.prod(split),)
-        inputs = {**common, **_make_core_tensors(sizes, points), "method": method}
-        if form.pixels:
-            inputs["locations"] = (inputs["locations"] * 8).round().long() - 1
-        tables = [[[*s] for s in sizes.maps], shapes] if form.kind == FUNCTION else [shapes]
+        yield from _make_module_calls(form, module, parameters)
+        return
+    if getattr(form, "example", ""):
+        yield Example([dict(zip(map(find_role, form.parameters), _make_arguments(form.example), strict=True))])
+        return
+    core = form if isinstance(form, Core) else CORES["layer"]  # An autograd function takes a core's arguments.
+    for sizes, axes, method in itertools.product(SIZES_OF_CORES, core.axes, core.methods):
+        shapes = make_shapes(sizes.maps, _CPU)
+        split = (sizes.levels, sizes.points)
+        points = (sum(sizes.counts),) if core.uneven else split if axes == SPLIT else (math.prod(split),)
+        rand, samples = make_random(), (sizes.batches, sizes.queries, sizes.heads, *points)
+        value = rand(sizes.batches, sum(h * w for h, w in sizes.maps), sizes.heads, sizes.channels) - 0.5
+        # Some locations lie outside the map. Some weights are negative.
+        locations = rand(*samples, 2)
+        locations = 9 * locations - 4 if sizes.spread == _FAR else 1.4 * locations - 0.2
+        inputs = {
+            **{"value": sizes.spread * value, "sizes": list(sizes.maps), "starts": starts_of(shapes)},
+            **{"locations": (locations * 8).round().long() - 1 if core.pixels else locations, "method": method},
+            **{"weights": sizes.spread * (rand(*samples) * 1.5 - 0.5), "counts": list(sizes.counts)},
+            **{"step": 64, "value_shape": "default"},
+        }
+        tables = [[[*s] for s in sizes.maps], shapes] if core.kind == FUNCTION else [shapes]
         yield Example([{**inputs, "shapes": table} for table in tables])
 
 
-def _make_core_tensors(sizes: Sizes, points: Sequence[int]) -> dict[str, Any]:
-    """Return value, locations and weights. Some locations lie outside the map. Some weights are negative."""
-    rand, samples = make_random(torch.float64), (sizes.batches, sizes.queries, sizes.heads, *points)
-    value = rand(sizes.batches, sum(h * w for h, w in sizes.maps), sizes.heads, sizes.channels) - 0.5
-    locations = rand(*samples, 2)
-    locations = 9 * locations - 4 if sizes.spread == _FAR else 1.4 * locations - 0.2
-    return {"value": sizes.spread * value, "locations": locations, "weights": sizes.spread * (rand(*samples) * 1.5 - 0.5)}
-
-
-def make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return lambda *shape: torch.rand(shape, generator=generator, dtype=dtype)
-
-
-def _make_module_calls(form: Attention, module: Any, parameters: Parameters, maps: Sequence[Any]) -> Iterator[Example]:
+def _make_module_calls(form: Attention, module: Any, parameters: Parameters) -> Iterator[Example]:
     """For each width of reference points, return calls with value and mask, with value, and with only the needed arguments.
 
     Some reference points lie outside the maps. There are as many queries as keys in one way of each call, because a module
     without a value samples its query, and some modules require equal numbers even with a value.
     """
-    rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), _get_width(form, module)
-    batches = SMALL.batches
-    heads = (width,) if form.layout is ROWS else (get_sizes(module)[0], width // get_sizes(module)[0])
-    memories, tables = batches * form.queue, _make_tables(parameters, maps)
+    heads, levels, _ = get_sizes(module)
+    maps, batches, width = list(SMALL.maps[:levels]), SMALL.batches, module.sampling_offsets.in_features
+    if getattr(module, "num_bev_queue", 1) == form.queue:
+        width //= form.queue
+    rand, keys, shapes = make_random(), sum(h * w for h, w in maps), make_shapes(maps, _CPU)
+    table = maps if set(parameters.all) & _LISTED else shapes
+    tables = {"shapes": table, "sizes": maps, "starts": starts_of(shapes), "keys": [h * w for h, w in maps]}
+    if "trajectories" in form.needs:  # UniAD's queries follow trajectories in metres.
+        boxes = [(SimpleNamespace(gravity_center=20 * rand(2, 3) - 10),) + 4 * (None,) for _ in range(batches)]
+        query, identity, position = (rand(batches, 2, 3, width) - 0.5 for _ in range(3))
+        trajectories, value = 20 * rand(batches, 2, 3, 2, len(maps), 2) - 10, rand(keys, batches, width) - 0.5
+        needed = {"query": query, "value": value, "trajectories": trajectories, "boxes": boxes, **tables}
+        full = {**needed, "identity": identity, "position": position, "mask": rand(batches, keys) < 0.3}
+        yield Example([full], 2, masked=True)
+        yield Example([needed], 2)
+        return
+    sides, memories = (width,) if form.layout is ROWS else (heads, width // heads), batches * form.queue
 
     def rows(batches: int, count: int, *sides: int) -> Tensor:
         tensor = rand(batches, count, *sides) - 0.5
@@ -146,37 +152,45 @@ def _make_module_calls(form: Attention, module: Any, parameters: Parameters, map
         optional: dict[str, Any] = dict.fromkeys(("value", "identity", "position", "mask"))
         if has_memory:
             optional = {name: rows(batches, queries, width) for name in ("identity", "position")}
-            optional |= {"value": rows(memories, keys, *heads), "mask": rand(memories, keys) < 0.3 if masked else None}
+            optional |= {"value": rows(memories, keys, *sides), "mask": rand(memories, keys) < 0.3 if masked else None}
         return {**tables, "query": rows(batches, queries, width), "reference": reference, **optional}
 
     for last in dict.fromkeys(last for _, last in form.references):
-        levels = [count for count, other in form.references if other == last]
+        counts = [count for count, other in form.references if other == last]
         for has_memory, masked in ((True, True), (True, False), (False, False)):
             numbers = (SMALL.queries, keys) if has_memory else (keys,)
-            ways = [arguments(count, last, queries, has_memory, masked) for count in levels for queries in numbers]
+            ways = [arguments(count, last, queries, has_memory, masked) for count in counts for queries in numbers]
             yield Example(ways, last, has_memory, masked)
 
 
-def _make_trajectories(form: Attention, module: Any, parameters: Parameters, maps: Sequence[Any]) -> Iterator[Example]:
-    """Return calls of UniAD's module, whose queries follow trajectories in metres."""
-    rand, keys, width = make_random(torch.float64), sum(h * w for h, w in maps), _get_width(form, module)
-    batches = SMALL.batches
-    boxes = [(SimpleNamespace(gravity_center=20 * rand(2, 3) - 10),) + 4 * (None,) for _ in range(batches)]
-    query, identity, position = (rand(batches, 2, 3, width) - 0.5 for _ in range(3))
-    trajectories, value = 20 * rand(batches, 2, 3, 2, len(maps), 2) - 10, rand(keys, batches, width) - 0.5
-    needed = {"query": query, "value": value, "trajectories": trajectories, "boxes": boxes, **_make_tables(parameters, maps)}
-    full = {**needed, "identity": identity, "position": position, "mask": rand(batches, keys) < 0.3}
-    yield Example([full], 2, masked=True)
-    yield Example([needed], 2)
-
-
-def _get_width(form: Attention, module: Any) -> int:
-    width = module.sampling_offsets.in_features
-    return width // form.queue if getattr(module, "num_bev_queue", 1) == form.queue else width
-
-
-def _make_tables(parameters: Parameters, maps: Sequence[Any]) -> dict[str, Any]:
-    shapes = make_shapes(maps, _CPU)
-    starts = starts_of(shapes)
-    table = maps if set(parameters.all) & _LISTED else shapes
-    return {"shapes": table, "sizes": maps, "starts": starts, "keys": [h * w for h, w in maps]}
+def _make_arguments(name: str) -> tuple[Any, ...]:
+    """Return the arguments of a function over an extension (_extensions.py). Some points lie outside the grid."""
+    generator = torch.Generator().manual_seed(0)
+    rand, draw = functools.partial(torch.rand, generator=generator), functools.partial(torch.randint, generator=generator)
+    if name == "aggregation":  # features of 2 cameras with 2 levels each, and 5 anchors of 3 points, in 2 groups
+        shapes, starts = torch.tensor([[[3, 4], [2, 2]]] * 2), torch.tensor([[0, 12], [16, 28]])
+        features, places, weights = rand(2, 32, 4), rand(2, 5, 3, 2, 2), rand(2, 5, 3, 2, 2, 2)
+        return features - 0.5, shapes.int(), starts.int(), 1.4 * places - 0.2, weights
+    if name == "lifted":
+        depth, feat = rand(1, 2, 3, 2, 2).double() - 0.5, rand(1, 2, 2, 2, 3).double() - 0.5
+        points, cells = torch.randperm(24, generator=generator)[:20], draw(12, (20,)).sort().values
+        rows, lengths = points // 12 * 4 + points % 4, torch.unique_consecutive(cells, return_counts=True)[1]
+        points, rows, cells, starts, lengths = (t.int() for t in (points, rows, cells, lengths.cumsum(0) - lengths, lengths))
+        return depth, feat, points, rows, cells, (1, 1, 3, 4, 3), starts, lengths
+    if name in ("frustum", "image"):
+        geometry, features, sizes = draw(-1, 5, (2, 40, 3)).int(), rand(2, 40, 3).double() - 0.5, torch.tensor([4, 3, 2])
+        if name == "frustum":
+            return geometry, features, sizes
+        # a batch of one frustum: 2 cameras, 3 depths and 2 x 2 pixels
+        depth, context = (features.flatten()[first : first + 24].view(2, 3, 2, 2) for first in (0, 24))
+        return geometry[:1, :24].view(1, 2, 3, 2, 2, 3), depth, context, sizes
+    coords = torch.stack([draw(size, (30,)) for size in (3, 4, 2, 2)], 1)
+    feats, sizes = rand(30, 3).double() - 0.5, (2, 2, 3, 4)
+    if name == "rows":
+        return feats, coords, *sizes
+    ranks = coords @ torch.tensor([16, 4, 2, 1])
+    order = ranks.argsort()
+    feats, coords, ranks = feats[order], coords[order], ranks[order]
+    if name == "sorted_xyzb":  # The innermost axis is x, as FlashOCC has it.
+        return feats, coords[:, [1, 0, 2, 3]], ranks, *sizes, "sum"
+    return (feats, coords, ranks) if name == "runs" else (feats, coords, ranks, *sizes)

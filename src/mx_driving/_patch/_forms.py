@@ -21,7 +21,7 @@ from .._operator.checks import is_readable
 from .._operator.rules import INDEX
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
-from ._parameters import Parameters
+from ._parameters import PLAIN
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 Arguments = Mapping[str, Any]  # by role, or by name if the name has no role
@@ -61,44 +61,30 @@ def find_role(name: str) -> str:
     return _ROLE.get(name, name)
 
 
-def collect_roles(names: Sequence[str]) -> set[str]:
-    return set(map(find_role, names))
-
-
 class Form:
     """One way in which libraries write a core or a module, and how our operators answer calls of it."""
 
     kind: str
-    reads_all: bool  # whether the form gets arguments that the original's code does not read
+    reads_all = False  # whether the form gets arguments that the original's code does not read
     needs: frozenset[str] = frozenset()  # roles that parameters must fill
     roles: frozenset[str] = frozenset()  # roles that are allowed for the parameters that the code reads
 
-    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        """Return whether a function or class of this kind, name and parameters may be written in this form."""
-        return kind == self.kind and self._has(parameters)
+    def fits(self, candidate: Any) -> bool:
+        """Return whether a candidate (_search.py) may be written in this form.
 
-    def _has(self, parameters: Parameters) -> bool:
-        """Return whether the parameters have all roles that the form needs, and the form serves all parameters that are read.
-
-        Each parameter that the code reads must have a role of the form or a plain default. No two may have the same role.
+        Its parameters must have all roles that the form needs. Each parameter that the code reads must have a role of the form
+        or a plain default. No two may have the same role.
         """
-        read = parameters.read
-        is_known = all(find_role(name) in self.roles or parameters.has_option(name) for name in read)
-        return is_known and self.needs <= collect_roles(parameters.all) and len(collect_roles(read)) == len(read)
+        if candidate.kind != self.kind:
+            return False
+        parameters, roles = candidate.parameters, [*map(find_role, candidate.parameters.read)]
+        has_default = [isinstance(parameters.defaults.get(name, ...), PLAIN) for name in parameters.read]
+        is_known = all(role in self.roles or plain for role, plain in zip(roles, has_default, strict=True))
+        return is_known and self.needs.issubset(map(find_role, parameters.all)) and len(set(roles)) == len(roles)
 
     def answer(self, module: Any, arguments: dict[str, Any]) -> Any:
         """Return what the original returns for such arguments; None if the original code must run."""
         raise NotImplementedError
-
-
-class ExactForm(Form):
-    """A form for functions with exactly the parameters `parameters`. Our function takes the arguments unchanged."""
-
-    parameters: tuple[str, ...]
-    reads_all = True
-
-    def _has(self, parameters: Parameters) -> bool:
-        return parameters.all == self.parameters and not parameters.variadic
 
 
 def is_table(t: Any) -> bool:
@@ -206,34 +192,22 @@ def _split_levels(value: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]
     return [level.contiguous() for level in value.permute(0, 2, 3, 1).split([h * w for h, w in sizes], -1)]
 
 
-def _split_images(value: Tensor, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    levels = _split_levels(value, sizes)
-    return tuple(level.flatten(0, 1).unflatten(-1, tuple(size)) for level, size in zip(levels, sizes, strict=True))
-
-
 def _join(levels: Sequence[Tensor]) -> Tensor:
     """Return levels [bs, heads, channels, keys] in one tensor.
 
-    If levels are views of one tensor and no gradient is needed, return a view: a copy takes longer than to sample 300 queries.
+    If each level begins in memory where the level before it ends, and no gradient is needed, return a view: a copy takes longer
+    than to sample 300 queries.
     """
-    first, total = levels[0], sum(level.shape[-1] for level in levels)
-    if _lie_together(levels):
+    first, total = levels[0], 0
+    lie_together = not torch.is_grad_enabled() and all(map(is_readable, levels))
+    for level in levels if lie_together else ():
+        same = level.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and level.dtype == first.dtype
+        offset = first.storage_offset() + total * first.stride(-1)
+        lie_together &= same and level.stride() == first.stride() and level.storage_offset() == offset
+        total += level.shape[-1]
+    if lie_together:
         return first.as_strided((*first.shape[:-1], total), first.stride(), first.storage_offset())
     return torch.cat(list(levels), -1)
-
-
-def _lie_together(levels: Sequence[Tensor]) -> bool:
-    """Return whether each level begins in memory where the level before it ends."""
-    first = levels[0]
-    if torch.is_grad_enabled() or not all(map(is_readable, levels)):
-        return False
-    offset = first.storage_offset()
-    for level in levels:
-        same = level.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and level.dtype == first.dtype
-        if not same or level.stride() != first.stride() or level.storage_offset() != offset:
-            return False
-        offset += level.shape[-1] * level.stride(-1)
-    return True
 
 
 ROWS = ValueLayout(lambda value, _: value, lambda value, _: value, 2)  # mmcv, Deformable-DETR, ultralytics
@@ -242,7 +216,8 @@ KEYS_LAST = ValueLayout(
 )  # RF-DETR: [bs, heads, channels, keys]
 BY_LEVEL = ValueLayout(lambda value, _: _join(value).permute(0, 3, 1, 2), _split_levels)  # D-FINE, DEIM: a list of levels
 IMAGES = ValueLayout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each level
-    lambda value, heads: _join([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _split_images
+    lambda value, heads: _join([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2),
+    lambda value, sizes: tuple(map(lambda v, s: v.flatten(0, 1).unflatten(-1, [*s]), _split_levels(value, sizes), sizes)),
 )
 LAYOUTS = {"rows": ROWS, "keys_last": KEYS_LAST, "by_level": BY_LEVEL, "images": IMAGES}
 # The number of axes of sampling_locations. SPLIT: levels and points have an axis each. _MERGED: they share one.
@@ -257,25 +232,24 @@ class Core(Form):
         layout: how value lies in memory.
         axes: the numbers of axes that sampling_locations may have.
         methods: "discrete" is RT-DETR v2's method: the nearest pixel, clamped to the border.
+        uneven: whether each level has its own number of points.
         pixels: whether locations are whole pixels, like MapTR's.
     """
 
     layout: ValueLayout
     axes: tuple[int, ...]
     methods: tuple[str, ...] = ("default",)
-    needs: frozenset[str] = _NEEDED
+    uneven: bool = False
     pixels: bool = False
     kind: str = FUNCTION
-    reads_all = False
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return _NEEDED | {"counts"} if self.uneven else _NEEDED
 
     @property
     def roles(self) -> frozenset[str]:  # type: ignore[override]
         return self.needs | _OPTIONAL
-
-    @property
-    def uneven(self) -> bool:
-        """Whether each level has its own number of points."""
-        return "counts" in self.needs
 
     def answer(self, module: Any, arguments: dict[str, Any]) -> Tensor | None:
         value, locations, weights = arguments["value"], arguments["locations"], arguments["weights"]
@@ -311,12 +285,11 @@ class Core(Form):
 
 
 _AXES = {"": (SPLIT, _MERGED), "_split": (SPLIT,), "_merged": (_MERGED,)}
-_COUNTS = _NEEDED | {"counts"}
 # The name that a user writes in patch(forms=...) -> the form.
 CORES = {
     **{f"{name}{word}": Core(layout, axes) for word, axes in _AXES.items() for name, layout in LAYOUTS.items()},
     "layer": Core(ROWS, (SPLIT,), kind=MODULE),
     "pixels": Core(ROWS, (SPLIT,), pixels=True),
-    **{f"{name}_uneven": Core(layout, (_MERGED,), ("default", "discrete"), _COUNTS) for name, layout in LAYOUTS.items()},
-    **{f"{name}_uneven_bilinear": Core(layout, (_MERGED,), needs=_COUNTS) for name, layout in LAYOUTS.items()},
+    **{f"{name}_uneven": Core(layout, (_MERGED,), ("default", "discrete"), uneven=True) for name, layout in LAYOUTS.items()},
+    **{f"{name}_uneven_bilinear": Core(layout, (_MERGED,), uneven=True) for name, layout in LAYOUTS.items()},
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 STAND_IN = "mx_driving.patch"  # co_filename of the code that `patch` puts into a function
+PLAIN = (bool, int, float, str, type(None))  # the types of flags and options
 _STARS = {"*": inspect.CO_VARARGS, "**": inspect.CO_VARKEYWORDS}
 _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that read arguments whose names are not in the bytecode
 
@@ -26,9 +27,14 @@ def unwrap(function: Any) -> Any:
     return inspect.unwrap(function, stop=lambda f: getattr(getattr(f, "__code__", None), "co_filename", "") == STAND_IN)
 
 
+def is_autograd(member: Any) -> bool:
+    """Return whether an object is an autograd function."""
+    return isinstance(member, type) and issubclass(member, torch.autograd.Function)
+
+
 def find_wrapper(core: Any) -> str:
     """Return the name of the wrapper around a core, or nothing. The wrappers of an autograd function are in its key."""
-    if isinstance(core, type) and issubclass(core, torch.autograd.Function):
+    if is_autograd(core):
         return ""
     outer = vars(core).get("forward") if isinstance(core, type) else core
     outer = outer.__func__ if isinstance(outer, staticmethod) else outer
@@ -42,9 +48,11 @@ def find_source(function: Any) -> Any:
     return inspect.unwrap(unwrap(function))
 
 
-def read_names(instruction: dis.Instruction) -> tuple[Any, ...]:
-    """Return the names in an instruction. From Python 3.13 on, an instruction may have two."""
-    return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+def list_loads(code: types.CodeType, *kinds: str) -> Iterator[str]:
+    """Return the names that code loads with an instruction of these kinds. From Python 3.13 on, an instruction may load two."""
+    for step in dis.get_instructions(code):
+        if "LOAD" in step.opname and any(kind in step.opname for kind in kinds):
+            yield from step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
 
 class Parameters:
@@ -70,17 +78,15 @@ class Parameters:
 
     @functools.cached_property
     def names_read(self) -> frozenset[str]:
-        """The local names that the code reads."""
-        return _names_read(self._function.__code__)
+        """The local names that the code reads. A name that an inner function uses counts as read."""
+        code = self._function.__code__
+        by_name = code.co_varnames if _BY_NAME & set(code.co_names) else ()
+        return frozenset((*code.co_cellvars, *by_name, *list_loads(code, "FAST", "DEREF")))
 
     @property
     def read(self) -> tuple[str, ...]:
         """The parameters that the code reads."""
         return tuple(name for name in self.all if name in self.names_read)
-
-    def has_option(self, name: str) -> bool:
-        """Return whether a parameter has a plain default: a bool, a number, a string or None."""
-        return isinstance(self.defaults.get(name, ...), (bool, int, float, str, type(None)))
 
     def __str__(self) -> str:
         more, words = ([v for v in self.variadic if (v[:2] == "**") == double] for double in (False, True))
@@ -88,19 +94,9 @@ class Parameters:
         return f"({', '.join([*self.names, *more, *self.keyword_only, *words])})"
 
 
-@functools.lru_cache(1000)
-def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Return the local names that code reads. A name that an inner function uses counts as read."""
-    names = {*code.co_cellvars, *(code.co_varnames if _BY_NAME & set(code.co_names) else ())}
-    for step in dis.get_instructions(code):
-        if "LOAD" in step.opname and ("FAST" in step.opname or "DEREF" in step.opname):
-            names |= set(read_names(step))
-    return frozenset(names)
-
-
 def list_code(function: Any) -> Iterator[types.CodeType]:
-    """Return the code of a function and of its nested functions."""
-    waiting = [getattr(find_source(function), "__code__", None)]
+    """Return a code object, or the code of a function, and that of its nested functions."""
+    waiting = [function if isinstance(function, types.CodeType) else getattr(find_source(function), "__code__", None)]
     while waiting:
         if code := waiting.pop():
             yield code
@@ -110,8 +106,3 @@ def list_code(function: Any) -> Iterator[types.CodeType]:
 def collect_words(function: Any) -> set[str]:
     """Return the names and strings in the code of a function and of its nested functions."""
     return {w for code in list_code(function) for w in (*code.co_names, *code.co_consts) if isinstance(w, str)}
-
-
-def list_attributes(kind: type, name: str) -> list[Any]:
-    """Return the attributes with this name of a class and of its bases, because `super()` may call an overridden method."""
-    return [vars(base)[name] for base in kind.__mro__ if name in vars(base)]

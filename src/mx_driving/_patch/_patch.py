@@ -9,56 +9,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import pathlib
+import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .._operator import rules
 from ._attention import Attention, find_passed_limits
-from ._code import KERNELS, Code, Reader
+from ._code import KERNELS, Reader
 from ._compare import compare_runs
 from ._forms import MODULE
-from ._layers import find_layers, list_cores
-from ._parameters import find_wrapper, unwrap
-from ._replace import Fit, add_fit, find_holder, is_ours, reads_starts, replace
-from ._search import Candidate, find, find_elsewhere, find_network, is_core
-from ._trial import FORMS, GROUPS, find_nearest, recognize
-
-
-@dataclass
-class _Change:
-    """A function or class that was changed in place, and the functions that change it back and again.
-
-    `originals` has an entry for each patch that holds the change: the function or class that the patch replaced. Several module
-    classes may share one forward, so there is a function of `serving` for each: it says whether a layer's call is served. The
-    change keeps the holder alive, so that no other object gets its id. `code` is what the original reaches.
-    """
-
-    holder: Any
-    code: Code
-    undo: Callable[[], None]
-    redo: Callable[[], None]
-    serving: list[Callable[[Any], bool]]
-    originals: list[Any] = field(default_factory=list)
-
-    def serves(self, original: Any) -> bool:
-        return any(original is other for other in self.originals)
-
-    def release(self, original: Any) -> None:
-        self.originals.remove(original)
-        if not self.originals and _changes.get(id(self.holder)) is self:
-            del _changes[id(self.holder)]
-            self.undo()
-
+from ._parameters import find_wrapper, is_autograd, unwrap
+from ._replace import Change, Fit, find_holder, reads_starts
+from ._search import Candidate, Candidates, find, find_elsewhere, find_layers, find_marked, find_network, is_core, list_cores
+from ._trial import FORMS, GROUPS, Finding, find_nearest, recognize
 
 _lock = threading.RLock()
-_changes: dict[int, _Change] = {}  # id of a holder -> its change
+_changes: dict[int, Change] = {}  # id of a holder -> its change
 
 
 class Patch:
@@ -93,7 +67,10 @@ class Patch:
         with _lock:
             while self._held:
                 change, original = self._held.pop()
-                change.release(original)
+                change.originals.remove(original)
+                if not change.originals and _changes.get(id(change.holder)) is change:
+                    del _changes[id(change.holder)]
+                    change.use(own=True)
 
     def __repr__(self) -> str:
         said, other = ("called an operator", "did not") if self.checked else ("replaced", "keeps its own code")
@@ -156,42 +133,40 @@ def patch(
     """
     named = dict(forms or {})
     for original, form in named.items():
-        rules.name_of_a_form(getattr(original, "__qualname__", original), form, [*FORMS, *GROUPS])
+        if form not in (names := [*FORMS, *GROUPS]):
+            fact = f"{form!r} for {getattr(original, '__qualname__', original)}"
+            rules.fail(ValueError, "forms", f"name a form of {', '.join(names)}", fact)
     target = find_network(target)
     model = target if isinstance(target, torch.nn.Module) else None
     if check is not None and model is None:
         rules.fail(TypeError, "target", "be a model if check is given", _get_name(target))
     with _lock:
         for change in list(_changes.values()):  # A reload has put new code into a function: our change is over.
-            if not is_ours(change.holder):
-                change.undo()
+            if not change.holds:
+                change.use(own=True)
                 del _changes[id(change.holder)]
         candidates = find(target, modules)
         for original, form in named.items():
             if not candidates.consider(original):
-                rules.not_of_its_form(original.__qualname__, form, "it looks like no core and no attention module")
+                _refuse(original, form, "it looks like no core and no attention module")
         replacements = Replacements(named, dict(candidates.unknown))
         try:
             # Modules come last: in their trial they call the replaced cores, which need no compiled extension.
             for group in ({**candidates.cores, **candidates.pools}, candidates.modules):
                 replacements.add(group)
             if not replacements.originals:
-                rules.nothing_to_patch(_get_name(target), replacements.skipped, find_elsewhere(candidates))
+                remark = "".join(f"; {core}: {reason}" for core, reason in replacements.skipped.items())
+                if elsewhere := find_elsewhere(candidates):
+                    remark += f"; it takes its own from {' and '.join(elsewhere)}: patch that"
+                rule = "have a deformable sampling core of a known form"
+                rules.fail(ValueError, "target", rule, f"none in {_get_name(target)}{remark}")
             done = Patch(replacements.originals, replacements.skipped, model)
             kinds = [o for o in replacements.originals.values() if isinstance(o, type) and issubclass(o, torch.nn.Module)]
             layers = [model.get_submodule(name) for name in done.layers] if model is not None else []
             _patch_in_workers({*kinds, *map(type, layers)}, modules, named)
             if check is not None:
                 names = (*done.layers, *done._others)
-
-                def use_own_code(own: bool) -> None:
-                    for change in _changes.values():
-                        (change.undo if own else change.redo)()
-
-                try:
-                    agreement, called, ran = compare_runs(model, check, names, use_own_code)
-                finally:
-                    use_own_code(False)
+                agreement, called, ran = compare_runs(model, check, names, [*_changes.values()])
                 done.layers = tuple(name for name in names if name in called)
                 done._others = tuple(name for name in names if name not in called)
                 total, own = len(names), len(ran - called)
@@ -221,89 +196,112 @@ def patched(
         done.restore()
 
 
+@dataclass
 class Replacements:
     """The replacements of one call of `patch`.
 
     Attributes:
+        named: classes and functions -> the form that the caller names.
         originals: name -> function or class that is replaced.
         skipped: name -> why a candidate keeps its own code.
         over_a_core: names of the skipped modules whose core is replaced.
     """
 
-    def __init__(self, named: Mapping[Any, str], skipped: dict[str, str]) -> None:
-        self._named, self._reader = named, Reader(is_core)
-        self.originals: dict[str, Any] = {}
-        self.skipped = skipped
-        self.over_a_core: set[str] = set()
+    named: Mapping[Any, str]
+    skipped: dict[str, str]
+    originals: dict[str, Any] = field(default_factory=dict)
+    over_a_core: set[str] = field(default_factory=set)
+    reader: Reader = field(default_factory=lambda: Reader(is_core))
 
     def add(self, group: dict[str, Candidate]) -> None:
         """Recognize all candidates of a group that are not replaced already, then replace them."""
         fits: dict[str, Fit | None] = {}
         for name, candidate in group.items():
-            original, named = candidate.original, self._named.get(candidate.original, "")
-            change = _changes.get(id(find_holder(original)))
-            if change and change.serves(original):
+            original, named = candidate.original, self.named.get(candidate.original, "")
+            if _is_replaced(original):
                 fits[name] = None
                 continue
-            finding = recognize(candidate, self._reader, named)
-            if finding.fit is None and named:
-                rules.not_of_its_form(original.__qualname__, named, finding.reason)
-            if finding.fit is None:
-                self._skip(name, candidate, finding.reason)
-            else:
-                fits[name] = finding.fit
-        for name in [name for name, fit in fits.items() if fit is not None and isinstance(fit.form, Attention)]:
-            for core in list_cores(group[name].original):
+            finding = recognize(candidate, self.reader, named)
+            fit, reason = finding.fit, finding.reason
+            if fit is None and named:
+                _refuse(original, named, reason)
+            for core in list_cores(original) if fit is not None and isinstance(fit.form, Attention) else ():
                 if wrapper := find_wrapper(core):
-                    self._skip(name, group[name], f"its core {core.__qualname__} is wrapped by {wrapper}")
-                    del fits[name]
+                    fit, reason = None, f"its core {core.__qualname__} is wrapped by {wrapper}"
                     break
-        # Known code that calls a core which is not replaced keeps its own code, and so does the code that calls this code. A
-        # trial has tried named code with its cores.
-        found = True
-        while found:
-            found, others = False, [group[name].original for name in fits]
-            for name, fit in list(fits.items()):
-                for core in fit.code.cores if fit is not None and group[name].original not in self._named else ():
-                    is_ours_or_kernel = core.__module__.startswith(KERNELS) or _is_replaced(core)
-                    if name in fits and not is_ours_or_kernel and not any(core is other for other in others):
-                        found = True
-                        del fits[name]
-                        self._skip(name, group[name], f"it calls {core.__qualname__}, which is not replaced")
+            if fit is None:
+                self._skip(name, candidate, reason)
+            else:
+                fits[name] = fit
         # A fit notices changes of the cores that its code calls. So replace these cores first.
-        order: list[str] = []
-        while waiting := [name for name in fits if name not in order]:
-            originals = {id(group[name].original) for name in waiting}
-            cores = {
-                n: {id(c) for c in fit.code.cores} - {id(group[n].original)} if (fit := fits[n]) else set() for n in waiting
-            }
-            order += [name for name in waiting if originals.isdisjoint(cores[name])] or waiting
-        for name in order:
-            fit = fits[name]
-            self.originals[name] = original = group[name].original
-            holder = find_holder(original)
-            change = _changes.get(id(holder))
-            if fit is not None and isinstance(fit.form, Attention):
-                fit = _put_over_cores(fit, original in self._named)
-            if change is None:
-                assert fit is not None
-                _changes[id(holder)] = change = _Change(holder, fit.code, *replace(fit, holder))
-            elif fit is not None:
-                change.serving.append(add_fit(fit, holder))
-            change.originals.append(original)
+        while fits:
+            waiting = {id(group[name].original) for name in fits}
+            called = {n: [c for c in fit.code.cores if c is not group[n].original] if fit else [] for n, fit in fits.items()}
+            for name in [name for name in fits if not any(id(core) in waiting for core in called[name])] or [*fits]:
+                fit, original = fits.pop(name), group[name].original
+                # Known code that calls a core which is not replaced keeps its own code. A trial has tried named code.
+                kept = [c for c in called[name] if not (c.__module__.startswith(KERNELS) or _is_replaced(c))]
+                if kept and original not in self.named:
+                    self._skip(name, group[name], f"it calls {kept[0].__qualname__}, which is not replaced")
+                    continue
+                self.originals[name] = original
+                holder = find_holder(original)
+                change = _changes.get(id(holder))
+                if fit is not None and isinstance(fit.form, Attention):
+                    fit = _put_over_cores(fit, original in self.named)
+                if change is None:
+                    assert fit is not None
+                    _changes[id(holder)] = change = Change(fit, holder)
+                elif fit is not None:
+                    change.add(fit)
+                change.originals.append(original)
 
     def _skip(self, name: str, candidate: Candidate, reason: str) -> None:
         original = candidate.original
-        names = {original.__name__: find_nearest(candidate)}
         if candidate.kind == MODULE and not is_core(original):
             cores = list_cores(original)
             if any(map(_is_replaced, cores)):
                 self.over_a_core.add(name)
                 reason += "; its core is replaced"
-        if all(names.values()):
-            words = ", ".join(f'{word}: "{form}"' for word, form in names.items())
-            reason += f". To replace it, try: mx_driving.patch(..., forms={{{words}}})"
+        if form := find_nearest(candidate):
+            reason += f'. To replace it, try: mx_driving.patch(..., forms={{{original.__name__}: "{form}"}})'
         self.skipped[name] = reason
+
+
+def _refuse(original: Any, form: str, reason: str) -> NoReturn:
+    fact = f"{form!r} for {original.__qualname__}: {reason}"
+    rules.fail(ValueError, "forms", "name the form that a class or function has", fact)
+
+
+def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
+    """Return the forms of all candidates of a package, a module or a folder, and the modules that cannot be searched -> reason.
+
+    Unknown cores and attention modules are tried. `make known` prints the findings as entries of known.jsonl.
+    """
+    candidates = Candidates(True)
+    folder, arguments = pathlib.Path(str(target)), sys.argv
+    if not folder.is_dir():
+        candidates = find(target, True)
+    else:
+        sys.path.insert(0, str(folder.resolve()))
+        for module_name in find_marked([folder], "**/*.py", ""):
+            sys.argv = [module_name]  # A file may parse the command's arguments.
+            try:
+                with contextlib.redirect_stdout(sys.stderr):  # What imported code prints is no result.
+                    candidates.search(importlib.import_module(module_name))
+            except (Exception, SystemExit) as error:  # The import of an unknown file may raise anything.
+                candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
+            finally:
+                sys.argv = arguments
+    replacements, findings = Replacements({}, {}), []
+    try:
+        # In a trial, modules call the replaced cores, which need no compiled extension.
+        for group in ({**candidates.cores, **candidates.pools}, candidates.modules):
+            findings += [recognize(candidate, replacements.reader, tries_all=True) for candidate in group.values()]
+            replacements.add(group)
+    finally:
+        Patch(replacements.originals, {}).restore()
+    return findings, candidates.unknown
 
 
 def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
@@ -315,7 +313,7 @@ def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
     assert fit.owner is not None
     cores = [*fit.cores, *list_cores(fit.owner)]
     replaced = tuple(core for core in dict.fromkeys(cores) if is_named or _is_replaced(core))
-    plain = [core for core in replaced if not (isinstance(core, type) and issubclass(core, torch.autograd.Function))]
+    plain = [core for core in replaced if not is_autograd(core)]
     code = fit.code
     for core in filter(_is_replaced, replaced):
         code = code.join(_changes[id(find_holder(core))].code)
@@ -324,11 +322,24 @@ def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
     return dataclasses.replace(fit, code=code, cores=replaced, starts=starts, starts_on_cpu=starts_on_cpu)
 
 
+def _find_change(member: Any) -> Change | None:
+    """Return the change of a function or class, if it is changed."""
+    member = unwrap(member) if isinstance(member, types.FunctionType) else member
+    if not isinstance(member, types.FunctionType) and not (isinstance(member, type) and "forward" in vars(member)):
+        return None
+    return _changes.get(id(find_holder(member)))
+
+
+def _is_replaced(member: Any) -> bool:
+    member = unwrap(member) if isinstance(member, types.FunctionType) else member
+    change = _find_change(member)
+    return change is not None and any(member is original for original in change.originals)
+
+
 def _is_served(member: Any, layer: Any) -> bool:
     """Return whether a function or class is replaced, and answers the call of a layer by an operator."""
-    member = unwrap(member) if isinstance(member, types.FunctionType) else member
-    change = _changes.get(id(member))
-    return change is not None and is_ours(change.holder) and any(serves(layer) for serves in change.serving)
+    change = _find_change(member)
+    return change is not None and change.holds and any(serves(layer) for serves in change.serving)
 
 
 def _is_layer_replaced(layer: Any) -> bool:
@@ -367,14 +378,6 @@ def _make_patched(make: Any, arguments: Any, names: Iterable[str], modules: bool
         for name in names:
             patch(importlib.import_module(name), modules=modules, forms=forms)
     return layer
-
-
-def _is_replaced(member: Any) -> bool:
-    member = unwrap(member) if isinstance(member, types.FunctionType) else member
-    if not isinstance(member, types.FunctionType) and not (isinstance(member, type) and "forward" in vars(member)):
-        return False
-    change = _changes.get(id(find_holder(member)))
-    return change is not None and change.serves(member)
 
 
 def _get_name(target: Any) -> str:

@@ -8,9 +8,10 @@ and a backward, because torch.compile reads these two and ignores `apply`.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +19,16 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch, _torch_private
-from .._foreign.stand_ins import differentiable, sampling_inputs
+from .._foreign.stand_ins import sampling_inputs
 from .._operator.description import POOL, SamplingInputs
 from ._attention import READ, Attention
 from ._code import Code
 from ._forms import AUTOGRAD, FUNCTION, MODULE, Form, find_role
-from ._parameters import STAND_IN, Parameters, unwrap
+from ._parameters import PLAIN, STAND_IN, Parameters, is_autograd, unwrap
 from ._search import Candidate, describe
 from .known import Values
 
-# `_get_key` of a function -> its stand-in. Entries stay when a patch ends, because another thread may be about to call them.
+# The key of a change -> the stand-in. Entries stay when a patch ends, because another thread may be about to call them.
 SERVED: dict[str, Callable[..., Any]] = {}
 _PROCESS = uuid.uuid4().hex
 _OWN = "the own code"  # in _SOURCE: a placeholder for the code object of the original
@@ -105,7 +106,7 @@ class Fit:
 
 
 def _has_value(value: Any, values: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, type(None))) and value in values
+    return isinstance(value, PLAIN) and value in values
 
 
 def make_fit(form: Any, candidate: Candidate, code: Code, flags: Values, cores: tuple[Any, ...] = ()) -> Fit:
@@ -183,68 +184,72 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
 
 def find_holder(original: Any) -> Any:
     """Return the object to change: the class of an autograd function, or the function below the decorators."""
-    if isinstance(original, type) and not issubclass(original, torch.autograd.Function):
+    if isinstance(original, type) and not is_autograd(original):
         return unwrap(vars(original)["forward"])
     return original
 
 
-def is_ours(holder: Any) -> bool:
-    """Return whether a replaced object still has our code. An editor's reload puts new code into a function."""
-    return not isinstance(holder, types.FunctionType) or holder.__code__.co_filename == STAND_IN
+class Change:
+    """A function or a class that is changed in place.
 
+    Several module classes may share one forward, so the change has a fit for each of them. The change keeps the holder alive,
+    so that no other object gets its id.
 
-def replace(fit: Fit, holder: Any) -> tuple[Callable[[], None], Callable[[], None], list[Callable[[Any], bool]]]:
-    """Change an object in place. Return functions that change it back and again, and the function that tells whether a layer's
-    call is served."""
-    if fit.form.kind == AUTOGRAD:
-        originals, replacements = dict(vars(holder)), _make_methods(fit, holder)
-        is_unchanged = fit.code.watch(None, fit.cores)
-        serves = lambda layer: is_unchanged(None)  # noqa: E731
-    else:
-        original = types.FunctionType(
-            holder.__code__, holder.__globals__, holder.__name__, holder.__defaults__, holder.__closure__
-        )
-        original.__kwdefaults__ = holder.__kwdefaults__
-        SERVED[_get_key(holder)] = stand_in = make_stand_in(original, fit, original)
-        serves = stand_in.serves  # type: ignore[attr-defined]
-        originals = {"__code__": holder.__code__}
-        replacements = {"__code__": _make_code(holder), "__wrapped__": original}  # find_source reads __wrapped__.
+    Attributes:
+        holder: the function, or the class of an autograd function.
+        key: the key of the function's stand-in in SERVED.
+        code: what the original reaches.
+        serving: for each fit a function that says whether it serves a layer's call now.
+        originals: for each patch that holds the change the function or class that the patch replaced.
+    """
 
-    def put(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        for name in replacements:
-            present = getattr(holder, name) if name == "__code__" else vars(holder).get(name)
-            if present is not old.get(name):  # An edit, or a wrapper that other code has put over a method, stays.
+    def __init__(self, fit: Fit, holder: Any) -> None:
+        self.holder, self.key, self.code = holder, f"{_PROCESS}-{id(holder)}", fit.code
+        self.serving: list[Callable[[Any], bool]] = []
+        self.originals: list[Any] = []
+        if fit.form.kind == AUTOGRAD:
+            is_unchanged = fit.code.watch(None, fit.cores)
+            self.serving.append(is_unchanged)
+            self._own, self._ours = dict(vars(holder)), _make_methods(fit.form, holder, is_unchanged)
+        else:
+            code, defaults = holder.__code__, holder.__defaults__
+            self._call = original = types.FunctionType(code, holder.__globals__, holder.__name__, defaults, holder.__closure__)
+            original.__kwdefaults__ = holder.__kwdefaults__
+            self.add(fit)
+            # The new code calls the stand-in. The function keeps its own globals and closure.
+            names, free = Parameters(holder), code.co_freevars
+            arguments = ", ".join([*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic])
+            words = {"free": ", ".join(free), "parameters": names, "key": self.key, "arguments": arguments}
+            nested = compile(_SOURCE.format(**words, cells="".join(f"{name}, " for name in free)), STAND_IN, "exec")
+            for _ in range(2):
+                nested = next(constant for constant in nested.co_consts if isinstance(constant, types.CodeType))
+            constants = tuple(code if constant == _OWN else constant for constant in nested.co_consts)
+            nested = nested.replace(co_name=code.co_name, co_consts=constants)
+            self._own, self._ours = {"__code__": code}, {"__code__": nested, "__wrapped__": original}  # for find_source
+        self.use(own=False)
+
+    def add(self, fit: Fit) -> None:
+        """Serve the layers of a further class with the function's stand-in."""
+        self._call = make_stand_in(inspect.unwrap(self._call), fit, self._call)
+        SERVED[self.key] = self._call
+        self.serving.append(self._call.serves)  # type: ignore[attr-defined]
+
+    def use(self, own: bool) -> None:
+        """Put the original back, or replace it again."""
+        present, wanted = (self._ours, self._own) if own else (self._own, self._ours)
+        for name in self._ours:
+            value = getattr(self.holder, name) if name == "__code__" else vars(self.holder).get(name)
+            if value is not present.get(name):  # An edit, or a wrapper that other code has put over a method, stays.
                 continue
-            if name in new:
-                setattr(holder, name, new[name])
+            if name in wanted:
+                setattr(self.holder, name, wanted[name])
             else:
-                delattr(holder, name)
+                delattr(self.holder, name)
 
-    put(originals, replacements)
-    return functools.partial(put, replacements, originals), functools.partial(put, originals, replacements), [serves]
-
-
-def add_fit(fit: Fit, function: types.FunctionType) -> Callable[[Any], bool]:
-    """Let a replaced forward also serve another class that shares it. Return the function that tells which layers it serves."""
-    stand_in: Any = SERVED[_get_key(function)]
-    SERVED[_get_key(function)] = new = make_stand_in(stand_in.__wrapped__, fit, stand_in)
-    return new.serves  # type: ignore[attr-defined]
-
-
-def _make_code(function: types.FunctionType) -> types.CodeType:
-    """Return code that calls the function's stand-in. The function keeps its own globals and closure."""
-    code, names = function.__code__, Parameters(function)
-    arguments = ", ".join([*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic])
-    words = {"free": ", ".join(code.co_freevars), "parameters": names, "key": _get_key(function), "arguments": arguments}
-    nested = compile(_SOURCE.format(**words, cells="".join(f"{name}, " for name in code.co_freevars)), STAND_IN, "exec")
-    for _ in range(2):
-        nested = next(constant for constant in nested.co_consts if isinstance(constant, types.CodeType))
-    constants = tuple(code if constant == _OWN else constant for constant in nested.co_consts)
-    return nested.replace(co_name=code.co_name, co_consts=constants)
-
-
-def _get_key(function: types.FunctionType) -> str:
-    return f"{_PROCESS}-{id(function)}"
+    @property
+    def holds(self) -> bool:
+        """Whether the holder still has our code. An editor's reload puts new code into a function."""
+        return not isinstance(self.holder, types.FunctionType) or self.holder.__code__.co_filename == STAND_IN
 
 
 def run_own_code(code: Any, names: dict[str, Any], contents: tuple[Any, ...]) -> Callable[..., Any]:
@@ -252,38 +257,9 @@ def run_own_code(code: Any, names: dict[str, Any], contents: tuple[Any, ...]) ->
     return types.FunctionType(code, names, closure=tuple(map(types.CellType, contents)))
 
 
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.to(dtype) if t.is_floating_point() else t
-
-
-def _read_casts(forward: Any, known: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function that casts inputs as the autograd function of `forward` does.
-
-    It casts first by custom_fwd's `cast_inputs`, and then to the dtype that `known` names. "value" is value's dtype, "" none.
-    It is a plain function, because torch.compile takes callable objects only from torch 2.13 on.
-    """
-    device_type, under_autocast = "cpu", None
-    while hasattr(forward, "__wrapped__"):
-        cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
-        if {"device_type", "cast_inputs"} <= set(cells):
-            device_type, under_autocast = cells["device_type"].cell_contents, cells["cast_inputs"].cell_contents
-        forward = forward.__wrapped__
-    always = getattr(torch, known) if known not in ("", "value") else None
-
-    def casts(*inputs: Tensor) -> tuple[Tensor, ...]:
-        if under_autocast is not None and torch.is_autocast_enabled(device_type):
-            kept = (torch.float64,)  # custom_fwd casts neither float64 nor tensors on another device.
-            inputs = tuple(i if i.dtype in kept or i.device.type != device_type else _cast(i, under_autocast) for i in inputs)
-        dtype = inputs[0].dtype if known == "value" else always
-        return inputs if dtype is None else tuple(_cast(i, dtype) for i in inputs)
-
-    return casts
-
-
-def _make_methods(fit: Fit, kind: Any) -> dict[str, Any]:
+def _make_methods(form: Any, kind: Any, is_unchanged: Callable[[Any], bool]) -> dict[str, Any]:
     """Return the new methods of an autograd function. A subclass keeps its own, and so does a function whose globals change."""
-    form: Any = fit.form
-    is_unchanged, own_forward, own_backward = fit.code.watch(None, fit.cores), kind.forward, kind.backward
+    own_forward, own_backward = kind.forward, kind.backward
     run, answer_forward, answer_backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
 
     def apply(cls: Any, *args: Any) -> Any:
@@ -307,9 +283,28 @@ def _make_methods(fit: Fit, kind: Any) -> dict[str, Any]:
 
 
 def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
-    casts, run, operator = _read_casts(kind.forward, form.casts), differentiable(form.foreign), form.foreign.operator
+    """Return `apply`, forward and backward for an operator that samples."""
+    run, operator = form.run, form.foreign.operator
     words = [word for word in form.foreign.words.split() if word != "step"]
     count = len(words)
+    device_type, under_autocast, wrapper = "cpu", None, kind.forward
+    while hasattr(wrapper, "__wrapped__"):  # such as custom_fwd, whose argument `cast_inputs` casts under autocast
+        cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+        if {"device_type", "cast_inputs"} <= set(cells):
+            device_type, under_autocast = cells["device_type"].cell_contents, cells["cast_inputs"].cell_contents
+        wrapper = wrapper.__wrapped__
+    known = form.casts
+    always = getattr(torch, known) if known not in ("", "value") else None
+
+    # A plain function, because torch.compile takes callable objects only from torch 2.13 on.
+    def casts(*inputs: Tensor) -> tuple[Tensor, ...]:
+        """Cast inputs as the original does: by custom_fwd, then to the dtype that `form.casts` names."""
+        if under_autocast is not None and torch.is_autocast_enabled(device_type):
+            # custom_fwd casts neither float64 nor tensors on another device.
+            floats = [i.is_floating_point() and i.dtype != torch.float64 and i.device.type == device_type for i in inputs]
+            inputs = tuple([i.to(under_autocast) if is_cast else i for i, is_cast in zip(inputs, floats)])  # noqa: B905
+        dtype = inputs[0].dtype if known == "value" else always
+        return inputs if dtype is None else tuple([i.to(dtype) if i.is_floating_point() else i for i in inputs])
 
     def apply(*args: Any) -> Tensor:
         return run(*casts(*args[:count]))
@@ -337,7 +332,7 @@ def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
 def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
     """Return the methods for a pool, which takes several operations. Backward runs them again and differentiates them."""
-    run = differentiable(form.foreign)
+    run = form.run
 
     def forward(ctx: Any, *args: Any) -> Tensor:
         ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))

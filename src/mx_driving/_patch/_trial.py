@@ -26,13 +26,11 @@ from .._torch_private import tree_flatten
 from ._attention import ATTENTION_FORMS, READ, Attention
 from ._code import Code, NoKey, Reader, read_bytecode
 from ._examples import SMALL, make_examples, make_random
-from ._extensions import EXTENSIONS, OverExtension
+from ._extensions import EXTENSIONS, POOLS, OverExtension, looks_like_a_pool
 from ._forms import AUTOGRAD, CORES, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
-from ._layers import list_cores
-from ._parameters import collect_words, find_source, list_code
-from ._pools import POOLS, looks_like_a_pool
+from ._parameters import PLAIN, collect_words, find_source, is_autograd, list_code
 from ._replace import Fit, make_fit, make_stand_in
-from ._search import Candidate
+from ._search import Candidate, list_cores
 from .known import Known, read_table
 
 # In patch(forms=...) a user writes the name of a form, a key of FORMS, or of a group of forms that are tried in turn, a key of
@@ -44,32 +42,19 @@ _SINGLE = 1e-4  # the limit in place of CLOSE for a core that computes in float3
 _Run = Callable[[Arguments], Any]  # runs a function on arguments by role, with value in our layout
 
 
+# The rank of a refusal. If all forms are refused, the refusal with the lowest rank is reported.
+_DIFFERS = 0  # other shapes, dtypes or containers, or the layer has a state that the form does not know
+_DIFFERS_BY = 1  # other numbers
+_FAILS = 2  # the original does not run on a small example
+_OTHER = 3
+
+
 class Refused(Exception):
-    """The form is refused: `args[0]` is the reason. If all forms are refused, the refusal with the lowest rank is reported."""
+    """The form is refused: `args[0]` is the reason."""
 
-    rank, difference = 3, math.inf
-
-
-class Differs(Refused):
-    """The results of the form have another shape, dtype or container, or the layer has a state that the form does not know."""
-
-    rank = 0
-
-
-class DiffersBy(Refused):
-    """The results of the form have the shapes of the original's results, but other numbers."""
-
-    rank = 1
-
-    def __init__(self, difference: float) -> None:
-        super().__init__(f"its result on a small example differs from the operator's by {difference:.1e}")
-        self.difference = difference
-
-
-class Fails(Refused):
-    """The original does not run on a small example."""
-
-    rank = 2
+    def __init__(self, rank: int, reason: str, difference: float = math.inf) -> None:
+        super().__init__(reason)
+        self.rank, self.difference = rank, difference
 
 
 @dataclass(frozen=True)
@@ -123,23 +108,19 @@ def recognize(candidate: Candidate, reader: Reader, named: str = "", tries_all: 
     if not named and not (tries_all and code.key):
         return Finding(candidate.name, code.key, reason=reason)
     forms = GROUPS.get(named) or ({named: FORMS[named]} if named else FORMS)
-    forms = {name: form for name, form in forms.items() if _may_have(candidate, form)}
+    forms = {name: form for name, form in forms.items() if form.fits(candidate)}
     if not forms:
         return Finding(candidate.name, code.key, reason=f"no known form has the parameters {candidate.parameters}")
     return try_forms(forms, candidate, code)
-
-
-def _may_have(candidate: Candidate, form: Form) -> bool:
-    return form.fits(candidate.original.__qualname__, candidate.kind, candidate.parameters)
 
 
 def find_nearest(candidate: Candidate) -> str:
     """Return the name of the form, or of the group of forms, to try first on a candidate, or nothing."""
     if candidate.kind != MODULE or not set(candidate.function.__code__.co_names) & READ:
         group = "pool" if looks_like_a_pool(candidate.original.__qualname__) else "core"
-        return group if any(_may_have(candidate, form) for form in GROUPS[group].values()) else ""
+        return group if any(form.fits(candidate) for form in GROUPS[group].values()) else ""
     words = {*collect_words(candidate.function), *candidate.parameters.all}
-    names = [name for name, form in ATTENTION_FORMS.items() if _may_have(candidate, form)]
+    names = [name for name, form in ATTENTION_FORMS.items() if form.fits(candidate)]
     marked = [name for name in names if (mark := ATTENTION_FORMS[name].mark) and mark in words]
     return next(iter([*marked[-1:], *(name for name in names if not ATTENTION_FORMS[name].mark)]), "")
 
@@ -173,7 +154,7 @@ def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Fi
         trial.enter_context(torch.autocast("cpu", enabled=False))
         trial.enter_context(_replace_extensions(candidate, code))
         for name, form in forms.items():
-            casts = ("", "value", "float32") if isinstance(form, OverExtension) else (None,)
+            casts = ("", "value", "float32") if form.kind == AUTOGRAD else (None,)
             for cast in casts:
                 try:
                     tried: Any = form if cast is None else dataclasses.replace(form, casts=cast)  # type: ignore[type-var]
@@ -182,7 +163,7 @@ def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Fi
                 except Refused as error:
                     refusals.setdefault(name, error)
                 except (Exception, SystemExit) as error:  # A form may raise anything on unknown code.
-                    refusals.setdefault(name, Refused(f"no known form fits it: {type(error).__name__}: {error}"))
+                    refusals.setdefault(name, Refused(_OTHER, f"no known form fits it: {type(error).__name__}: {error}"))
     name = min(refusals, key=lambda name: (not refusals[name].args[0], refusals[name].rank, refusals[name].difference))
     reason = refusals[name].args[0] or "it does not run on a small example"
     return Finding(candidate.name, code.key, form=name, difference=refusals[name].difference, reason=reason)
@@ -195,7 +176,7 @@ def _replace_extensions(candidate: Candidate, code: Code) -> Iterator[None]:
     A compiled function for CUDA may end the process if it gets memory of a CPU.
     """
     members = [candidate.original, *code.cores]
-    kinds = [m for m in members if isinstance(m, type) and issubclass(m, torch.autograd.Function)]
+    kinds = filter(is_autograd, members)
     functions = [find_source(vars(kind)[name]) for kind in kinds for name in ("forward", "backward") if name in vars(kind)]
     undo: list[tuple[dict[str, Any], str, Any]] = []
     for function in [*functions, *(m for m in members if isinstance(m, types.FunctionType))]:
@@ -234,11 +215,11 @@ def _call_stand_in(entries: Mapping[int, Callable[..., Any]], *args: Any, **name
 def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
     """Return the fit of the form, and the largest difference of results. Try modules in training and in evaluation."""
     if form.kind == MODULE and not isinstance(form, Attention) and code.key and (code.attributes or code.writes):
-        raise Differs(f"its code uses its attributes {', '.join(sorted(code.attributes | code.writes))}")
+        raise Refused(_DIFFERS, f"its code uses its attributes {', '.join(sorted(code.attributes | code.writes))}")
     if form.kind == MODULE and code.writes:
-        raise Differs(f"its code sets its attributes {', '.join(sorted(code.writes))}")
+        raise Refused(_DIFFERS, f"its code sets its attributes {', '.join(sorted(code.writes))}")
     if form.kind == MODULE and code.passes_self:
-        raise Differs("its code hands itself to other code")
+        raise Refused(_DIFFERS, "its code hands itself to other code")
     module, flags, cores = None, {}, []
     if isinstance(form, Attention):
         cores = list_cores(candidate.original)
@@ -252,37 +233,31 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
             core = getattr(value, "func", value)
             if any(core is other or type(core) is other for other in held_cores):
                 continue
-            if not isinstance(value, (bool, int, float, str, type(None))):
-                raise Differs(f"its code reads the attribute {name}, which no form has")
+            if not isinstance(value, PLAIN):
+                raise Refused(_DIFFERS, f"its code reads the attribute {name}, which no form has")
             flags[name] = (value,)
     elif form.kind == MODULE:
         module = candidate.original()
     fit = make_fit(form, candidate, code, flags, tuple(cores))
     fit, difference = _try_examples(fit, candidate, module)
+    # Serve both values of a boolean flag or option, if the other value gives the same results.
     for name, (value, *_) in {**fit.flags, **fit.options}.items():
         if isinstance(value, bool):
-            fit = _widen(fit, candidate, module, name, value)
+            is_flag, both = name in fit.flags, {name: (value, not value)}
+            flags, options = {**fit.flags, **(both if is_flag else {})}, {**fit.options, **({} if is_flag else both)}
+            wider = dataclasses.replace(fit, flags=flags, options=options)
+            if is_flag:
+                setattr(module, name, not value)
+            with contextlib.suppress(Exception, SystemExit):  # Unknown code may raise anything.
+                _try_examples(wider, candidate, module, {} if is_flag else {name: not value})
+                fit = wider
+            if is_flag:
+                setattr(module, name, value)
     if module is not None:
         difference = max(difference, _try_examples(fit, candidate, module.eval())[1])
         module.bfloat16()
     _check_dtypes(fit, candidate, module)
     return fit, difference
-
-
-def _widen(fit: Fit, candidate: Candidate, module: Any, name: str, value: bool) -> Fit:
-    """Return a fit that serves both values of a boolean flag or option, if the other value gives the same results."""
-    field = "flags" if name in fit.flags else "options"
-    wider = dataclasses.replace(fit, **{field: {**getattr(fit, field), name: (value, not value)}})  # type: ignore[arg-type]
-    if field == "flags":
-        setattr(module, name, not value)
-    try:
-        _try_examples(wider, candidate, module, {} if field == "flags" else {name: not value})
-        return wider
-    except (Exception, SystemExit):  # Unknown code may raise anything.
-        return fit
-    finally:
-        if field == "flags":
-            setattr(module, name, value)
 
 
 def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments | None = None) -> tuple[Fit, float]:
@@ -299,7 +274,9 @@ def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments |
                 difference = max(difference, _compare(*runs, {**way, **(more or {})}, module))
                 served.append(example)
                 break
-            except Fails as error:
+            except Refused as error:
+                if error.rank != _FAILS:
+                    raise
                 failures.append(error)
         else:
             refusals.append(failures[0])
@@ -329,7 +306,7 @@ def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]
         return called(*bound, *arguments.values(), **by_name)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise Refused("no known form fits it: the form does not serve the calls of its trial")
+        raise Refused(_OTHER, "no known form fits it: the form does not serve the calls of its trial")
 
     return functools.partial(run, original), functools.partial(run, make_stand_in(function, fit, refuse))
 
@@ -340,7 +317,7 @@ def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
     A compiled file has no autocast, so pools and autograd functions are not tried under autocast.
     """
     theirs, ours = _make_runs(fit, candidate, module)
-    over_extension = fit.form.kind == AUTOGRAD or any(fit.form is pool for pool in POOLS.values())
+    over_extension = isinstance(fit.form, OverExtension)
     for inputs in (way for example in make_examples(fit.form, module, candidate.parameters) for way in example.ways):
         low = {n: i.bfloat16() if isinstance(i, Tensor) and i.is_floating_point() else i for n, i in inputs.items()}
         for under_autocast in (False,) if over_extension else (False, True):
@@ -352,7 +329,7 @@ def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
                 dtypes = [out.dtype for out in tree_flatten(ours(low))[0]]
             if dtypes != expected:
                 words = f"its results are {expected[0]}, ours {dtypes[0]}, for bfloat16"
-                raise Differs(f"{words} under autocast" if under_autocast else words)
+                raise Refused(_DIFFERS, f"{words} under autocast" if under_autocast else words)
 
 
 def _build(kind: type, form: Attention) -> Any:
@@ -364,8 +341,8 @@ def _build(kind: type, form: Attention) -> Any:
             module = kind()
         module = module.to(torch.float64).train()
     except (Exception, SystemExit) as error:
-        raise Fails("" if form.uneven else _describe_error(error)) from error
-    rand = make_random(torch.float64)
+        raise Refused(_FAILS, "" if form.uneven else _describe_error(error)) from error
+    rand = make_random()
     for p in module.parameters():
         p.data = SMALL.spread * (2 * rand(*p.shape) - 1)
     if not form.reads_points_of(module):
@@ -380,24 +357,24 @@ def _describe_error(error: BaseException) -> str:
 def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
     """Return the largest difference of the outputs, and of the gradients of all floating inputs and parameters.
 
-    Raise Differs or DiffersBy if the results are not the same, and Fails if the original raises.
+    Raise Refused if the results are not the same, or the original raises.
     """
     parameters = [] if module is None else [p for p in module.parameters() if p.requires_grad]
     try:
         their_leaves, expected, expected_container = _call(theirs, inputs, parameters)
     except (Exception, SystemExit) as error:  # Unknown code may raise anything.
-        raise Fails(_describe_error(error)) from error
+        raise Refused(_FAILS, _describe_error(error)) from error
     if not all(isinstance(out, Tensor) for out in expected):
-        raise Differs("it returns something else beside tensors")
+        raise Refused(_DIFFERS, "it returns something else beside tensors")
     leaves, results, container = _call(ours, inputs, parameters)
     if container != expected_container:
-        raise Differs(f"it returns a {expected_container}, the operator a {container}")
+        raise Refused(_DIFFERS, f"it returns a {expected_container}, the operator a {container}")
     if any(a.shape != b.shape for a, b in zip(results, expected, strict=True)):
-        raise Differs("its results have other shapes")
+        raise Refused(_DIFFERS, "its results have other shapes")
     try:
         expected_gradients = _differentiate(expected, their_leaves)
     except (Exception, SystemExit) as error:
-        raise Fails(_describe_error(error)) from error
+        raise Refused(_FAILS, _describe_error(error)) from error
     gradients = _differentiate(results, leaves)
     pairs = [*zip(results, expected, strict=True), *zip(gradients, expected_gradients, strict=True)]
     # The operator's locations of a pool, or geometric_kernel_attention's, have no gradient. An original may have zeros or None.
@@ -407,9 +384,10 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
         difference = max(difference, largest / max(float(their.abs().max()), 1.0) if math.isfinite(largest) else math.inf)
     is_single = any(out.dtype != torch.float64 for out in expected)
     if not difference < (_SINGLE if is_single else CLOSE):
-        raise DiffersBy(difference)
+        reason = f"its result on a small example differs from the operator's by {difference:.1e}"
+        raise Refused(_DIFFERS_BY, reason, difference)
     if [out.dtype for out in results] != [out.dtype for out in expected]:
-        raise Differs("its results have another dtype")
+        raise Refused(_DIFFERS, "its results have another dtype")
     return difference
 
 
@@ -427,7 +405,7 @@ def _differentiate(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Ten
     ends = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     if not ends:
         return [torch.zeros(())] * len(leaves)
-    rand = make_random(torch.float64)
+    rand = make_random()
     directions = [(rand(*out.shape) - 0.5).to(out.dtype) for out in ends]
     gradients = torch.autograd.grad(ends, leaves, directions, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]

@@ -26,7 +26,7 @@ def forms(
 
     Example: `mx-driving forms transformers`
     """
-    from .._patch._survey import survey
+    from .._patch._patch import survey
     from .._patch._trial import make_entry
     from .._patch.known import format_entry
 
