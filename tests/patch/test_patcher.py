@@ -21,8 +21,8 @@ def library(monkeypatch):
     monkeypatch.setitem(sys.modules, "some_library", module)
     yield module
     for change in list(_patch._changes.values()):  # patches of patcher stay after the block, as in the vendor's package
-        for original in list(change.originals):
-            change.release(original)
+        change.use(own=True)
+    _patch._changes.clear()
 
 
 def test_msda_is_patch(library):
