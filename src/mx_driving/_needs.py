@@ -8,7 +8,7 @@ import torch
 
 
 class Need(NamedTuple):
-    torch: str  # the oldest of 2.6, 2.8, 2.11 and 2.13 on which the feature's tests pass
+    torch: str  # the oldest of 2.6, 2.8, 2.11 and 2.13 on which the feature's tests pass, or what the exporter's source says
     why: str  # what older versions do
 
 
@@ -17,6 +17,7 @@ NEEDS = {
     "DTensor under torch.compile": Need("2.13", "they run the operator on memory that nobody has filled"),
     "Sampling by Triton": Need("2.8", "their Triton 3.2 adds up a gradient wrongly, at least in its interpreter"),
     "An ONNX file of opset 20": Need("2.8", "their exporter leaves functions in the file that it cannot convert"),
+    "An ONNX file of opset 16 or 17": Need("2.9", "their exporter converts to no opset before 18"),
     "A program with free sizes, of a module": Need("2.8", "they take some free sizes of some modules for fixed ones"),
     "A compiled model of transformers 5": Need("2.8", "their compiler cannot trace transformers' own decorators"),
     "fully_shard on a CPU": Need("2.8", "they ask a CPU for streams that only a GPU has"),
