@@ -21,13 +21,12 @@ from rich.markup import escape
 from rich.progress import track
 from traits import of_the_package, traits
 
-from mx_driving._files import writable
+from mx_driving._io import open_console, say, show, writable
 from mx_driving._measure import report, speed
 from mx_driving._measure.report import OURS, Row
-from mx_driving._measure.timing import Call
+from mx_driving._measure.speed import Call
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 from mx_driving._operator.description import OPERATORS
-from mx_driving._show import open_console, say, show
 from mx_driving.cli.start import Csv, DTypes, OnlyWorkloads, Seconds, Threads, matching, start, use_threads
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 import mx_driving  # noqa: F401  registers the operators
 from mx_driving import _backends, config
-from mx_driving._measure.timing import interleaved
+from mx_driving._measure.speed import interleaved
 from mx_driving._measure.workloads import WORKLOADS, Workload
 from mx_driving._operator.description import OPERATORS
 from mx_driving.cli.start import OnlyWorkloads, Seconds, Threads, matching, start, use_threads

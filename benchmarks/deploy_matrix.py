@@ -27,12 +27,12 @@ import typer
 from rich.console import Console
 
 import mx_driving
+from mx_driving._io import grid, say, show
 from mx_driving._measure.report import OURS, Row, write_rows
-from mx_driving._measure.timing import interleaved
+from mx_driving._measure.speed import interleaved
 from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
 from mx_driving._operator.description import OPERATORS
 from mx_driving._operator.rules import first_line
-from mx_driving._show import grid, say, show
 from mx_driving.cli.start import Csv, Only, Seconds, Threads, matching, start, use_threads
 
 Tensors = tuple[torch.Tensor, ...]

@@ -10,10 +10,9 @@ from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
-from mx_driving._files import writable, writing
+from mx_driving._io import grid, writable, writing
 from mx_driving._measure.report import OURS, PLAIN, Row
-from mx_driving._operator.problems import Problem, need, ruled
-from mx_driving._show import grid
+from mx_driving._operator.rules import Problem, need, ruled
 
 FLOOR, HEAD_MAJOR_FLOOR = "gather loop", "gather loop, head-major"
 PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # the parts of a module, timed alone

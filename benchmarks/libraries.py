@@ -34,8 +34,7 @@ from torch import Tensor
 
 import mx_driving.onnx
 from mx_driving._agreement import difference_beside_ties
-from mx_driving._operator.problems import need
-from mx_driving._operator.rules import first_line
+from mx_driving._operator.rules import first_line, need
 from mx_driving.cli.start import Csv, Only, Seconds, matching, start
 from mx_driving.onnx import _outputs
 

@@ -21,8 +21,8 @@ import mx_driving
 from mx_driving._agreement import difference_beside_ties, model_difference
 from mx_driving._measure import plain, report
 from mx_driving._measure.report import Row
-from mx_driving._measure.timing import interleaved
-from mx_driving._operator.problems import Problem, need
+from mx_driving._measure.speed import interleaved
+from mx_driving._operator.rules import Problem, need
 
 # The outputs of detectors and segmenters that are continuous in the inputs; a reading order is not.
 OUTPUTS = (

@@ -15,9 +15,8 @@ import mx_driving
 from mx_driving._agreement import output_difference
 from mx_driving._measure.plain import make_rival, make_training_call
 from mx_driving._measure.report import OURS, PLAIN, Row
-from mx_driving._measure.speed import Calls, time_rows
-from mx_driving._measure.timing import Call
-from mx_driving._operator.problems import Problem
+from mx_driving._measure.speed import Call, Calls, time_rows
+from mx_driving._operator.rules import Problem
 
 # The allowed difference of outputs, as a fraction of the largest entry, and of gradients, as a fraction of their norm. Some
 # samples of an encoder lie so close to a pixel centre that rounding decides the gradient of the location, which jumps there.

@@ -15,7 +15,7 @@ import models
 import torch
 import typer
 
-from mx_driving._files import writable
+from mx_driving._io import writable
 from mx_driving._measure.report import Row, describe_machine
 from mx_driving.cli.start import Csv, Only, Seconds, Threads, matching, one_of, start, use_threads
 

@@ -14,7 +14,7 @@ import torch
 
 import mx_driving
 from mx_driving._measure.plain import make_rival, make_training_call
-from mx_driving._measure.timing import Call, interleaved
+from mx_driving._measure.speed import Call, interleaved
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 
 PROCESSES = 5  # fresh processes that time an import

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import mx_driving
 from mx_driving import _backends
 from mx_driving._measure.workloads import CHECKED, EXAMPLES, WORKLOADS
-from mx_driving._operator import problems
+from mx_driving._operator import rules
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
 from mx_driving.cli.app import app
@@ -88,7 +88,7 @@ def test_threads_are_torchs_but_when_asked_for(mx, monkeypatch, command):
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
 
     def stop(title):
-        raise problems.Problem(f"title must be last; got {asked}")
+        raise rules.Problem(f"title must be last; got {asked}")
 
     for module in (check_module, bench_module):
         monkeypatch.setattr(module, "open_console", stop)
@@ -373,7 +373,7 @@ def test_a_file_that_is_there_is_kept_until_the_work_is_done(mx, monkeypatch, tm
 
     def measure(*args):
         assert kept.read_text() == "an earlier result"
-        raise problems.Problem("output must be right; got another")
+        raise rules.Problem("output must be right; got another")
 
     monkeypatch.setattr(bench_module, "measure", measure)
     code, _, err = mx("bench", "--csv", kept)

@@ -10,7 +10,7 @@ import test_onnxruntime as nodes
 from onnx_writings import feeds
 from test_verify import reasons, save_node
 
-from mx_driving._operator.problems import Problem
+from mx_driving._operator.rules import Problem
 from mx_driving.onnx import _runtimes
 from mx_driving.onnx._check import check
 

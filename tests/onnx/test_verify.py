@@ -23,7 +23,7 @@ from test_onnx_fuse import NEAR_MISSES
 
 import mx_driving.onnx
 from mx_driving._operator.description import OPERATORS
-from mx_driving._operator.problems import Problem
+from mx_driving._operator.rules import Problem
 from mx_driving.onnx import _outputs, _runtimes
 from mx_driving.onnx._check import check
 

@@ -52,7 +52,7 @@ def test_import_only_registers():
     assert all(name.startswith(folders) for name in opened), opened
 
 
-PROGRAMS = tuple(f"mx_driving.{room}" for room in ("_files", "_show", "_measure", "_replay", "cli"))
+PROGRAMS = tuple(f"mx_driving.{room}" for room in ("_io", "_measure", "_replay", "cli"))
 
 
 def test_backends_names_kernel_and_instruction_set(implementation):

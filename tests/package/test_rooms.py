@@ -13,9 +13,9 @@ SOURCES, PORTABLE = (pathlib.Path(*package.__path__) for package in (mx_driving,
 # The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
 LOWEST = ("_agreement", "_foreign_functions", "_package_files", "_needs", "_replacing")
 FLOORS = (
-    (*LOWEST, "__pyinstaller", "_show", "_torch_private"),
+    (*LOWEST, "__pyinstaller", "_torch_private"),
     ("_operator", "config"),
-    ("_data_checks", "_files", "geometry", "reference"),
+    ("_data_checks", "_io", "geometry", "reference"),
     ("_backends",),
     ("_dispatch",),
     ("ops",),

@@ -18,8 +18,7 @@ from torch import Tensor
 from .._operator import composition
 from .._operator.description import OPERATORS
 from .report import BARE, OURS
-from .timing import Call
-from .workloads import Args, Workload
+from .workloads import Args, Call, Workload
 
 
 def _bilinear(maps: Tensor, grid: Tensor) -> Tensor:

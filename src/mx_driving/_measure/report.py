@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from .. import _backends
-from .._files import write_csv
-from .._show import grid
+from .._io import grid, write_csv
 
 Row = dict[str, Any]
 OURS = "mx_driving"

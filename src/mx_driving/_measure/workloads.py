@@ -14,6 +14,7 @@ from .._operator import composition, geometry
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS, POOL, Operator
 
 Sizes = list[tuple[int, int]]
+Call = Callable[[], Any]
 Args = tuple[Any, ...]  # arguments of an operator: tensors, None for an omitted input, options
 
 

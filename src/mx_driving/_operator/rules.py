@@ -6,13 +6,17 @@ after a comparison fails.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from .._package_files import pip_install
 
 FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 INDEX = frozenset((torch.int32, torch.int64))
@@ -127,3 +131,29 @@ def fail_setting(name: str, rule: str, word: str) -> NoReturn:
         print(f"mx-driving: {name} must {rule}; got {word!r}", file=sys.stderr)
         sys.exit(2)
     fail(SettingError, name, rule, repr(word))
+
+
+class Problem(ValueError):
+    """An error that the user can correct. Its message is a single sentence: *name* must *rule*; got *fact*."""
+
+
+@contextmanager
+def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Convert errors of these kinds to a Problem with the message `rule; got <error>`. Without kinds, convert all errors."""
+    try:
+        yield
+    except Problem:
+        raise
+    except Exception as error:
+        if kinds and not isinstance(error, kinds):
+            raise
+        raise Problem(f"{rule}; got {first_line(error).split('. ')[0]}") from None
+
+
+def need(feature: str, install: str, *modules: str) -> None:
+    """Raise a Problem if a module that a feature needs cannot be imported. `install` names packages, separated by blanks."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise Problem(f"{feature} must have {module} installed ({pip_install(*install.split())}); got: {error}") from None

@@ -19,7 +19,7 @@ from .._foreign.stand_ins import sampling_inputs, stand_in
 from .._foreign_functions import FUNCTIONS
 from .._operator import checks
 from .._operator.description import OPERATORS, POOL, Operator, SamplingInputs
-from .._operator.problems import Problem, ruled
+from .._operator.rules import Problem, ruled
 from .._torch_private import TorchDispatchMode
 
 FORMAT = 1  # the version of the file format that this module reads; keep equal to record.FORMAT

@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
-from .._files import writable
+from .._io import open_console, show, writable
 from .._measure import report
 from .._measure.report import Row
 from .._measure.speed import measure
 from .._measure.workloads import WORKLOADS
-from .._show import open_console, show
 from .start import Csv, DTypes, OnlyWorkloads, Seconds, Threads, matching, use_threads
 
 

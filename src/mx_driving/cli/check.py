@@ -11,10 +11,10 @@ from rich.markup import escape
 
 import mx_driving_portable
 
+from .._io import grid, open_console, print_json, say, show
 from .._measure.accuracy import CHANNELS, QUICK, WorkloadErrors, check_one
 from .._measure.workloads import CHECKED
-from .._operator.problems import ruled
-from .._show import grid, open_console, print_json, say, show
+from .._operator.rules import ruled
 from .start import DTypes, Json, Only, Threads, matching, use_threads
 
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .._operator.problems import Problem
-from .._show import print_json
+from .._io import print_json
+from .._operator.rules import Problem
 from .start import Json
 
 

@@ -7,10 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .._files import writable
-from .._operator.problems import Problem, need
-from .._operator.rules import first_line
-from .._show import print_json
+from .._io import print_json, writable
+from .._operator.rules import Problem, first_line, need
 from .start import Inputs, Json, Seconds, Threads, arrays, use_threads
 
 _SECONDS = 20.0

@@ -12,9 +12,9 @@ import mx_driving_portable
 
 from .. import __distribution__, _backends, backends
 from .._backends import choose
+from .._io import print_json
 from .._measure.report import find_processor
 from .._operator.description import OPERATORS
-from .._show import print_json
 from .start import Json
 
 LABELS = {"native": "native C++", "triton": "Triton", "reference": "reference"}  # backend that `choose` returns -> its label

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from .._files import writable, write_csv
-from .._operator.problems import Problem, ruled
-from .._show import grid, open_console, print_json, say, show
+from .._io import grid, open_console, print_json, say, show, writable, write_csv
+from .._operator.rules import Problem, ruled
 from .._vendor.limits import suspended
 from .start import Csv, Json, Threads, matching, use_threads
 

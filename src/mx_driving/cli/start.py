@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .._files import read_arrays
-from .._operator.problems import Problem
+from .._io import read_arrays
+from .._operator.rules import Problem
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 _UsageError: Any = typer.BadParameter.__base__  # typer's class; click's with an older typer

@@ -8,8 +8,8 @@ import torch
 import typer
 from rich.markup import escape
 
-from .._operator.problems import need
-from .._show import grid, open_console, print_json, say, show
+from .._io import grid, open_console, print_json, say, show
+from .._operator.rules import need
 from .start import DTYPES, Inputs, Json, Threads, arrays, one_of, use_threads
 
 _RUNTIME = (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._operator.problems import Problem
+from .._operator.rules import Problem
 
 if TYPE_CHECKING:
     from ._fuse import Fused

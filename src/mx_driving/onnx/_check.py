@@ -15,9 +15,8 @@ import onnx_ir as ir
 import torch
 
 from .._agreement import largest_magnitude, rounding_limit
-from .._files import temporary_folder
-from .._operator.problems import Problem
-from .._operator.rules import first_line
+from .._io import temporary_folder
+from .._operator.rules import Problem, first_line
 from .._replay.calls import RecordedCall
 from .._replay.error_bound import ErrorBound
 from .._replay.judge import COARSE, RIGHT, WRONG, Judged, judge

@@ -28,8 +28,7 @@ from onnx_ir.passes.common import (
     TopologicalSortPass,
 )
 
-from .._operator.problems import Problem
-from .._operator.rules import first_line
+from .._operator.rules import Problem, first_line
 from ._forms import OURS
 from ._graph import are_fixed, bypass_identities, dims, is_node, list_outputs, read_constant, walk_nodes
 from ._nodes import give_shape, name_plugins

@@ -18,8 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .. import config
-from .._operator.problems import Problem
-from .._operator.rules import first_line
+from .._operator.rules import Problem, first_line
 from ._file import LoadedFile, check_file, check_path, find_cause, first_paragraph, list_external, load, silence_libraries
 from ._find import find_samplings, find_tables
 from ._forms import DOMAIN, NODES, OURS, Call, Writer, write_attention

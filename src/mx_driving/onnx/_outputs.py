@@ -23,8 +23,8 @@ import onnx_ir as ir
 import torch
 
 from .._agreement import ULPS, difference_beside_ties, entry_differences, model_difference
-from .._files import temporary_folder
-from .._measure.timing import interleaved
+from .._io import temporary_folder
+from .._measure.speed import interleaved
 from . import _file
 from ._graph import INTEGER, add_outputs, read_constant, walk_back
 from ._runtimes import Array, Arrays, make_inputs, open_with_library, run_session

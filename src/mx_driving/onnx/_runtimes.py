@@ -20,9 +20,8 @@ import onnx_ir as ir
 import torch
 
 from .. import _backends
-from .._files import read_arrays, temporary_folder
-from .._operator.problems import Problem, need
-from .._operator.rules import first_line
+from .._io import read_arrays, temporary_folder
+from .._operator.rules import Problem, first_line, need
 from ..config import library_path
 
 Array = np.ndarray[Any, Any]
