@@ -48,11 +48,11 @@ def find_source(function: Any) -> Any:
     return inspect.unwrap(unwrap(function))
 
 
-def list_loads(code: types.CodeType, *kinds: str) -> Iterator[str]:
+@functools.lru_cache(2000)
+def list_loads(code: types.CodeType, *kinds: str) -> tuple[str, ...]:
     """Return the names that code loads with an instruction of these kinds. From Python 3.13 on, an instruction may load two."""
-    for step in dis.get_instructions(code):
-        if "LOAD" in step.opname and any(kind in step.opname for kind in kinds):
-            yield from step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    steps = [s for s in dis.get_instructions(code) if "LOAD" in s.opname and any(kind in s.opname for kind in kinds)]
+    return tuple(name for s in steps for name in (s.argval if isinstance(s.argval, tuple) else (s.argval,)))
 
 
 class Parameters:
