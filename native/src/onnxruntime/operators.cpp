@@ -234,7 +234,8 @@ void run_on_session(void *lender, int count, Body *body, void *context) {
         size_t(count), 0, &bodies);
 }
 
-// Runs a call on the threads of the session. The plan is for the largest number of threads that worked in an earlier call.
+// Runs a call on the threads of the session. The plan is for the largest number of threads that took
+// part in an earlier call.
 int run_on_lent_threads(Instance &instance, const OrtKernelContext *context, Call &call) {
     const int most = threads_that_pay(call, int(std::thread::hardware_concurrency())), seen = instance.threads.load();
     if (most == 1 || !instance.runtime.has_parallel_for) return run(call);

@@ -6,8 +6,8 @@ feature maps have an axis of cameras. Far3D passes attention weights with levels
 
 The pooling functions have the interface of compiled extensions: channels last, no autograd, no autocast, separate backwards.
 Extensions also take the intervals of the points. Only `bev_pool_v2_forward` reads the intervals. The other functions read the
-cell of every point. Their results equal the extensions' if all points of an interval have the same cell. In the backward of
-bev_pool_v2 they must have the same row of feat instead.
+cell of every point. Their results equal the extensions' if all points of an interval have the same cell. The backward of
+bev_pool_v2 instead equals the extension's if all points of an interval have the same row of feat.
 """
 
 from __future__ import annotations

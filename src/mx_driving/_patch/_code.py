@@ -2,8 +2,8 @@
 
 Code that a function reaches is an object, not a name. The key has the code of functions and methods that are called, and the
 code of the wrappers around them. A replaced function of torch, a callable object that is no function, and a global constant
-that differs from the file's have no key, and so has every function that reaches one. Two functions with the same key compute
-the same.
+that differs from the file's have no key. A function that reaches one of these has no key either. Two functions with the same
+key compute the same.
 
 A key does not depend on the Python version, nor on comments, docstrings, annotations, asserts and branches that only raise. A
 function has no key if its source cannot be read, or is not the source of the running code.

@@ -74,7 +74,7 @@ class LoadedFile:
     Attributes:
         shapes: name of a tensor -> its shape as in the file. The model has inferred shapes, too.
         defaults: name of an input -> its default. In the model the input is not an initializer.
-        merged: names of sizes that are equal if the nodes fit each other.
+        merged: names of the sizes that onnxruntime takes for equal, because a node would refuse unequal sizes.
     """
 
     path: Path

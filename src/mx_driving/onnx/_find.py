@@ -54,7 +54,7 @@ from ._samples import (
 from ._trial import prove
 
 _LIKELIEST = 24  # at most so many candidates are tried; in all known files the right candidate is among the first five
-_MAPS = 1000  # at most so many combinations of level sizes are tried. Most have another number of keys than any tensor.
+_MAPS = 1000  # at most so many combinations of level sizes are tried. No tensor has the number of keys of most of them.
 Array = np.ndarray[Any, Any]
 Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 

@@ -134,7 +134,8 @@ def name_unshaped(value: ir.Value) -> str:
 
 
 def walk_back(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
-    """Walk upstream along all inputs, through nodes for which `through` is true. Yield the value, then the nearest sources."""
+    """Walk upstream along all inputs, through nodes for which `through` is true. Yield the value first, and then its
+    sources, the nearest first."""
     seen, todo = {value}, [value]
     while todo:
         yield (value := todo.pop(0))

@@ -190,7 +190,8 @@ template <class T> class Logits {
         const int64_t references = n.references;
         return call.reference_by_point ? point % references : references == 1 ? 0 : level;
     }
-    // Returns the number of elements from one reference point of a query to the next; 0 if all levels share an expanded point.
+    // Returns the number of elements from one reference point of a query to the next; 0 if all
+    // levels share one point, by a stride of 0.
     int64_t reference_apart() const {
         const Tensor &t = call.reference;
         return in_place || t.strides[REFERENCE] == 0 ? t.strides[REFERENCE] : n.coordinates;

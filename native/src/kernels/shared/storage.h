@@ -40,7 +40,7 @@ inline uint16_t float_to_half(float x) {
     const uint32_t bits = bits_as<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
     if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00); // x rounds to 65536 or more, which is infinity
-    if (magnitude < 0x38800000)                                  // subnormal half: let the adder round
+    if (magnitude < 0x38800000)                                  // a subnormal half: adding 0.5 rounds it
         return uint16_t(sign | (bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u));
     return uint16_t(sign | ((magnitude - 0x38000000u + 0xfff + (magnitude >> 13 & 1)) >> 13));
 #endif

@@ -41,10 +41,10 @@ def _operands(
     rows, depth, others, row, at, target, here, c,
     CHANNELS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the row and the depth of each point, and the row of its target in `others`. All are zero if `here` is false.
+    """Return the row of each point, its depth, and row `target` of `others`. All are zero where `here` is false.
 
-    Only sums need depths, so depths are zero without SUMS. Only dot products need rows of targets, so these are zero without
-    DOTS.
+    Only sums need depths, so depths are zero without SUMS. Only dot products need rows of `others`, so these are zero
+    without DOTS.
     """
     channel = here & (c < CHANNELS)
     values = tl.load(rows + row.to(tl.int64) * CHANNELS + c, mask=channel, other=0.0)

@@ -50,7 +50,8 @@ class TestCase(unittest.TestCase):
         """Check that tensors, arrays, numbers, or sequences of these are equal within the vendor's tolerance.
 
         `prec` (`prec16` for 16 bits) is the allowed error of an element, absolute or relative, and also the allowed fraction of
-        elements with a larger error. `auto_trans_dtype` converts x to y's dtype. `message` is for NaN in different places.
+        elements with a larger error. `auto_trans_dtype` converts x to y's dtype. `message` is the text of the
+        error that is raised if x and y have NaN in different places.
         """
         import numpy as np
 
