@@ -74,16 +74,6 @@ std::atomic<const Isa *> &chosen_isa() {
     return isa;
 }
 
-int prepared_run(Call &call) {
-    Prepared prepared;
-    PlanLists lists;
-    const int status = prepare(call, prepared, baseline::copy_elements);
-    if (status != MXD_OK || nothing_to_do(call)) return status;
-    const Plan plan = make_plan(call, lists);
-    const Kernels &kernels = chosen_isa().load()->kernels[call.op];
-    return (call.backward ? kernels.backward : kernels.forward)(call, plan) ? MXD_OK : MXD_OUT_OF_MEMORY;
-}
-
 } // namespace
 
 const char *isa_in_use() { return chosen_isa().load()->name; }
@@ -98,7 +88,15 @@ bool use_isa(const char *name) {
 }
 
 int run(Call &call) {
-    return out_of_memory_if_thrown([&] { return prepared_run(call); });
+    return out_of_memory_if_thrown([&]() -> int {
+        Prepared prepared;
+        PlanLists lists;
+        const int status = prepare(call, prepared, baseline::copy_elements);
+        if (status != MXD_OK || nothing_to_do(call)) return status;
+        const Plan plan = make_plan(call, lists);
+        const Kernels &kernels = chosen_isa().load()->kernels[call.op];
+        return (call.backward ? kernels.backward : kernels.forward)(call, plan) ? MXD_OK : MXD_OUT_OF_MEMORY;
+    });
 }
 
 std::string sentence_of(int status, const Function &function, const Call &call) {

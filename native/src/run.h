@@ -22,7 +22,7 @@ bool use_isa(const char *name);
 template <class Fn> int out_of_memory_if_thrown(Fn &&fn) {
     try {
         return fn();
-    } catch (const std::exception &) { // the list of levels does not fit in memory
+    } catch (const std::exception &) { // no memory for a list, or a list is longer than its type allows
         return MXD_OUT_OF_MEMORY;
     }
 }

@@ -279,8 +279,8 @@ bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
            all_rows_are_packed(call, packed);
 }
 
-// Returns whether one pass for all gradients pays without packing. It pays if a sample is one row, or if separate passes would
-// not pack value because queries are few or levels are large. Value and its gradient need the same dtype and row stride.
+// Returns whether one pass for all gradients pays without packing. It pays if a sample reads one row, or if separate passes
+// would not pack value because queries are few or levels are large. Value and its gradient need the same dtype and row stride.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return needs_samples(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);

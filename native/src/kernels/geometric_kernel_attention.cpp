@@ -1,5 +1,6 @@
 // geometric_kernel_attention on the CPU. Locations are pixels, which are truncated and clamped to the map.
-#include "kernels/attention/attention.h"
+#include "kernels/attention/backward.h"
+#include "kernels/attention/forward.h"
 #include "kernels/attention/heads_together.h"
 
 namespace mxd::MXD_ISA {

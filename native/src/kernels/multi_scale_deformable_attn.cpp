@@ -1,5 +1,6 @@
 // multi_scale_deformable_attn on the CPU. Locations are normalised, samples are bilinear, and corners off the map are zero.
-#include "kernels/attention/attention.h"
+#include "kernels/attention/backward.h"
+#include "kernels/attention/forward.h"
 
 namespace mxd::MXD_ISA {
 namespace {

@@ -94,35 +94,5 @@ template <class T> inline void unpack(const Call &call, const PackedLevels &leve
     });
 }
 
-// Packs a chunk of a head. pack_chunk is a function pointer, so that all types of value that use the same worker share one
-// compiled loop.
-struct PackHead {
-    const Call &call;
-    const PackedLevels &levels;
-    char *packed;
-    void (*pack_chunk)(const Call &, const PackedLevels &, int64_t, int64_t, char *, int64_t, int64_t);
-
-    void operator()(int64_t head, int64_t chunk) const {
-        pack_chunk(call, levels, head / call.sizes.heads, head % call.sizes.heads, packed, chunk, STAGE_CHUNKS);
-    }
-};
-
-// Runs a worker over query_blocks. V is the type of value. If levels are packed, each head is a stage: all threads pack its
-// levels, and then process its items. Levels that the plan widens become rows of Worker::Row.
-template <class V, class Worker> inline bool over_queries(const Job &unpacked) {
-    typedef typename Worker::Row Row;
-    const Call &call = unpacked.call;
-    const Plan &plan = unpacked.plan;
-    const Sizes &n = call.sizes;
-    const PackedLevels &levels = plan.packed_value;
-    const Memory memory(levels.bytes);
-    char *packed = memory.begin();
-    const Job job{call, plan, packed, unpacked.partial_sums};
-    const int64_t items = n.batch * n.heads * query_blocks(call, packed != nullptr).per_range;
-    if (!packed) return parallel<Worker>(call.num_threads, items, job);
-    return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job,
-                                   PackHead{call, levels, packed, pack<V, Row>});
-}
-
 } // namespace
 } // namespace mxd::MXD_ISA

@@ -121,7 +121,7 @@ template <class T> class QueryReader {
     void open(int64_t b, int64_t h) {
         const int64_t location_skip = first_level * call.locations.strides[LEVEL];
         const int64_t weight_skip = call.with_logits ? 0 : first_level * call.weights.strides[LEVEL];
-        // Loads read `padded` samples of a query, so as many samples are prefetched.
+        // Loads read `padded` samples of a query. Therefore `padded` samples are prefetched.
         location_rows =
             call.has_window ? QueryRows(call.reference, b, h, 2) : QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);

@@ -162,7 +162,7 @@ struct Source {
     int64_t begin, step;
 };
 
-// The addresses of rows and the coefficients of at most MOST consecutive points of the order.
+// The addresses of rows and the coefficients of at most MOST consecutive points, in the order in which a kernel visits them.
 template <class T> class Window {
   public:
     static constexpr int64_t MOST = 512;

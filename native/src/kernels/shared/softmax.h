@@ -95,7 +95,7 @@ template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], 
         store<T, LANES>(weights[r + 1], both.second);
     }
 }
-// softmax for rows of at most 4 numbers, with vectors of 16. A vector holds all four rows.
+// softmax of four rows of at most 4 numbers each. A vector of 16 numbers holds all four rows.
 template <class T> MXD_INLINE void softmax_of_fours(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     typedef Vec<T, 4> Four;
     struct All {
