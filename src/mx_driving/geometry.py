@@ -56,8 +56,7 @@ def projection_matrix(
     depth = intrinsics[..., 2:, :]  # S adds a multiple of this row to u and v
     matrix = torch.cat([intrinsics[..., :2, :] + (0.5 - first_pixel) * depth, depth], -2)
     if augmentation is not None:
-        _, augmentation = _inputs(("augmentation", augmentation, (3, 3)))
-        matrix = augmentation.to(matrix) @ matrix
+        matrix = _inputs(("augmentation", augmentation, (3, 3)))[1].to(matrix) @ matrix
     matrix = matrix @ torch.cat([rotation, translation[..., None]], -1)
     last = torch.tensor([[0.0, 0, 0, 1]]).to(matrix).expand(*matrix.shape[:-2], 1, 4)
     return torch.cat([matrix, last], -2).to(dtype)
