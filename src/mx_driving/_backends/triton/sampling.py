@@ -168,8 +168,9 @@ def dots(v00, v01, v10, v11, g, right, below, ROWS: tl.constexpr, COLUMNS: tl.co
 def _add_pairwise(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the sums of rows. Add neighbours, then neighbouring sums, so that the bits do not depend on how many columns a
     thread has."""
-    if COLUMNS > 1:
-        t = _add_pairwise(tl.sum(tl.reshape(t, (ROWS, COLUMNS // 2, 2)), 2), ROWS, COLUMNS // 2)
+    for halved in tl.static_range(16):  # Triton 3.4 cannot hash a function that calls itself
+        if COLUMNS >> halved > 1:
+            t = tl.sum(tl.reshape(t, (ROWS, COLUMNS >> (halved + 1), 2)), 2)
     return tl.reshape(t, (ROWS, 1))
 
 
