@@ -95,7 +95,7 @@ ARCHIVES = {
     "a long header": (archive(v__npy=header("(" * 3000 + ")" * 3000)), "Cannot parse header"),
     "a text beside arrays": (archive(README=b"hello"), "whose member README is no array"),
     "a text as an array": (archive(v__npy=b"hello"), "whose member v is no array|EOF"),
-    "empty": (b"", "No data left in file|pickled data"),
+    "empty": (b"", "No data left in file" if np.lib.NumpyVersion(np.__version__) >= "1.25.0" else "pickled data"),
     "pickles": (archive(v__npy=header("(2,)").replace(b"<f4", b"|O ")), "Object arrays|descr"),
 }
 

@@ -132,6 +132,19 @@ def test_geometric_clamps_before_it_converts(implementation, dtype):
     assert grad_value.flatten().tolist() == [columns.count(i) for i in range(4)]
 
 
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_whole_pixels_of_any_integer_dtype(implementation, dtype):
+    if dtype in (torch.int16, torch.int8):
+        skip_unless_every_kernel(implementation)
+    args = list(cases.cast(cases.geometric(2, 5, 8, 2, [(9, 11), (5, 7)], 4), torch.float32))
+    args[3] = torch.randint(0, 12, args[3].shape, generator=torch.Generator().manual_seed(0))
+    forward = cases.forward_of(implementation, GEOMETRIC)
+    expected = forward(*args)
+    args[3] = args[3].to(dtype)
+    assert torch.equal(forward(*args), expected)
+
+
 def test_geometric_locations_have_no_gradient():
     args = list(inputs_of(GEOMETRIC))
     args[3] = args[3].double().requires_grad_()

@@ -10,6 +10,7 @@ from test_edits import CONFIG, MODELS, import_library
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 import mx_driving
+from mx_driving._needs import is_older_than
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DEFORMABLE = (MODELS.format("deformable_detr"), "DeformableDetrMultiscaleDeformableAttention")
@@ -61,6 +62,7 @@ TRANSFORMS = {
     "vmap": lambda call, own, rows: vmap(functools.partial(call, own))(*rows),
     "vjp": lambda call, own, rows: vjp(lambda row: call(own, rows[0][0], row), rows[1][0])[1](torch.ones_like(rows[0][:1])),
     "jacrev": lambda call, own, rows: jacrev(lambda *row: call(own, *row)[0, 0], (0, 1))(*(row[0] for row in rows)),
+    "jacrev of queries": lambda call, own, rows: jacrev(lambda row: call(own, row, rows[1][0])[0, 0])(rows[0][0]),
 }
 
 
@@ -68,6 +70,8 @@ TRANSFORMS = {
 @pytest.mark.parametrize("row", [DEFORMABLE, RT_DETR_V2, D_FINE])
 def test_transforms_of_torch_func_over_a_batch_of_one(row, transform, make_layer):
     """For a batch of one D-FINE's value goes through an autograd function of `patch`, which has a setup_context."""
+    if transform == "jacrev of queries" and is_older_than("2.13"):
+        pytest.skip("torch 2.6 and 2.8 fail without patch, too: their vmap wants both gradients of grid_sample")
     layer = make_layer(row)
     named = arguments_for(layer, POINTS if row is DEFORMABLE else BOX, masked=False)
     run = functools.partial(TRANSFORMS[transform], *call_in_batches_of_one(layer, named))
