@@ -104,7 +104,7 @@ _COMPUTE: dict[str, Callable[..., Array]] = {
 }  # fmt: skip
 _LAST = {"selp": ["pred"], "shl": ["u32"], "shr": ["u32"], "bfe": ["u32", "u32"]}  # types of the last operands
 _KNOWN = re.compile(
-    r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|(add|sub|fma)\.rn\.f32\.b?f16|mul\.f\w+"
+    r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.(ftz\.f32|\w+)|(add|sub|fma)\.rn\.f32\.b?f16|mul\.f\w+"
     r"|(mul|mad)\.(lo|wide|hi)\.[su]\d+|setp\.(eq|ne|lt|le|gt|ge)u?\.\w+|cvt\.(rn\.|r[nzmp]i\.)?(ftz\.)?([su]\d+|b?f(16|32)(x2)?)\.\w+"
     r"|prmt\.b32|bfe\.[su]32|ex2\.approx(\.ftz)?\.f32|div\.(full|approx)\.f32|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.(add\.s32|max\.f32)"
     r"|(atom|red)\.global\.gpu\.relaxed\.add(\.v\d)?\.f32|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+"
@@ -129,8 +129,11 @@ def operation(opcode: Opcode, count: int) -> tuple[str, list[str], Callable[...,
         return result, [kind, kind, result][:count], lambda a, b, *c: functools.reduce(np.add, c, product(a, b))
     if "f32" in modes:  # of 16-bit numbers and, last, one of 32 bits
         return "f32", [kind] * (count - 1) + ["f32"], _COMPUTE[name]
-    last = _LAST.get(name, [])
-    return kind, [kind] * (count - len(last)) + last, _COMPUTE.get(name, np.multiply)
+    last, compute = _LAST.get(name, []), _COMPUTE.get(name, np.multiply)
+    if "ftz" in modes:  # subnormal sources and results become zero
+        flush = _ROUND["ftz"]
+        return kind, [kind] * count, lambda *sources: flush(compute(*map(flush, sources)))
+    return kind, [kind] * (count - len(last)) + last, compute
 
 
 class Kernel:
