@@ -234,7 +234,9 @@ def test_an_edit_has_its_own_effect(row, target, edit, monkeypatch):
                 says_what_it_does(again)
     take_reloads_back()
     assert close(run(), unedited)
-    with monkeypatch.context() as edits:
+    with monkeypatch.context() as pristine, monkeypatch.context() as edits:
+        if isinstance(holder, type):  # The edit is undone to what it found, which is ours; a later test finds the library's.
+            pristine.setattr(holder, name, inspect.getattr_static(holder, name))
         done = mx_driving.patch(model)
         way(change, holder, name, layer, edits)
         done.restore()

@@ -70,7 +70,7 @@ class Code:
     Attributes:
         key: equal for equal code.
         cores: the sampling cores that the code calls. They are not read.
-        functions: the functions that were read, the first one first.
+        functions: the functions that were read, without the function whose code `patch` replaces.
         names: id of a namespace -> the namespace, and the names that the code reads in it.
         attributes: names of the layer's attributes that the code reads, without methods.
         methods: names of the layer's methods that the code calls.
@@ -92,7 +92,7 @@ class Code:
         spaces = {key: (space, {*names}) for key, (space, names) in self.names.items()}
         for key, (space, names) in core.names.items():
             spaces.setdefault(key, (space, set()))[1].update(names)
-        return dataclasses.replace(self, names=spaces, functions=[*self.functions, *core.functions[1:]])
+        return dataclasses.replace(self, names=spaces, functions=[*self.functions, *core.functions])
 
     def watch(self, owner: type | None, cores: Iterable[Any] = ()) -> Callable[[Any], bool]:
         """Return a function that takes a class and says whether all that the code reaches is as now: the methods of the class,
@@ -113,7 +113,7 @@ class Code:
                 get = operator.itemgetter(*present, present[0])  # With one name, an itemgetter would not return a tuple.
                 objects.append((get, space, tuple(copy.deepcopy(o) if isinstance(o, _MUTABLE) else o for o in get(space))))
         plain = [core for core in cores if not is_autograd(core)]
-        functions = [*self.functions[1:], *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
+        functions = [*self.functions, *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
         codes = list(map(_get_code, functions))
         kinds = [(_get_apply if is_autograd(core) else _get_forward, core) for core in cores if isinstance(core, type)]
         kinds += [(operator.attrgetter(*sorted(self.methods)), owner)] if owner and self.methods else []
@@ -143,7 +143,7 @@ def read_bytecode(function: types.FunctionType, kind: type | None) -> Code:
     names = {name for code in list_code(function) for name in code.co_names}
     methods = {n for n in names if isinstance(inspect.getattr_static(kind, n, None), types.FunctionType)} if kind else set()
     methods = {name for name in methods if not is_of_known_library(getattr(kind, name))}
-    return Code(functions=[function], attributes=names - methods, methods=methods)
+    return Code(attributes=names - methods, methods=methods)
 
 
 @dataclass
@@ -172,6 +172,8 @@ class Reader:
                 parts.append([part, wrappers] if wrappers else part)
         else:
             parts = [self._read_function(vars(original)["forward"], original, code)]
+        if not is_autograd(original):
+            del code.functions[0]
         code.key = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
         return code
 
@@ -186,6 +188,8 @@ class Reader:
         source, is_static = find_source(function) if wraps is None else function, isinstance(function, staticmethod)
         if source in code.functions:
             return "again"
+        if not isinstance(source, types.FunctionType):
+            raise NoKey(f"{type(source).__name__} is not a function")
         tree = self._find(source)
         code.functions.append(source)
         own = source.__code__.co_varnames[0] if kind and source.__code__.co_argcount and not is_static else ""
