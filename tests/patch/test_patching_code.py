@@ -182,9 +182,10 @@ REACHED = [  # code, and what changes after patch
 ]
 
 
+@pytest.mark.parametrize("keyless", ["", "globals(); "])
 @pytest.mark.parametrize(("code", "change"), REACHED)
-def test_a_named_core_runs_its_own_code_after_a_change_of_what_it_reaches(code, change):
-    module, arguments = core_of("POST", code), core_arguments((2, 4))
+def test_a_named_core_runs_its_own_code_after_a_change_of_what_it_reaches(code, change, keyless):
+    module, arguments = core_of("POST", keyless + code), core_arguments((2, 4))
     with mx_driving.patched(module, forms={module.core: "core"}):
         before = module.core(*arguments)
         assert operators(module.core, *arguments) == [BARE]
@@ -200,6 +201,7 @@ def double(name):
     return lambda space: setattr(space, name, 2.0)
 
 
+NESTED = "types.SimpleNamespace(a=types.SimpleNamespace(b=1.0))"
 # How known code reads a constant: a line of its file, the expression, and a change to 2.
 CONSTANTS = {
     "of another module": ("import utils", "utils.SCALE", lambda module: double("SCALE")(module.utils)),
@@ -213,10 +215,39 @@ CONSTANTS = {
     "of a call": ("SCALE = float('1')", "SCALE", double("SCALE")),
     "in a dict of a call": ("OPTIONS = dict(a=1.0)", "OPTIONS['a']", lambda module: module.OPTIONS.update(a=2.0)),
     "of an object": ("OPTIONS = types.SimpleNamespace(a=1.0)", "OPTIONS.a", lambda module: double("a")(module.OPTIONS)),
+    "of a nested object": (f"OPTIONS = {NESTED}", "OPTIONS.a.b", lambda module: double("b")(module.OPTIONS.a)),
+    "in a list in a tuple": ("S = ([1.0],)", "S[0][0]", lambda module: module.S[0].insert(0, 2.0)),
+    "in a default": ("def one(x=[1.0]):\n    return x[0]", "one()", lambda module: module.one.__defaults__[0].insert(0, 2.0)),
+    "by keyword": ("def one(*, x=1.0):\n    return x", "one()", lambda module: module.one.__kwdefaults__.update(x=2.0)),
 }
+OBJECT = """class Options:
+    a = 1.0
+    p = property(lambda self: self.a)
+    def m(self):
+        return self.a
+    def __getattr__(self, name):
+        return self.a
+    def __getitem__(self, name):
+        return self.a
+OPTIONS = Options()"""
 # The values of these may change where nobody looks: such code has no key.
 UNSEEN = {
     "a tensor": ("SCALE = torch.ones(())", "SCALE"),
+    "a tensor in a dict": ("OPTIONS = {'a': torch.ones(())}", "OPTIONS['a']"),
+    "of a parameter": ("SCALE = torch.nn.Parameter(torch.ones(()))", "SCALE.detach()"),
+    "an array": ("import numpy as np\nSCALE = np.ones(1)", "SCALE[0]"),
+    "a deque": ("import collections\nSCALE = collections.deque([1.0])", "SCALE[0]"),
+    "an iterator": ("import itertools\nSCALE = itertools.cycle([1.0, 2.0])", "next(SCALE)"),
+    "a context variable": ("import contextvars\nSCALE = contextvars.ContextVar('SCALE', default=1.0)", "SCALE.get()"),
+    "an object in a tuple": (f"OPTIONS = ({NESTED},)", "OPTIONS[0].a.b"),
+    "by getattr from an object": (f"OPTIONS = {NESTED}", "getattr(OPTIONS.a, 'b')"),
+    "by vars": (f"OPTIONS = {NESTED}", "vars(OPTIONS)['a'].b"),
+    "of an object's function": ("OPTIONS = types.SimpleNamespace(a=lambda: 1.0)", "OPTIONS.a()"),
+    **{
+        f"{word} of an object": (OBJECT, word)
+        for word in ("OPTIONS.a", "OPTIONS.p", "OPTIONS.m()", "OPTIONS.g", "OPTIONS['i']")
+    },
+    "of an object with slots": ("class Slots:\n    __slots__ = ('a',)\nOPTIONS = Slots()\nOPTIONS.a = 1.0", "OPTIONS.a"),
     "of a function": ("def one():\n    return one.a\none.a = 1.0", "one()"),
     "by getattr": ("import utils", "getattr(utils, 'SCALE')"),
     "by globals": ("SCALE = 1.0", "globals()['SCALE']"),

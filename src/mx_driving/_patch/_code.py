@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -50,13 +49,26 @@ _STATEMENT = re.compile(r"[^\s#)\]}]")  # the first character of a statement at 
 _DEFINES = ("@", "def ", "class ", "async ")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _KINDS = ("staticmethod", "classmethod", "property")  # decorators that leave the function as it is
-_MUTABLE = (list, dict, set)
-_CONSTANTS = (bool, int, float, str, type(None), tuple, frozenset, *_MUTABLE)
+_CONTAINERS = (tuple, frozenset, list, dict, set)
+_CONSTANTS = (bool, int, float, str, type(None), *_CONTAINERS)
+# A switch of LibreYOLO between two ways to compute the same.
+_SWITCHES = ("_FORCE_MANUAL_GRID_SAMPLE",)
 _ABSENT = object()
 # What a change of a function, of a layer, and of an autograd function replaces.
 _get_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _get_forward = operator.attrgetter("forward")
 _get_apply = operator.attrgetter("apply", "forward", "backward")
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether a value is a constant, or a container of constants."""
+    parts = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else ()
+    return isinstance(value, _CONSTANTS) and all(map(_is_constant, parts))
+
+
+def _is_mutable(value: Any) -> bool:
+    """Return whether a container's content may change while it stays the same object."""
+    return isinstance(value, (list, dict, set)) or (isinstance(value, tuple) and any(map(_is_mutable, value)))
 
 
 class NoKey(Exception):
@@ -105,45 +117,38 @@ class Code:
             if isinstance(core, type) and issubclass(core, torch.nn.Module):
                 # torch.export and torch.fx replace Module.__call__ while they trace, so that class is left out.
                 watched += [(vars(base), {"__call__"}) for base in core.__mro__ if base not in torch.nn.Module.__mro__]
+        plain = [core for core in cores if not is_autograd(core)]
+        functions = [*self.functions, *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
         objects, absences = [], []
         for space, names in watched:
             if absent := [name for name in names if name not in space]:  # builtins, as a rule
                 absences.append((space, absent))
             if present := [name for name in names if space.get(name) is not None]:
                 get = operator.itemgetter(*present, present[0])  # With one name, an itemgetter would not return a tuple.
-                objects.append((get, space, tuple(copy.deepcopy(o) if isinstance(o, _MUTABLE) else o for o in get(space))))
-        plain = [core for core in cores if not is_autograd(core)]
-        functions = [*self.functions, *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
-        codes = list(map(_get_code, functions))
+                objects.append((get, space, get(space)))
+        objects += [(_get_code, function, _get_code(function)) for function in functions]
+        contents = [(value, repr(value)) for *_, values in objects for value in values if _is_mutable(value)]
         kinds = [(_get_apply if is_autograd(core) else _get_forward, core) for core in cores if isinstance(core, type)]
         kinds += [(operator.attrgetter(*sorted(self.methods)), owner)] if owner and self.methods else []
         methods = [(get, kind, get(kind)) for get, kind in kinds]
 
         def is_unchanged(kind: Any) -> bool:
             try:
-                for get, space, known in objects:
-                    if get(space) != known:
+                for get, holder, known in objects:
+                    if not all(map(operator.is_, get(holder), known)):
                         return False
             except KeyError:  # A name is gone.
                 return False
             for space, absent in absences:
                 if not space.keys().isdisjoint(absent):
                     return False
-            for get, core, known in methods:
-                if get(kind if core is owner else core) != known:
+            for container, text in contents:
+                if repr(container) != text:
                     return False
-            return list(map(_get_code, functions)) == codes
+            return all(get(kind if core is owner else core) == known for get, core, known in methods)
 
         _torch_private.mark_as_constant(is_unchanged)
         return is_unchanged
-
-
-def read_bytecode(function: types.FunctionType, kind: type | None) -> Code:
-    """Return what the byte code of a function without a key shows: any name may be an attribute of the layer."""
-    names = {name for code in list_code(function) for name in code.co_names}
-    methods = {n for n in names if isinstance(inspect.getattr_static(kind, n, None), types.FunctionType)} if kind else set()
-    methods = {name for name in methods if not is_of_known_library(getattr(kind, name))}
-    return Code(attributes=names - methods, methods=methods)
 
 
 @dataclass
@@ -175,6 +180,25 @@ class Reader:
         if not is_autograd(original):
             del code.functions[0]
         code.key = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        return code
+
+    def read_bytecode(self, function: types.FunctionType, kind: type | None) -> Code:
+        """Return what the byte code of a function without a key shows: any name may be an attribute of the layer."""
+        code, waiting = Code(), [function]
+        for reached in waiting:
+            names = {name for own in list_code(reached) for name in own.co_names}
+            self._note(code, reached.__globals__, names & reached.__globals__.keys())
+            if reached is function and kind:
+                methods = {n for n in names if isinstance(inspect.getattr_static(kind, n, None), types.FunctionType)}
+                code.methods = {name for name in methods if not is_of_known_library(getattr(kind, name))}
+                code.attributes = names - methods
+            for value in map(reached.__globals__.get, names):
+                below = unwrap(value) if isinstance(value, types.FunctionType) else value
+                if self.is_core(below):
+                    code.cores.append(below)
+                elif isinstance(below, types.FunctionType) and not is_of_known_library(below) and below not in waiting:
+                    waiting.append(below)
+        code.functions = waiting[1:]
         return code
 
     def _find(self, function: Any) -> ast.FunctionDef:
@@ -225,7 +249,7 @@ class Reader:
         names = text.names.intersection(loads)
         self._note(code, source.__globals__, names)
         for name in sorted(names):
-            parts.append([name, self._describe_global(source, name, code)])
+            parts.append([name, self._describe_global(source, name, text, code)])
         parts += self._read_members(source, text, code)
         for name in sorted(text.attributes):
             method = inspect.getattr_static(kind, name, None)
@@ -279,7 +303,7 @@ class Reader:
         code.cores.append(below)
         return "core"
 
-    def _describe_global(self, function: Any, name: str, code: Code) -> Any:
+    def _describe_global(self, function: Any, name: str, text: _Text, code: Code) -> Any:
         value = function.__globals__.get(name, getattr(builtins, name, _ABSENT))
         if self.is_core(value):
             return self._note_core(value, code)
@@ -292,7 +316,7 @@ class Reader:
             raise NoKey(f"{name} is a {kind}, not a function")
         file = self.files[function.__code__.co_filename]
         bindings, bound = file.find_bindings(name), []
-        if value is not _ABSENT and isinstance(value, _CONSTANTS):
+        if _is_constant(value):
             literals = []
             for binding in bindings:
                 with contextlib.suppress(ValueError):  # an expression
@@ -303,25 +327,34 @@ class Reader:
                     raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
             elif not bindings or not isinstance(value, (bool, str, type(None))):  # Flags and versions are the machine's.
                 bound = [repr(value)]
-        elif isinstance(value, torch.Tensor):
-            raise NoKey(f"the global {name} is a tensor, whose numbers may change")
+        elif (name,) in text.bare and value is not _ABSENT and not isinstance(value, types.ModuleType):
+            raise NoKey(f"the global {name} is a {type(value).__name__}, whose content may change")
         return bound + [_Text().dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
 
     def _read_members(self, function: Any, text: _Text, code: Code) -> list[Any]:
         """Read the functions that code reaches through a module, as `utils.helper`. Check those of torch and of tensors."""
         parts = []
         for root, *names in sorted(text.chains):
+            if root in _SWITCHES:
+                continue
             space, value, path = function.__globals__, function.__globals__.get(root), root
-            for name in names:
+            for place, name in enumerate(names, 1):
                 if isinstance(value, types.FunctionType) and not is_of_known_library(value):
                     raise NoKey(f"{path} is a function, whose attribute {name} may change")
                 if not isinstance(value, types.ModuleType):
-                    # Such as a namespace of options. The functions of an object that stands for a compiled module stay unread.
-                    members = {} if isinstance(value, (type, torch.Tensor)) else getattr(value, "__dict__", {})
-                    if isinstance(constant := members.get(name), _CONSTANTS) and constant is not None:
-                        self._note(code, members, {name})
-                        parts.append([f"{path}.{name}", repr(constant)])
-                    break
+                    if value is None or value is _ABSENT or isinstance(value, (type, *_CONSTANTS)) or callable(value):
+                        break
+                    members = getattr(value, "__dict__", {})  # such as a namespace of options
+                    content = members.get(name, _ABSENT)
+                    is_read = place == len(names) and (root, *names) in text.bare
+                    if not _is_constant(content) and (is_read or callable(content) or not hasattr(content, "__dict__")):
+                        raise NoKey(f"the content of {path} may change, which is a {type(value).__name__}")
+                    self._note(code, members, {name})
+                    if _is_constant(content):
+                        parts.append([f"{path}.{name}", repr(content)])
+                        break
+                    value, path = content, f"{path}.{name}"
+                    continue
                 space, path = value, f"{path}.{name}"
                 value = vars(value).get(name, _ABSENT)
             # A compiled function may be absent or None where its file was not built.
@@ -444,6 +477,7 @@ class _Text:
         own: the name of the layer itself, or nothing.
         names: the names that are loaded.
         chains: a name, and the attributes that are read from it one after the other: ("torch", "nn", "functional", "softmax").
+        bare: the names and chains of which no further attribute is read.
         members: the names of all attributes.
         asked: the names that are arguments of getattr and vars.
         attributes, writes: the names of a layer's attributes that are loaded and set.
@@ -453,11 +487,13 @@ class _Text:
     own: str = ""
     names: set[str] = field(default_factory=set)
     chains: set[tuple[str, ...]] = field(default_factory=set)
+    bare: set[tuple[str, ...]] = field(default_factory=set)
     members: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
     passes_self: bool = False
+    _bases: set[ast.expr] = field(default_factory=set)
 
     def dump(self, node: Any) -> Any:
         if isinstance(node, list):
@@ -466,11 +502,14 @@ class _Text:
             return repr(node)
         if isinstance(node, ast.Name):
             self.names.add(node.id)
+            if node not in self._bases:
+                self.bare.add((node.id,))
             self.passes_self |= node.id == self.own
         if isinstance(node, ast.Call) and _get_called(node) in ("getattr", "vars"):
             self.asked |= {argument.id for argument in node.args if isinstance(argument, ast.Name)}
         if isinstance(node, ast.Attribute):
             self.members.add(node.attr)
+            self._bases.add(node.value)
             if isinstance(node.value, ast.Name) and node.value.id == self.own != "":
                 (self.attributes if isinstance(node.ctx, ast.Load) else self.writes).add(node.attr)
                 return ["Attribute", self.own, node.attr, isinstance(node.ctx, ast.Load)]
@@ -479,6 +518,8 @@ class _Text:
                 names, base = [base.attr, *names], base.value
             if isinstance(base, ast.Name):
                 self.chains.add((base.id, *names))
+                if node not in self._bases:
+                    self.bare.add((base.id, *names))
         fields = []
         for name in node._fields:
             value = getattr(node, name, None)

@@ -24,7 +24,7 @@ from .._foreign.stand_ins import stand_in
 from .._foreign_functions import FUNCTIONS
 from .._torch_private import tree_flatten
 from ._attention import ATTENTION_FORMS, READ, Attention
-from ._code import Code, NoKey, Reader, read_bytecode
+from ._code import Code, NoKey, Reader
 from ._examples import SMALL, make_examples, make_random
 from ._extensions import EXTENSIONS, POOLS, OverExtension, looks_like_a_pool
 from ._forms import AUTOGRAD, CORES, FUNCTION, MODULE, ROWS, Arguments, Form, find_role
@@ -96,7 +96,7 @@ def recognize(candidate: Candidate, reader: Reader, named: str = "", tries_all: 
         code = reader.read(candidate.original)
     except NoKey as error:
         reason += f", because {error}"
-        code = read_bytecode(candidate.function, candidate.original if candidate.kind == MODULE else None)
+        code = reader.read_bytecode(candidate.function, candidate.original if candidate.kind == MODULE else None)
     entry = read_table().get(code.key)
     if entry and not named:
         form: Any = FORMS[entry.form]
