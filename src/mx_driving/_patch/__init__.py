@@ -1,4 +1,4 @@
-"""Replaces the sampling cores of other libraries' models by the operators, and gives the originals back."""
+"""Replace the sampling cores of other libraries' models by our operators, and put the originals back."""
 
 from ._patch import Patch, patch, patched
 

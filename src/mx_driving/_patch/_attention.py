@@ -3,8 +3,8 @@
 A form calls a module's linear layers as the module's own code calls them, so hooks, adapters and quantised layers keep working.
 The operator computes the softmax and the locations.
 
-Two forms may have the same parameters with different meanings. For instance, a mask is True for keys that count in one form,
-and for keys that are hidden in another. `patch` takes the form whose results on small examples equal the module's.
+Two forms may have the same parameters with different meanings. For instance, True in a mask means "this key counts" in one
+form, and "ignore this key" in another. `patch` takes the form whose results on small examples equal the module's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ._forms import (
 from ._parameters import find_source
 
 LEVELS = -1  # in `Attention.references`: stands for the module's number of levels
-LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that every forward of these modules names
+LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that every forward of these modules calls
 # `patch` does not check the values of these attributes: every attention form reads them as the modules do, or no result depends
 # on them.
 READ = LINEAR_LAYERS | {
@@ -63,10 +63,10 @@ class Attention(Form):
 
     Attributes:
         sample: the function that samples. Its output is not projected yet.
-        keeps: whether the mask is True for keys that count, instead of for hidden keys.
-        weights: whether forward returns its weights, too.
+        keeps: whether True in a mask means "this key counts", instead of "ignore this key".
+        weights: whether forward also returns its attention weights.
         residual: whether forward applies dropout to its output, and adds `identity`, or the query if there is no identity.
-        references: last sides of the reference points.
+        references: the sizes that the last two axes of reference points may have.
         uneven: arguments of the constructor that list the number of points of each level.
         queue: how many batches of value there are for each batch of queries.
         reads: attributes of the layer that the form reads, in addition to `READ`.
@@ -122,14 +122,14 @@ class Attention(Form):
             ):
                 return None
         if self.layout is not ROWS:
-            # LibreYOLO's GTR merges its levels and its linear layers for deployment.
+            # Refuse a GTR of LibreYOLO that has merged its levels or linear layers for deployment.
             is_apart = isinstance(memory, (list, tuple)) and all(level.dim() == 4 for level in memory)
             if not is_apart or getattr(module, "_fused_offset_weight", False):
                 return None
         if (tables := read_levels(arguments, original.device)) is None:
             return None
         identity, position = arguments.get("identity"), arguments.get("position")
-        # Batches may be the second axis of the module's inputs. UniAD's module ignores its `batch_first`.
+        # Without batch_first, axis 1 of the inputs is the axis of batches. UniAD's module ignores its `batch_first`.
         swaps = not module.__dict__.get("batch_first", True) and self.sample is not _sample_trajectories
         memory = original.repeat_interleave(self.queue, 0) if memory is None else memory
         query = original if position is None else original + position
@@ -150,7 +150,7 @@ class Attention(Form):
         return (out, logits.softmax(-1).view(*logits.shape[:-1], *shape)) if self.weights else out
 
     def reads_points_of(self, module: Any) -> bool:
-        """Return whether the form is for modules like this one: with a number of points per level, or one for all levels."""
+        """Return whether the form serves the module's points: each level has its own number, or all levels have the same."""
         return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
 
 
@@ -195,7 +195,7 @@ def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
 def _make_inputs(module: Any, arguments: Arguments, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the operator's value, spatial_shapes and level_start_index.
 
-    value is projected if the module has a value_proj, and is 0 for hidden keys. A mask that hides no key is dropped: the check
+    Project value if the module has a value_proj, and set it to 0 for hidden keys. Drop a mask that hides no key: the check
     takes a hundredth of the time of masking.
     """
     value, hidden, (shapes, starts, rows) = arguments["value"], arguments["mask"], arguments["tables"]

@@ -1,9 +1,8 @@
 """The key of a function: a hash of its syntax tree, and of all that the function reaches.
 
-Code that a function reaches is an object, not a name. The key has the code of functions and methods that are called, and the
-code of the wrappers around them. A replaced function of torch, a callable object that is no function, and a global constant
-that differs from the file's have no key. A function that reaches one of these has no key either. Two functions with the same
-key compute the same.
+The key has the code of the functions and methods that are called, not only their names, and the code of the wrappers around
+them. A function has no key if it reaches a replaced function of torch, a callable object that is no function, or a global
+constant with another value than in the file. Two functions with the same key compute the same.
 
 A key does not depend on the Python version, nor on comments, docstrings, annotations, asserts and branches that only raise. A
 function has no key if its source cannot be read, or is not the source of the running code.
@@ -34,7 +33,7 @@ from .. import _torch_private
 from ._parameters import find_source, find_wrapper, is_autograd, list_code, list_loads, unwrap
 
 _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "returns", "annotation", "simple"}
-# These functions have no side effects. So a key leaves out an `if` whose test calls only them and whose body only raises.
+# These functions have no side effects. So a key leaves out an `if` whose test calls only these and whose body only raises.
 _HARMLESS = {"size", "sum", "dim", "len", "isinstance", "numel", "prod", "item", "all", "any", "type", "format"}
 # A key leaves out an assert whose test calls only these functions and those of _HARMLESS.
 _ASSERTED = {"set", "list", "sorted", "min", "max", "hasattr", "allclose", "equal", "isfinite", "is_floating_point", "issubset"}
@@ -43,7 +42,7 @@ _KNOWN_PACKAGES = {
     *("torch", "numpy", "torchvision", "einops", "math", "typing", "builtins", "functools", "itertools", "warnings"),
     *("collections", "contextlib", "copy", "importlib"),
 }
-# LibreYOLO's registry of kernels: a function there computes the same operator, or says that there is no kernel.
+# LibreYOLO's registry of kernels. A function there computes what LibreYOLO's own code does, or says that there is no kernel.
 KERNELS = "libreyolo.kernels"
 _STATEMENT = re.compile(r"[^\s#)\]}]")  # the first character of a statement at the top level of a file
 _DEFINES = ("@", "def ", "class ", "async ")
@@ -51,10 +50,10 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _KINDS = ("staticmethod", "classmethod", "property")  # decorators that leave the function as it is
 _CONTAINERS = (tuple, frozenset, list, dict, set)
 _CONSTANTS = (bool, int, float, str, type(None), *_CONTAINERS)
-# A switch of LibreYOLO between two ways to compute the same.
+# A global of LibreYOLO that switches between two ways to compute the same output.
 _SWITCHES = ("_FORCE_MANUAL_GRID_SAMPLE",)
 _ABSENT = object()
-# What a change of a function, of a layer, and of an autograd function replaces.
+# The attributes that change if a function, a layer or an autograd function is replaced.
 _get_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _get_forward = operator.attrgetter("forward")
 _get_apply = operator.attrgetter("apply", "forward", "backward")
@@ -81,7 +80,7 @@ class Code:
 
     Attributes:
         key: equal for equal code.
-        cores: the sampling cores that the code calls. They are not read.
+        cores: the sampling cores that the code calls. Their code is not read.
         functions: the functions that were read, without the function whose code `patch` replaces.
         names: id of a namespace -> the namespace, and the names that the code reads in it.
         attributes: names of the layer's attributes that the code reads, without methods.
@@ -100,28 +99,28 @@ class Code:
     passes_self: bool = False
 
     def join(self, core: Code) -> Code:
-        """Return this code with what its core reaches."""
+        """Return this code, with what its core reaches added."""
         spaces = {key: (space, {*names}) for key, (space, names) in self.names.items()}
         for key, (space, names) in core.names.items():
             spaces.setdefault(key, (space, set()))[1].update(names)
         return dataclasses.replace(self, names=spaces, functions=[*self.functions, *core.functions])
 
     def watch(self, owner: type | None, cores: Iterable[Any] = ()) -> Callable[[Any], bool]:
-        """Return a function that takes a class and says whether all that the code reaches is as now: the methods of the class,
-        the code of functions, the objects in namespaces, and the methods of cores.
+        """Return a function that takes a class and says whether all that the code reaches is unchanged: the methods of the
+        class, the code of functions, the objects in namespaces, and the methods of cores.
 
-        A name that stands for None now may get a compiled module later. That is no change.
+        A name that stands for None now may get a compiled module later. That does not count as a change.
         """
         watched = [*self.names.values()]
         for core in cores:
             if isinstance(core, type) and issubclass(core, torch.nn.Module):
-                # torch.export and torch.fx replace Module.__call__ while they trace, so that class is left out.
+                # Leave out torch.nn.Module: torch.export and torch.fx replace its `__call__` while they trace.
                 watched += [(vars(base), {"__call__"}) for base in core.__mro__ if base not in torch.nn.Module.__mro__]
         plain = [core for core in cores if not is_autograd(core)]
         functions = [*self.functions, *(unwrap(core.forward if isinstance(core, type) else core) for core in plain)]
         objects, absences = [], []
         for space, names in watched:
-            if absent := [name for name in names if name not in space]:  # builtins, as a rule
+            if absent := [name for name in names if name not in space]:  # mostly builtins
                 absences.append((space, absent))
             if present := [name for name in names if space.get(name) is not None]:
                 get = operator.itemgetter(*present, present[0])  # With one name, an itemgetter would not return a tuple.
@@ -155,7 +154,7 @@ class Code:
 class Reader:
     """Reads the code of functions. A call of a core is a part of the caller's key, but the core's own code is not.
 
-    A reader keeps the syntax trees of files for one call of `patch`, in which files do not change.
+    A reader keeps the syntax trees of files for one call of `patch`, during which files do not change.
     """
 
     is_core: Callable[[Any], bool]
@@ -169,7 +168,7 @@ class Reader:
         elif not isinstance(inspect.getattr_static(original, "forward", None), (types.FunctionType, staticmethod)):
             raise NoKey("its forward is not a function")
         elif is_autograd(original):
-            # Our methods take the place of wrapped methods, so the wrappers count.
+            # `patch` replaces methods together with their wrappers, so the key has the wrappers.
             parts = []
             for method in (inspect.getattr_static(original, name) for name in ("forward", "backward")):
                 part = self._read_function(method, None, code, decorated=True)
@@ -183,7 +182,7 @@ class Reader:
         return code
 
     def read_bytecode(self, function: types.FunctionType, kind: type | None) -> Code:
-        """Return what the byte code of a function without a key shows: any name may be an attribute of the layer."""
+        """Return what the bytecode of a function without a key shows. Any name in it may be an attribute of the layer."""
         code, waiting = Code(), [function]
         for reached in waiting:
             names = {name for own in list_code(reached) for name in own.co_names}
@@ -208,7 +207,7 @@ class Reader:
         return self.files[name].find(function.__code__)
 
     def _read_function(self, function: Any, kind: type | None, code: Code, wraps: Any = None, decorated: bool = False) -> Any:
-        """Read a function below its wrappers. `wraps`: the function that this function, a wrapper, holds in its closure."""
+        """Read a function below its wrappers. If `wraps` is given, read a wrapper, which holds `wraps` in its closure."""
         source, is_static = find_source(function) if wraps is None else function, isinstance(function, staticmethod)
         if source in code.functions:
             return "again"
@@ -278,7 +277,7 @@ class Reader:
         return [part, decorators, wrappers] if decorators or wrappers else part
 
     def _read_wrappers(self, function: Any, tree: ast.FunctionDef, code: Code) -> list[Any]:
-        """Return the code of the wrappers around a function. A wrapper of torch, such as no_grad's, must be in the source."""
+        """Return the code of a function's wrappers. A wrapper of a known library, such as no_grad, must be a decorator."""
         parts, wrapper, source, of_torch = [], getattr(function, "__func__", function), find_source(function), 0
         while wrapper is not source and hasattr(wrapper, "__wrapped__") and unwrap(wrapper) is not wrapper:
             if isinstance(wrapper, functools._lru_cache_wrapper) and tree.decorator_list:  # A cache computes the same.
@@ -296,7 +295,7 @@ class Reader:
         return parts
 
     def _note_core(self, core: Any, code: Code) -> str:
-        """Note a core. `patch` replaces a core below its wrapper, so code that calls the wrapper is not known."""
+        """Note a core. Code that calls a wrapped core has no key, because `patch` replaces the core below its wrapper."""
         below = unwrap(core)
         if wrapper := find_wrapper(core):
             raise NoKey(f"its core {below.__qualname__} is wrapped by {wrapper}")
@@ -319,20 +318,20 @@ class Reader:
         if _is_constant(value):
             literals = []
             for binding in bindings:
-                with contextlib.suppress(ValueError):  # an expression
+                with contextlib.suppress(ValueError):  # no literal
                     if isinstance(binding, ast.Assign) and isinstance(binding.targets[0], ast.Name):
                         literals.append(ast.literal_eval(binding.value))
             if bindings and len(literals) == len(bindings):
                 if value not in literals:
                     raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
-            elif not bindings or not isinstance(value, (bool, str, type(None))):  # Flags and versions are the machine's.
+            elif not bindings or not isinstance(value, (bool, str, type(None))):  # Flags and versions depend on the machine.
                 bound = [repr(value)]
         elif (name,) in text.bare and value is not _ABSENT and not isinstance(value, types.ModuleType):
             raise NoKey(f"the global {name} is a {type(value).__name__}, whose content may change")
         return bound + [_Text().dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
 
     def _read_members(self, function: Any, text: _Text, code: Code) -> list[Any]:
-        """Read the functions that code reaches through a module, as `utils.helper`. Check those of torch and of tensors."""
+        """Read functions that code reaches through a module, as `utils.helper`. Check that nothing of torch is replaced."""
         parts = []
         for root, *names in sorted(text.chains):
             if root in _SWITCHES:
@@ -398,7 +397,7 @@ class _File:
 
     def __init__(self, name: str) -> None:
         self._name, self._lines = name, linecache.getlines(name)
-        if not self._lines and os.path.exists(name):  # Python reads a comment that is not UTF-8, linecache does not.
+        if not self._lines and os.path.exists(name):  # Python accepts comments that are not UTF-8, linecache does not.
             with open(name, encoding="utf-8-sig", errors="replace") as file:
                 self._lines = file.readlines()
         lines = [k for k, line in enumerate(self._lines) if _STATEMENT.match(line)]
@@ -407,7 +406,7 @@ class _File:
         self._parsed: dict[int, tuple[ast.Module, list[types.CodeType]]] = {}
 
     def find(self, code: types.CodeType) -> ast.FunctionDef:
-        """Return the definition that compiles to `code`. Compile to check it: the file may have changed since its import."""
+        """Return the definition that compiles to `code`. Compile to check: the file may have changed since its import."""
         tree, compiled = self._parse(code.co_firstlineno - 1)
         for node in ast.walk(tree) if code in compiled else ():
             if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
@@ -436,7 +435,7 @@ class _File:
         return self._parsed[start]
 
     def find_bindings(self, name: str) -> list[Any]:
-        """Return the assignments of a global name in the file, and (module, alias) of its imports, also if they failed."""
+        """Return the assignments of a global name in the file, and (module, alias) of its imports, also of failed imports."""
         bindings: list[Any] = []
         waiting: list[ast.AST] = [self._parse(0)[0]]
         while waiting:  # `try` and `if` have statements, too.
@@ -455,7 +454,7 @@ class _File:
 def is_of_known_library(value: Any) -> bool:
     """Return whether a module, class or function is of Python or of `_KNOWN_PACKAGES`. Its name then stands for its code.
 
-    functools.wraps copies `__module__`, so a function is of the module that it runs in.
+    functools.wraps copies `__module__`, so take the module of a function from its globals.
     """
     if isinstance(value, types.ModuleType):
         module = value.__name__
@@ -474,14 +473,14 @@ class _Text:
     Python versions have.
 
     Attributes:
-        own: the name of the layer itself, or nothing.
-        names: the names that are loaded.
+        own: the name of the layer itself (self), or "".
+        names: all names of variables.
         chains: a name, and the attributes that are read from it one after the other: ("torch", "nn", "functional", "softmax").
         bare: the names and chains of which no further attribute is read.
         members: the names of all attributes.
         asked: the names that are arguments of getattr and vars.
-        attributes, writes: the names of a layer's attributes that are loaded and set.
-        passes_self: whether the layer itself is loaded.
+        attributes, writes: the names of the layer's attributes that are loaded and set.
+        passes_self: whether the layer itself is used, not only its attributes.
     """
 
     own: str = ""
@@ -531,7 +530,7 @@ class _Text:
 
 
 def _drop_checks(statements: list[ast.stmt], owner: ast.AST) -> list[ast.stmt]:
-    """Return the statements of a definition or a block without docstrings, and without those that only check or print."""
+    """Return the statements of a definition or a block without docstrings, and without statements that only check or print."""
     kept = []
     for place, statement in enumerate(statements):
         value = getattr(statement, "value", None)

@@ -1,4 +1,4 @@
-"""Run a model with its own code and patched on a caller's inputs, and compare the outputs."""
+"""Run a model on a caller's inputs, once with its own code and once patched, and compare the outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXCHANGED = 0.02  # the largest share of queries that near ties may exchange
 class _WatchLayers(_torch_private.TorchDispatchMode):
     """Notes which layers run operations, and which of them run one of our operators.
 
-    It reads the running layers from the stack, because hooks on a layer would change which code runs.
+    It finds the running layers in the frames of the stack, because hooks on a layer would change which code runs.
     """
 
     def __init__(self, layers: Mapping[int, str]) -> None:
@@ -49,12 +49,12 @@ class _WatchLayers(_torch_private.TorchDispatchMode):
 
 
 def compare_runs(model: Any, check: Any, names: Collection[str], changes: Collection[Change]) -> tuple[str, set[str], set[str]]:
-    """Return a sentence about the largest difference, the layers that called an operator, and those that ran.
+    """Return a sentence about the largest difference, the names of the layers that called an operator, and of those that ran.
 
     Args:
         check: the inputs: a tuple of arguments, a mapping of keyword arguments, or (arguments, keyword arguments).
         names: names of the layers to watch.
-        changes: all changes of code. The first run is without them.
+        changes: all changes of code. The first run is without these changes.
 
     Raises:
         ValueError: an output differs by more than rounding.
@@ -117,7 +117,7 @@ def compare_runs(model: Any, check: Any, names: Collection[str], changes: Collec
 
 
 def _count_exchanged(ours: Tensor, theirs: Tensor, limit: float) -> int:
-    """Return how many queries of an output [bs, queries, ..] stand in another place, or 0 if the output differs otherwise.
+    """Return the number of queries of an output [bs, queries, ..] that near ties exchange; 0 if the outputs differ otherwise.
 
     Two-stage models rank queries. Rounding exchanges the ranks of queries whose scores nearly tie. These ranks are neighbours,
     and they are few.
@@ -129,8 +129,8 @@ def _count_exchanged(ours: Tensor, theirs: Tensor, limit: float) -> int:
         off = ((our - their).nan_to_num().abs() > allowed).any(1).nonzero()[:, 0]
         if len(off) > _EXCHANGED * len(our):
             return 0
-        # Neighbours that differ have the same rows in both runs of the model, in another order.
-        place = off - torch.arange(len(off), device=off.device)  # equal for neighbours
+        # Consecutive queries that differ form a group. Both outputs must have the same rows in a group, in any order.
+        place = off - torch.arange(len(off), device=off.device)  # the same number for all queries of a group
         near = (our[off, None] - their[None, off]).nan_to_num().abs().amax(-1) <= allowed
         near &= place[:, None] == place
         if not bool((near.any(0) & near.any(1)).all()):
@@ -140,7 +140,7 @@ def _count_exchanged(ours: Tensor, theirs: Tensor, limit: float) -> int:
 
 
 def _list_tensors(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Return the floating tensors and numbers of an output of whatever structure, with the path to each."""
+    """Yield the floating tensors and numbers in an output of any structure, each with its path, such as output.logits."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield name, value.detach().clone()

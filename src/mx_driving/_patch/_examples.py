@@ -41,7 +41,7 @@ class Sizes:
         return self.heads * self.channels
 
     def list_arguments(self, uneven: Set[str]) -> dict[str, Any]:
-        """Return the arguments of a module's constructor, by name. In the library transformers, it takes a configuration."""
+        """Return the arguments of a module's constructor, by name. In the library transformers, it takes a `config`."""
         configuration = {
             **{"d_model": self.width, "num_feature_levels": self.levels, "decoder_attention_heads": self.heads},
             **{"decoder_n_levels": self.levels, "decoder_n_points": self.points, "decoder_offset_scale": 0.5},
@@ -59,8 +59,8 @@ class Sizes:
 
 
 SMALL = Sizes(2, 14, 3, 4, 2, (2, 4), 4, ((3, 2), (2, 4), (1, 3), (2, 1), (1, 1)), 1)
-# The second example has one batch, head, level and point, and large numbers, because a core may clamp them. The third example
-# has one query.
+# The second example has one batch, head, level and point, and large numbers, because a core may clamp its inputs. The third
+# example has one query.
 _FAR = 1e6
 SIZES_OF_CORES = (
     Sizes(2, 5, 3, 4, 2, (2, 4), 2, ((5, 4), (3, 6)), 1),
@@ -73,9 +73,9 @@ class Example(NamedTuple):
     """One call of a trial.
 
     Attributes:
-        ways: arguments by role, in each of the ways to write the call. The original may take only one of the ways.
-        width: last side of a module's reference points.
-        has_memory: whether a module gets a value, instead of reading its own query.
+        ways: the ways to write the call, each as arguments by role. The original may accept only one of the ways.
+        width: the size of the last axis of a module's reference points.
+        has_memory: whether a module gets a value. A module without a value samples its query.
         masked: whether a module gets a mask.
     """
 
@@ -91,7 +91,7 @@ def make_random() -> Callable[..., Tensor]:
 
 
 def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Example]:
-    """Return an example of every kind of call that the form serves."""
+    """Yield an example of every kind of call that the form serves."""
     if isinstance(form, Attention):
         yield from _make_module_calls(form, module, parameters)
         return
@@ -119,10 +119,10 @@ def make_examples(form: Any, module: Any, parameters: Parameters) -> Iterator[Ex
 
 
 def _make_module_calls(form: Attention, module: Any, parameters: Parameters) -> Iterator[Example]:
-    """For each width of reference points, return calls with value and mask, with value, and with only the needed arguments.
+    """For each width of reference points, yield three calls: with value and mask, without a mask, and without a value, too.
 
-    Some reference points lie outside the maps. There are as many queries as keys in one way of each call, because a module
-    without a value samples its query, and some modules require equal numbers even with a value.
+    Some reference points lie outside the maps. One way of each call has as many queries as keys, because a module without a
+    value samples its query, and some modules with a value require equal numbers, too.
     """
     heads, levels, _ = get_sizes(module)
     maps, batches, width = list(SMALL.maps[:levels]), SMALL.batches, module.sampling_offsets.in_features
@@ -164,7 +164,7 @@ def _make_module_calls(form: Attention, module: Any, parameters: Parameters) -> 
 
 
 def _make_arguments(name: str) -> tuple[Any, ...]:
-    """Return the arguments of a function over an extension (_extensions.py). Some points lie outside the grid."""
+    """Return the arguments of an example for a function over an extension (_extensions.py). Some points lie off the grid."""
     generator = torch.Generator().manual_seed(0)
     rand, draw = functools.partial(torch.rand, generator=generator), functools.partial(torch.randint, generator=generator)
     if name == "aggregation":  # features of 2 cameras with 2 levels each, and 5 anchors of 3 points, in 2 groups
@@ -191,6 +191,6 @@ def _make_arguments(name: str) -> tuple[Any, ...]:
     ranks = coords @ torch.tensor([16, 4, 2, 1])
     order = ranks.argsort()
     feats, coords, ranks = feats[order], coords[order], ranks[order]
-    if name == "sorted_xyzb":  # The innermost axis is x, as FlashOCC has it.
+    if name == "sorted_xyzb":  # As in FlashOCC, the innermost axis is x.
         return feats, coords[:, [1, 0, 2, 3]], ranks, *sizes, "sum"
     return (feats, coords, ranks) if name == "runs" else (feats, coords, ranks, *sizes)

@@ -1,7 +1,7 @@
 """Forms of functions over compiled extensions: autograd functions (AUTOGRAD_FUNCTIONS of _foreign_functions.py), and pools,
 which sum points into cells, as in BEVDet, BEVFusion and BEVDepth.
 
-A compiled file for CUDA may end the process if it gets memory of a CPU. So either the code of an autograd function is known
+A compiled function for CUDA may crash the process if it gets CPU memory. So either the code of an autograd function is known
 (known.py), or the trial calls compat's functions in place of the compiled ones. `patch` replaces the autograd function that a
 pool calls before it replaces the pool.
 """
@@ -35,7 +35,7 @@ class OverExtension(Form):
         example: the name of the example in _examples.py. Without a name, a trial uses the examples of a core.
         pattern: a regular expression that the name of a pool must match.
         dtype: the dtype of a pool's results: "float32", or "promoted", the common dtype of its features.
-        foreign: the autograd function's entry.
+        foreign: for an autograd function, its entry in the table.
         casts: the dtype to which an autograd function's code converts all inputs, or "value" for the dtype of value.
     """
 
@@ -68,12 +68,12 @@ class OverExtension(Form):
         tensors = {name: t for name, t in named.items() if isinstance(t, Tensor)}
         if not all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items()):
             return None
-        # The operators sum points, and need coordinates for each row of features.
+        # The operators can only sum, and need coordinates for each row of features.
         if named.get("method", "sum") != "sum" or ("coords" in named and len(named["coords"]) != len(named["feats"])):
             return None
         if not self.dtype:
             return self.run(*arguments.values())
-        # BEVDet sums in float32. Plain torch multiplies depth by features, and its sum has this dtype also under autocast.
+        # BEVDet sums in float32. Plain torch sums depth * features in the common dtype of both, also under autocast.
         features = [t.dtype for name, t in tensors.items() if name in _FEATURES]
         dtype = torch.float32 if self.dtype == "float32" else functools.reduce(torch.promote_types, features)
         if "feat" in named:
@@ -81,7 +81,7 @@ class OverExtension(Form):
         return self.run(*arguments.values()).to(dtype)
 
 
-# The name that a user writes in patch(forms=...), and the name of the example, in the order of AUTOGRAD_FUNCTIONS.
+# The name that a user writes in patch(forms=...) -> the name of the example, in the order of AUTOGRAD_FUNCTIONS.
 _AUTOGRAD = {
     **{"attention": "", "attention_without_starts": "", "geometric": "", "aggregation": "aggregation", "lifted": "lifted"},
     **{"sorted_rows": "sorted_rows", "sorted_xyzb": "sorted_xyzb", "lift_splat_function": "runs", "fiery": "runs"},

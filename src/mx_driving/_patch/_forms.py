@@ -24,7 +24,7 @@ from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ._parameters import PLAIN
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
-Arguments = Mapping[str, Any]  # by role, or by name if the name has no role
+Arguments = Mapping[str, Any]  # role -> argument; if an argument's name has no role, name -> argument
 
 # The role of an argument of a core or of a module's forward -> its names in libraries.
 ROLES = {
@@ -72,8 +72,8 @@ class Form:
     def fits(self, candidate: Any) -> bool:
         """Return whether a candidate (_search.py) may be written in this form.
 
-        Its parameters must have all roles that the form needs. Each parameter that the code reads must have a role of the form
-        or a plain default. No two may have the same role.
+        Its parameters must have all roles that the form needs. Each parameter that the code reads must have a role of the form,
+        or a default of a type in PLAIN. No two of these parameters may have the same role.
         """
         if candidate.kind != self.kind:
             return False
@@ -83,7 +83,7 @@ class Form:
         return is_known and self.needs.issubset(map(find_role, parameters.all)) and len(set(roles)) == len(roles)
 
     def answer(self, module: Any, arguments: dict[str, Any]) -> Any:
-        """Return what the original returns for such arguments; None if the original code must run."""
+        """Return what the original returns for these arguments; None if the original code must run."""
         raise NotImplementedError
 
 
@@ -95,8 +95,8 @@ def is_table(t: Any) -> bool:
 def read_levels(arguments: Arguments, device: torch.device, reads_list: bool = False) -> tuple[Tensor, Tensor, Any] | None:
     """Return spatial_shapes, level_start_index and the number of rows of all levels (None if it cannot be read).
 
-    Return None if the list and the table of shapes differ: libraries pass both, and the original code reads one of them here,
-    and the other one there.
+    Return None if the list and the table of shapes differ: libraries pass both, and their code reads the list in one place and
+    the table in another.
     """
     shapes: Any = arguments.get("shapes")
     sizes: Any = arguments.get("sizes")
@@ -112,8 +112,8 @@ def read_levels(arguments: Arguments, device: torch.device, reads_list: bool = F
         listed = shapes.tolist()
         if sizes is not None and [*map(tuple, listed)] != [*map(tuple, sizes)]:
             return None
-    # The operator saves its tables for the backward. A caller may write to a table until then, and autograd cannot save an
-    # inference tensor.
+    # Copy the tables that the operator saves for its backward: a caller may write to them before the backward, and autograd
+    # cannot save inference tensors.
     copies = is_eager and torch.is_grad_enabled()
     if not has_table or (reads_list and sizes is not None):
         shapes = make_shapes(given, device)
@@ -129,7 +129,7 @@ def read_levels(arguments: Arguments, device: torch.device, reads_list: bool = F
     if not isinstance(starts, Tensor):
         if not (is_eager and dense and device.type == "cpu"):
             return shapes, geometry.starts_of(shapes), rows
-        # A table that the original does not read mostly has the numbers. To compare it takes a tenth of the time of a new one.
+        # A table that the original does not read is mostly right. To compare it takes a tenth of the time of a new table.
         starts = arguments.get("unread starts")
         if not (readable and type(starts) is Tensor and starts.is_cpu and starts.dtype in INDEX and starts.tolist() == dense):
             return shapes, torch.tensor(dense, dtype=torch.int64), rows
@@ -148,13 +148,13 @@ def repeat_levels(counts: Sequence[int]) -> list[int]:
 
 
 def put_keys_last(value: Tensor) -> Tensor:
-    """Return value [bs, num_keys, num_heads, channels]. For a batch of one on a CPU, its gradient gets `_KeysLast`'s layout."""
+    """Return value [bs, num_keys, num_heads, channels] unchanged. In a batch of one on a CPU, its gradient has keys last."""
     needs_layout = value.shape[0] == 1 and value.requires_grad and value.device.type == "cpu"
     return _KeysLast.apply(value) if needs_layout and not _torch_private.is_forward_mode_active() else value
 
 
 class _KeysLast(torch.autograd.Function):
-    """The identity. Its gradient has keys last in memory, like the gradient of the libraries' own core.
+    """The identity function. The gradient has keys last in memory, like that of the libraries' own core.
 
     D-FINE's values are outputs of a BatchNorm2d. For a batch of one, PyTorch 2.13's batch_norm_backward on a CPU misreads a
     [1, c, H, W] gradient with strides (c, 1, W * c, c).
@@ -196,7 +196,7 @@ def _join(levels: Sequence[Tensor]) -> Tensor:
     """Return levels [bs, heads, channels, keys] in one tensor.
 
     If each level begins in memory where the level before it ends, and no gradient is needed, return a view: a copy takes longer
-    than to sample 300 queries.
+    than sampling 300 queries.
     """
     first, total = levels[0], 0
     lie_together = not torch.is_grad_enabled() and all(map(is_readable, levels))
@@ -277,10 +277,10 @@ class Core(Form):
         discrete = arguments.get("method") == "discrete"
         if not (discrete or self.pixels):
             out = multi_scale_deformable_attn(value, shapes, starts, locations, weights)
-            return out.to(torch.promote_types(out.dtype, weights.dtype))  # Plain torch multiplies the two.
+            return out.to(torch.promote_types(out.dtype, weights.dtype))  # as in plain torch
         pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5 if discrete else locations
         out = geometric_kernel_attention(value, shapes, starts, pixels, weights)
-        # The original gathers rows and multiplies them by weights. Autocast converts neither, so the dtype is the promoted one.
+        # The original gathers rows and multiplies them by weights. Autocast converts neither, so promote the two dtypes.
         return out.to(torch.promote_types(value.dtype, weights.dtype))
 
 

@@ -1,7 +1,7 @@
 """The parameters of another library's function, and the names that its code reads.
 
-A form ignores an argument that the code never reads. An argument that the code reads must have a role in the form, or keep its
-default.
+A form ignores an argument that the code never reads. An argument that the code reads must have a role in the form (ROLES of
+_forms.py), or keep its default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_autograd(member: Any) -> bool:
 
 
 def find_wrapper(core: Any) -> str:
-    """Return the name of the wrapper around a core, or nothing. The wrappers of an autograd function are in its key."""
+    """Return the name of the wrapper around a core, or "". For an autograd function return "": its key has its wrappers."""
     if is_autograd(core):
         return ""
     outer = vars(core).get("forward") if isinstance(core, type) else core
@@ -50,13 +50,13 @@ def find_source(function: Any) -> Any:
 
 @functools.lru_cache(2000)
 def list_loads(code: types.CodeType, *kinds: str) -> tuple[str, ...]:
-    """Return the names that code loads with an instruction of these kinds. From Python 3.13 on, an instruction may load two."""
+    """Return the names that instructions of these kinds load. From Python 3.13 on, one instruction may load two names."""
     steps = [s for s in dis.get_instructions(code) if "LOAD" in s.opname and any(kind in s.opname for kind in kinds)]
     return tuple(name for s in steps for name in (s.argval if isinstance(s.argval, tuple) else (s.argval,)))
 
 
 class Parameters:
-    """The parameters of the function below the decorators. The first `bound` parameters, self or ctx, are left out.
+    """The parameters of a function below its decorators, without the first `bound` parameters (self or ctx).
 
     Attributes:
         names: the parameters that a caller may give by position.
@@ -95,7 +95,7 @@ class Parameters:
 
 
 def list_code(function: Any) -> Iterator[types.CodeType]:
-    """Return a code object, or the code of a function, and that of its nested functions."""
+    """Yield the code of a function and of its nested functions. `function` may also be a code object."""
     waiting = [function if isinstance(function, types.CodeType) else getattr(find_source(function), "__code__", None)]
     while waiting:
         if code := waiting.pop():

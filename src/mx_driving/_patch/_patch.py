@@ -1,7 +1,7 @@
-"""Replace cores and attention modules in place, and give the originals back.
+"""Replace cores and attention modules in place, and put the originals back.
 
-To replace a core's global name would not be enough: D-FINE's layers hold their core in an attribute, and other files import a
-core by its name.
+To assign another function to a core's global name would not be enough: D-FINE's layers hold their core in an attribute, and
+other files import a core by its name.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ def patch(
     `patch` replaces each core (the function or class that samples) by an operator, and the attention module around it by its
     linear layers and an operator with logits. It replaces code that it knows, or that `forms` names. It knows the code of
     popular projects by its syntax tree and by all objects that the code reaches. All other code stays: `skipped` has the
-    reasons, and the line that names a form. An unknown attention module keeps its own code, which calls the replaced core.
-    Parameters and linear layers stay. Results have the dtypes of the original code. If a form does not serve a call, or what
-    the code reaches has changed since, the original code runs.
+    reasons, and the call of `patch` to try. An unknown attention module keeps its own code, which calls the replaced core.
+    Parameters and linear layers stay. Results have the dtypes of the original code. If a form does not serve a call, or if an
+    object that the code reaches has changed since, the original code runs.
 
     All models of a file share its cores and module classes, so the change applies to all of them, also to models built later.
 
     Args:
         target: the name of a library ("transformers", "mmcv") or of any module ("models.ops.functions"), a module, or a
             model, whose classes' files are searched. If the target keeps its model in `.model`, that model is searched.
-        modules: whether attention modules are replaced, too, or cores alone. A replaced module that returns its weights
-            computes them separately, so the output has no gradient for these weights. With False the gradient exists.
+        modules: whether to replace attention modules, too, or cores alone. A replaced module that returns its attention weights
+            computes them separately, so the output has no gradient with respect to the returned weights. With False it has one.
         forms: classes and functions of unknown code -> the name of their form: `{MyAttention: "deformable_detr"}`, or
             `{my_core: "core"}`. The form is tried on small examples, outputs and gradients, in training and evaluation, and
             refused if its results differ.
@@ -141,7 +141,7 @@ def patch(
     if check is not None and model is None:
         rules.fail(TypeError, "target", "be a model if check is given", _get_name(target))
     with _lock:
-        for change in list(_changes.values()):  # A reload has put new code into a function: our change is over.
+        for change in list(_changes.values()):  # Forget a change if an editor's reload has put new code into the function.
             if not change.holds:
                 change.use(own=True)
                 del _changes[id(change.holder)]
@@ -188,7 +188,7 @@ def patched(
     forms: Mapping[Any, str] | None = None,
     check: Any = None,
 ) -> Iterator[Patch]:
-    """`patch` for the length of a `with` block; the originals are back after it, even after an exception."""
+    """Call `patch` for a `with` block, and put the originals back after the block, even after an exception."""
     done = patch(target, modules=modules, forms=forms, check=check)
     try:
         yield done
@@ -239,7 +239,7 @@ class Replacements:
             called = {n: [c for c in fit.code.cores if c is not group[n].original] if fit else [] for n, fit in fits.items()}
             for name in [name for name in fits if not any(id(core) in waiting for core in called[name])] or [*fits]:
                 fit, original = fits.pop(name), group[name].original
-                # Known code that calls a core which is not replaced keeps its own code. A trial has tried named code.
+                # Skip known code that calls a core that is not replaced. Do not skip named code: its trial has called the core.
                 kept = [c for c in called[name] if not (c.__module__.startswith(KERNELS) or _is_replaced(c))]
                 if kept and original not in self.named:
                     self._skip(name, group[name], f"it calls {kept[0].__qualname__}, which is not replaced")
@@ -274,7 +274,7 @@ def _refuse(original: Any, form: str, reason: str) -> NoReturn:
 
 
 def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
-    """Return the forms of all candidates of a package, a module or a folder, and the modules that cannot be searched -> reason.
+    """Return the findings for all candidates of a package, module or folder, and {module: why it cannot be searched}.
 
     Unknown cores and attention modules are tried. `make known` prints the findings as entries of known.jsonl.
     """
@@ -285,9 +285,9 @@ def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
     else:
         sys.path.insert(0, str(folder.resolve()))
         for module_name in find_marked([folder], "**/*.py", ""):
-            sys.argv = [module_name]  # A file may parse the command's arguments.
+            sys.argv = [module_name]  # An imported file may parse sys.argv.
             try:
-                with contextlib.redirect_stdout(sys.stderr):  # What imported code prints is no result.
+                with contextlib.redirect_stdout(sys.stderr):  # Standard output is for our results.
                     candidates.search(importlib.import_module(module_name))
             except (Exception, SystemExit) as error:  # The import of an unknown file may raise anything.
                 candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
@@ -305,10 +305,10 @@ def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
 
 
 def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
-    """Return the fit of an attention module with the cores that the module may call: those that are replaced, or, if a user
-    names the module's form, all cores, because the trial called them.
+    """Return the fit of an attention module, with the cores that the module may call: its replaced cores. If a user names the
+    module's form, the module may call all its cores, because the trial called them.
 
-    A module ignores level_start_index if its core does. On a CPU a module calls its core in plain torch, if it has one.
+    A module ignores level_start_index if its core does. On a CPU a module calls its core in plain torch, if it has such a core.
     """
     assert fit.owner is not None
     cores = [*fit.cores, *list_cores(fit.owner)]
@@ -323,7 +323,7 @@ def _put_over_cores(fit: Fit, is_named: bool) -> Fit:
 
 
 def _find_change(member: Any) -> Change | None:
-    """Return the change of a function or class, if it is changed."""
+    """Return the change of a function or class, or None if there is no change."""
     member = unwrap(member) if isinstance(member, types.FunctionType) else member
     if not isinstance(member, types.FunctionType) and not (isinstance(member, type) and "forward" in vars(member)):
         return None
@@ -343,15 +343,15 @@ def _is_served(member: Any, layer: Any) -> bool:
 
 
 def _is_layer_replaced(layer: Any) -> bool:
-    """Return whether a layer's forward, or a core that its class names, is replaced."""
+    """Return whether a layer's forward is replaced, or a core whose name is in the code of the layer's class."""
     return any(map(_is_replaced, [*type(layer).__mro__[:-1], *list_cores(type(layer))]))
 
 
 def _patch_in_workers(kinds: Iterable[type], modules: bool, forms: Mapping[Any, str]) -> None:
-    """Let workers that get a layer of one of these classes call `patch` with these options, as long as the class is patched.
+    """Let a worker process call `patch` with these options when it gets a layer of these classes that is replaced here.
 
-    A worker that is spawned imports the model's file anew, so the file has its own code there. The pickle of multiprocessing,
-    torch.multiprocessing and DataLoader takes reducers by type. Other pickles (torch.save, cloudpickle) are as without `patch`.
+    A spawned worker imports the model's file anew, so nothing is replaced there. Register a reducer of each class for the
+    pickler of multiprocessing, torch.multiprocessing and DataLoader. Other pickles (torch.save, cloudpickle) do not change.
     """
     for kind in kinds:
         names = tuple(
@@ -372,7 +372,7 @@ def _patch_in_workers(kinds: Iterable[type], modules: bool, forms: Mapping[Any, 
 
 
 def _make_patched(make: Any, arguments: Any, names: Iterable[str], modules: bool, forms: Mapping[Any, str]) -> Any:
-    """Return what `make` makes, after a patch of the modules with these names. The first layer of a model patches them all."""
+    """Make a layer in a worker. If it is not replaced in this process yet, patch the modules with these names."""
     layer = make(*arguments)
     if not _is_layer_replaced(layer):
         for name in names:

@@ -1,4 +1,4 @@
-"""Which calls of a function or class a form answers (`Fit`), and the replacement of the code in place.
+"""Decide which calls of a function or class a form answers (`Fit`), and replace the code in place.
 
 A function and the forward of a module get another `__code__`, below their decorators. So all references to the function call
 the new code, and decorators still wrap it. An autograd function gets an `apply` that calls the operator. It also gets a forward
@@ -32,11 +32,11 @@ from .known import Values
 SERVED: dict[str, Callable[..., Any]] = {}
 _PROCESS = uuid.uuid4().hex
 _OWN = "the own code"  # in _SOURCE: a placeholder for the code object of the original
-# - `function.__code__ = code` needs as many free variables as the function has. A nested function is compiled to get them: code
-#   made by CodeType.replace(co_freevars=...) crashes debuggers.
+# - `function.__code__ = code` needs as many free variables in `code` as the function has. So compile a nested function:
+#   CodeType.replace(co_freevars=...) makes code that crashes debuggers.
 # - The new code has the function's parameters, because decorators such as mmcv's read them.
-# - cloudpickle sends a function of __main__ by value, so the new code may run in another process. SERVED has no entry for it
-#   there, and the new code runs the function's original code.
+# - cloudpickle sends a function of __main__ by value, so the new code may run in another process. SERVED of that process has no
+#   entry for the function, so the new code runs the original code.
 _SOURCE = f"""
 def make({{free}}):
     def stand_in{{parameters}}:
@@ -53,16 +53,16 @@ class Fit:
     """A form for a function or class, and the conditions on the calls that it serves.
 
     Attributes:
-        code: what the code reaches. A call is served as long as this does not change.
+        code: what the original code reaches. The form serves calls as long as nothing of this changes.
         owner: the class of the layer. Subclasses with the same methods are served, too.
         flags: attributes of the layer that its code reads, except sizes and linear layers -> the values that the form serves.
         options: parameters without a role -> the values that the form serves.
         holders: attributes of the layer that hold its core.
         cores: the functions and classes that these attributes may hold, and those that the code calls.
-        widths: last sides of the reference points that the form serves.
+        widths: sizes of the last axis of reference points that the form serves.
         masked: whether the form serves a mask.
-        starts: whether the code reads level_start_index. A core in plain torch takes the levels one after the other.
-        starts_on_cpu: the same on a CPU, where some modules call a core in plain torch, and an autograd function on GPUs.
+        starts: whether the code reads level_start_index. Cores in plain torch often assume levels without gaps instead.
+        starts_on_cpu: the same on a CPU. Some modules call a core in plain torch there, and an autograd function on a GPU.
     """
 
     form: Form
@@ -78,8 +78,8 @@ class Fit:
     starts_on_cpu: bool = True
 
     def make_check(self) -> Callable[[Any], bool]:
-        """Return a function that says whether the form serves a call of a layer now: nothing that the code reaches has changed,
-        and the layer has the class, the flags and the cores that the form serves, and no method of its own."""
+        """Return a function that says whether the form serves a call of a layer now: if nothing that the code reaches has
+        changed, if the form serves the layer's class, flags and cores, and if no attribute of the layer hides a method."""
         is_unchanged = self.code.watch(self.owner, self.cores)
         owner, cores, holders, methods, flags = self.owner, self.cores, self.holders, self.code.methods, [*self.flags.items()]
 
@@ -142,7 +142,7 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
     form, bound = fit.form, int(fit.form.kind != FUNCTION)
     parameters = Parameters(original, bound)
     # The form gets the arguments that the code reads, and the table of shapes even if the code reads only a list of shapes: to
-    # make the table from the list would take time. All other arguments are kept under a name that no form knows.
+    # make the table from the list would take time. All other arguments get the name "unread <role>".
     names = set(parameters.all if form.reads_all else parameters.read)
     names |= {name for name in parameters.all if find_role(name) == "shapes" and form.kind != FUNCTION}
     names -= {name for name in names if find_role(name) == "starts" and not fit.starts}
@@ -155,13 +155,13 @@ def make_stand_in(original: Callable[..., Any], fit: Fit, fallback: Callable[...
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(places, args))  # noqa: B905  (torch 2.6 compiles strict=False as strict=True)
-        served = len(args) <= len(places)  # Otherwise *args has arguments.
+        served = len(args) <= len(places)  # Further arguments would go to *args.
         for name in kwargs:
             if name in keys:
                 arguments[keys[name]] = kwargs[name]
             elif not ignores_more:
                 served = False
-        # torch.onnx's older exporter, by tracing, does not know our operators.
+        # The older exporter of torch.onnx, which traces, does not know our operators.
         if not served or (_torch_private.is_tracing() and torch.onnx.is_in_onnx_export()):
             return fallback(*args, **kwargs)
         layer = arguments.pop("self", None)
@@ -192,15 +192,15 @@ def find_holder(original: Any) -> Any:
 class Change:
     """A function or a class that is changed in place.
 
-    Several module classes may share one forward, so the change has a fit for each of them. The change keeps the holder alive,
-    so that no other object gets its id.
+    Several module classes may share one forward, so the change has a fit for each class. The change keeps the holder alive, so
+    that no other object gets the holder's id.
 
     Attributes:
         holder: the function, or the class of an autograd function.
         key: the key of the function's stand-in in SERVED.
         code: what the original reaches.
-        serving: for each fit a function that says whether it serves a layer's call now.
-        originals: for each patch that holds the change the function or class that the patch replaced.
+        serving: for each fit, a function that says whether the fit serves a layer's call now.
+        originals: for each patch that holds the change, the function or class that the patch replaced.
     """
 
     def __init__(self, fit: Fit, holder: Any) -> None:
@@ -225,7 +225,7 @@ class Change:
                 nested = next(constant for constant in nested.co_consts if isinstance(constant, types.CodeType))
             constants = tuple(code if constant == _OWN else constant for constant in nested.co_consts)
             nested = nested.replace(co_name=code.co_name, co_consts=constants)
-            self._own, self._ours = {"__code__": code}, {"__code__": nested, "__wrapped__": original}  # for find_source
+            self._own, self._ours = {"__code__": code}, {"__code__": nested, "__wrapped__": original}  # find_source reads it
         self.use(own=False)
 
     def add(self, fit: Fit) -> None:
@@ -235,11 +235,11 @@ class Change:
         self.serving.append(self._call.serves)  # type: ignore[attr-defined]
 
     def use(self, own: bool) -> None:
-        """Put the original back, or replace it again."""
+        """Put the original code back if `own` is True, else our code."""
         present, wanted = (self._ours, self._own) if own else (self._own, self._ours)
         for name in self._ours:
             value = getattr(self.holder, name) if name == "__code__" else vars(self.holder).get(name)
-            if value is not present.get(name):  # An edit, or a wrapper that other code has put over a method, stays.
+            if value is not present.get(name):  # Keep an edit, or a wrapper that other code has put over a method.
                 continue
             if name in wanted:
                 setattr(self.holder, name, wanted[name])
@@ -258,7 +258,7 @@ def run_own_code(code: Any, names: dict[str, Any], contents: tuple[Any, ...]) ->
 
 
 def _make_methods(form: Any, kind: Any, is_unchanged: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return the new methods of an autograd function. A subclass keeps its own, and so does a function whose globals change."""
+    """Return the new methods of an autograd function. For a subclass, or if what the code reaches changes, the old ones run."""
     own_forward, own_backward = kind.forward, kind.backward
     run, answer_forward, answer_backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
 
@@ -268,7 +268,8 @@ def _make_methods(form: Any, kind: Any, is_unchanged: Callable[[Any], bool]) -> 
 
     @functools.wraps(own_forward)
     def forward(ctx: Any, *args: Any) -> Any:
-        # A subclass may have a backward of its own, which reads what the own forward saves. A caller may keep this forward.
+        # An own backward reads what the own forward saves. It runs for a subclass, and after `restore` for a caller that has
+        # kept this forward.
         is_ours = torch.compiler.is_compiling() or (
             kind.backward is backward and _torch_private.find_forward_class(ctx) in (kind, None)
         )
@@ -318,7 +319,7 @@ def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         has_needs = isinstance(getattr(ctx, "needs_input_grad", None), tuple)
-        # The call may have further arguments. torch 2.6 compiles strict=False as strict=True.
+        # zip stops at the shorter: the call may have further arguments. torch 2.6 compiles strict=False as strict=True.
         needed = dict(zip(words, ctx.needs_input_grad)) if has_needs else {}  # noqa: B905
         needs = tuple([needed.get(word, False) for word in SamplingInputs._fields]) if has_needs else None
         gradients = _dispatch.functions.backward(ctx, operator, grad_output, needs)
@@ -331,7 +332,7 @@ def _wrap_operator(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _wrap_function(form: Any, kind: Any) -> tuple[Callable[..., Any], ...]:
-    """Return the methods for a pool, which takes several operations. Backward runs them again and differentiates them."""
+    """Return the methods for a pool, which is several operations. Backward runs the operations again to differentiate them."""
     run = form.run
 
     def forward(ctx: Any, *args: Any) -> Tensor:

@@ -42,7 +42,8 @@ _FILES = {
     "birder": "**/*.py",
 }
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
-# How many functions deep the search for a layer's cores goes, its forward included. mmcv has two between forward and core.
+# The search for a layer's cores follows calls through at most this many functions, the forward included. mmcv has two functions
+# between forward and core.
 _DEPTH = 4
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
@@ -51,7 +52,7 @@ _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets",
 
 
 class Candidate(NamedTuple):
-    """A function, an autograd function or a module class of another library, with the parameters that tell what it may be."""
+    """A function, an autograd function or a module class of another library. `parameters` show which forms it may have."""
 
     original: Any
     kind: str
@@ -87,12 +88,12 @@ class Candidates:
     searched: list[types.ModuleType] = field(default_factory=list)
 
     def search(self, module: types.ModuleType) -> bool:
-        """Add the candidates that a Python module defines or imports. Return whether it has any."""
+        """Add the candidates that a Python module defines or imports. Return whether there are any."""
         self.searched.append(module)
         return sum(self.consider(member) for member in list(vars(module).values())) > 0
 
     def consider(self, member: Any) -> bool:
-        """Add a member of a Python module if it is a candidate. Return whether it is."""
+        """Add a member of a Python module if it is a candidate. Return whether it is a candidate."""
         candidate = describe(member)
         if candidate is None:
             return False
@@ -112,7 +113,7 @@ class Candidates:
 
 
 def is_core(member: Any) -> bool:
-    """Return whether a function or class is a core, by its parameters or its name."""
+    """Return whether a function or class has the parameters of a core, or the name of a pool."""
     candidate = describe(member)
     return candidate is not None and _looks_like_a_core(candidate)
 
@@ -121,7 +122,7 @@ def _looks_like_a_core(candidate: Candidate) -> bool:
     """Return whether a candidate has the parameters of a core, or the name of a pool."""
     name, parameters = candidate.original.__qualname__, candidate.parameters
     if candidate.kind == FUNCTION:
-        # the backward of a core, or a fake implementation for `torch.library` (shapes only)
+        # Skip a core's backward, and a fake implementation for `torch.library` (shapes only).
         is_fake = candidate.original.__name__.endswith(("_fake", "_meta", "_abstract"))
         if is_fake or "grad_output" in parameters.all:
             return False
@@ -168,8 +169,8 @@ def find_network(target: Any) -> Any:
 def find(target: Any, with_modules: bool) -> Candidates:
     """Return the candidates of a target: a Python module, a model, or the name of a library or module.
 
-    Of a library of `_FILES`, import and search the modules whose text has all words of one of `_MARKS`. Import any other
-    module; if it has no candidates, `unknown` lists its submodules that are not imported yet.
+    If the name is in `_FILES`, import and search the modules of the library whose text has all words of one of `_MARKS`. Else
+    import and search the module. If it has no candidates, `unknown` names its submodules that are not imported yet.
     """
     candidates = Candidates(with_modules)
     if isinstance(target, torch.nn.Module):
@@ -213,7 +214,7 @@ def find(target: Any, with_modules: bool) -> Candidates:
 
 
 def find_elsewhere(candidates: Candidates) -> list[str]:
-    """Return the other modules that have a core and from which the searched modules import something."""
+    """Return the names of modules that have a core, that were not searched, and that a searched module imports from."""
     members = [member for module in candidates.searched for member in vars(module).values()]
     names = {m.__name__ if isinstance(m, types.ModuleType) else getattr(m, "__module__", None) for m in members}
     others = [sys.modules[name] for name in sorted(n for n in names if isinstance(n, str)) if name in sys.modules]
@@ -250,7 +251,7 @@ def _find_in_library(library: str, files: str) -> Iterator[str]:
 
 
 def find_marked(roots: Iterable[pathlib.Path], files: str, package: str) -> Iterator[str]:
-    """Search folders for modules whose text has all words of one of `_MARKS`. Return the names of these modules."""
+    """Yield the names of the modules in these folders whose text has all words of one of `_MARKS`."""
     for root in roots:
         for file in sorted(root.glob(files)):
             text = file.read_text(encoding="utf-8", errors="ignore")
@@ -262,8 +263,8 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
     """Return the names of the layers that call an operator now, and of those that sample by their own code.
 
     Args:
-        is_served: takes a function or class, and a layer or None. Says whether the function is replaced, and answers the
-            layer's call by an operator.
+        is_served: takes a function or class, and a layer or None. Says whether the function or class is replaced, and
+            answers the layer's call by an operator.
 
     A layer calls an operator if its forward is replaced and serves the layer, or if all cores that it calls are replaced.
     Layers inside a layer that samples are not counted.
@@ -274,7 +275,7 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
         if any(name.startswith(f"{layer}." if layer else "") for layer in (*served, *others)):
             continue
         cores, functions = _search_layer(module, {**vars(module), **dict(module.named_children())})
-        # On a CPU a layer calls the cores in plain torch, if it has any.
+        # On a CPU a layer calls its cores in plain torch, if it has such cores.
         plain = [core for core in cores if not is_autograd(core)]
         cores = cores if not plain or any(p.is_cuda for p in module.parameters()) else plain
         served_cores = [
@@ -291,13 +292,13 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
 
 
 def _search_layer(layer: Any, attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Search the forward of a layer. A layer may have a forward of its own, such as a wrapper."""
+    """Search the forward of a layer (`_search`). It may be an attribute of the layer itself, such as a wrapper."""
     forward = layer.__dict__.get("forward", inspect.getattr_static(type(layer), "forward"))
     return _search(list(_list_callables(forward)), type(layer), attributes)
 
 
 def _list_callables(function: Any) -> Iterator[Any]:
-    """Return a function, and the functions that it holds: below decorators, in partial objects, defaults, closures and the
+    """Yield a function, and the functions that it holds: below decorators, in partial objects, defaults, closures and the
     attributes of callable objects."""
     waiting, seen = [function], set()
     while waiting:
@@ -315,12 +316,12 @@ def _list_callables(function: Any) -> Iterator[Any]:
             waiting += _list_contents(member)
         else:
             waiting += getattr(member, "__dict__", {}).values()
-        if unwrap(member) is not member:  # The original of a replaced function is no wrapped function.
+        if unwrap(member) is not member:  # Skip the `__wrapped__` of a replaced function: its original.
             waiting.append(getattr(member, "__wrapped__", None))
 
 
 def _list_contents(function: Any) -> Iterator[Any]:
-    """Return the contents of a function's closure."""
+    """Yield the contents of a function's closure."""
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # The cell is empty.
             yield cell.cell_contents
@@ -336,10 +337,11 @@ def list_cores(kind: type) -> list[Any]:
 
 
 def _search(members: list[Any], kind: type, attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return the cores that functions name, and the functions that were read. `attributes`: the attributes of an instance.
+    """Return the cores whose names are in the code of functions (`members`), and the functions that were read.
 
-    A function's code names globals, members of the Python modules among its globals, and attributes of the layer. These objects
-    may hold further functions. The name `forward` alone, without super() or a class, is the forward of another layer.
+    A name in the code may be a global, a member of a Python module among the globals, or an attribute of the layer. These
+    objects may hold further functions, which are also read. The name `forward` alone, without super() or a class, is the
+    forward of another layer. `attributes`: the attributes of the layer.
     """
     cores: list[Any] = []
     read: dict[int, Any] = {}

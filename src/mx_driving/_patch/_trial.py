@@ -1,7 +1,7 @@
-"""Try a form on code that a user names: its outputs and gradients on small examples must be those of the original, in float64.
+"""Try a form on code that a user names: on small float64 examples, the form's outputs and gradients must equal the code's.
 
-Known code is not tried. The same trial admits the entries of known.jsonl. In a trial compat's functions stand for those of a
-compiled extension, so an autograd function can be tried on every machine.
+Known code is not tried. New entries of known.jsonl pass the same trial. In a trial, compat's functions take the place of those
+of a compiled extension, so an autograd function can be tried on every machine.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from ._replace import Fit, make_fit, make_stand_in
 from ._search import Candidate, list_cores
 from .known import Known, read_table
 
-# In patch(forms=...) a user writes the name of a form, a key of FORMS, or of a group of forms that are tried in turn, a key of
-# GROUPS.
+# In patch(forms=...), a user writes a key of FORMS, which names one form, or a key of GROUPS, which names several.
+# The forms of a group are tried in turn.
 FORMS: Mapping[str, Form] = {**ATTENTION_FORMS, **CORES, **EXTENSIONS, **POOLS}
 GROUPS: Mapping[str, Mapping[str, Form]] = {"core": {**CORES, **EXTENSIONS}, "pool": {**POOLS, **EXTENSIONS}}
 CLOSE = 1e-10  # A smaller difference of the results counts as agreement.
-_SINGLE = 1e-4  # the limit in place of CLOSE for a core that computes in float32, whatever the dtypes of its inputs
+_SINGLE = 1e-4  # the limit instead of CLOSE for a core that computes in float32 even from float64 inputs
 _Run = Callable[[Arguments], Any]  # runs a function on arguments by role, with value in our layout
 
 
 # The rank of a refusal. If all forms are refused, the refusal with the lowest rank is reported.
-_DIFFERS = 0  # other shapes, dtypes or containers, or the layer has a state that the form does not know
-_DIFFERS_BY = 1  # other numbers
-_FAILS = 2  # the original does not run on a small example
+_DIFFERS = 0  # The results have other shapes, dtypes or containers, or the layer has a state that the form does not know.
+_DIFFERS_BY = 1  # The results differ in numbers.
+_FAILS = 2  # The original does not run on a small example.
 _OTHER = 3
 
 
 class Refused(Exception):
-    """The form is refused: `args[0]` is the reason."""
+    """Raised if a form is refused. `args[0]` is the reason."""
 
     def __init__(self, rank: int, reason: str, difference: float = math.inf) -> None:
         super().__init__(reason)
@@ -59,15 +59,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """Which form a candidate has.
+    """The form of a candidate, if it has one.
 
     Attributes:
         name: the name of the function or class, with its Python module.
-        key: the key of its code, or nothing.
+        key: the key of the candidate's code, or "".
         state: "known", "tried" or "unknown".
-        form: the name of the form, or of the nearest one.
+        form: the name of the form, or of the nearest form if none agrees.
         difference: the largest difference of the results, in float64; inf if they cannot be compared, nan without a trial.
-        reason: why no form serves it.
+        reason: why no form serves the candidate.
         fit: the calls that the form serves.
     """
 
@@ -85,10 +85,10 @@ class Finding:
 
 
 def recognize(candidate: Candidate, reader: Reader, named: str = "", tries_all: bool = False) -> Finding:
-    """Return which form a candidate has: the table has its key, or a user names its form, which is tried.
+    """Return the form of a candidate: the form that the table has for its key, or, after a trial, the form that a user names.
 
     Args:
-        named: the form, or the group of forms, that a user names. It is tried, even if the code is known.
+        named: the form, or the group of forms, that a user names. Try it even if the code is known.
         tries_all: whether to try all forms on unknown code.
     """
     reason = "its code is not known"
@@ -115,7 +115,7 @@ def recognize(candidate: Candidate, reader: Reader, named: str = "", tries_all: 
 
 
 def find_nearest(candidate: Candidate) -> str:
-    """Return the name of the form, or of the group of forms, to try first on a candidate, or nothing."""
+    """Return the key of FORMS or GROUPS that a user should try first on a candidate, or ""."""
     if candidate.kind != MODULE or not set(candidate.function.__code__.co_names) & READ:
         group = "pool" if looks_like_a_pool(candidate.original.__qualname__) else "core"
         return group if any(form.fits(candidate) for form in GROUPS[group].values()) else ""
@@ -140,8 +140,8 @@ def make_entry(finding: Finding, seen: str) -> tuple[str, Known]:
 def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Finding:
     """Return the first form whose results agree with the original's. If no form agrees, return the most telling refusal.
 
-    A trial runs on the CPU in one thread, because to wake other threads would take longer than the examples. Afterwards torch's
-    settings and random state are as before.
+    A trial runs on the CPU in one thread, because waking other threads would take longer than the examples. It restores torch's
+    settings and random state.
     """
     refusals: dict[str, Refused] = {}
     with contextlib.ExitStack() as trial:
@@ -173,7 +173,7 @@ def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Fi
 def _replace_extensions(candidate: Candidate, code: Code) -> Iterator[None]:
     """Let compat's functions take the place of the compiled functions that the code and its autograd functions call.
 
-    A compiled function for CUDA may end the process if it gets memory of a CPU.
+    A compiled function for CUDA may crash the process if it gets CPU memory.
     """
     members = [candidate.original, *code.cores]
     kinds = filter(is_autograd, members)
@@ -207,7 +207,7 @@ def _replace_extensions(candidate: Candidate, code: Code) -> Iterator[None]:
 
 
 def _call_stand_in(entries: Mapping[int, Callable[..., Any]], *args: Any, **named: Any) -> Any:
-    """Call the function that has as many parameters. Two extensions may have functions of one name."""
+    """Call the function whose number of parameters is nearest to that of the arguments: extensions share function names."""
     count = len(args) + len(named)
     return entries[min(entries, key=lambda number: abs(number - count))](*args, **named)
 
@@ -224,7 +224,7 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
     if isinstance(form, Attention):
         cores = list_cores(candidate.original)
         module = _build(candidate.original, form)
-        if not code.key:  # Byte code does not tell a layer's attributes from those of tensors.
+        if not code.key:  # Bytecode does not tell a layer's attributes from those of tensors.
             held = {*vars(module), *module._modules, *module._parameters, *module._buffers}
             code = dataclasses.replace(code, attributes=code.attributes & held)
         held_cores = [*code.cores, *cores]
@@ -240,7 +240,7 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
         module = candidate.original()
     fit = make_fit(form, candidate, code, flags, tuple(cores))
     fit, difference = _try_examples(fit, candidate, module)
-    # Serve both values of a boolean flag or option, if the other value gives the same results.
+    # Serve both values of a boolean flag or option if the form agrees with the original at the other value, too.
     for name, (value, *_) in {**fit.flags, **fit.options}.items():
         if isinstance(value, bool):
             is_flag, both = name in fit.flags, {name: (value, not value)}
@@ -261,10 +261,10 @@ def _try_form(form: Any, candidate: Candidate, code: Code) -> tuple[Fit, float]:
 
 
 def _try_examples(fit: Fit, candidate: Candidate, module: Any, more: Arguments | None = None) -> tuple[Fit, float]:
-    """Compare the results of all examples. `more`: further arguments of each call.
+    """Compare the form's results with the original's on all examples. `more`: further arguments of each call.
 
-    An example has several ways to write its arguments. The first way that the original accepts is compared. A module may refuse
-    masks, or a width of reference points. The returned fit does not serve what the module refuses.
+    An example is one call, written in several ways. Compare the first way that the original accepts. A module may refuse masks,
+    or a width of reference points. The returned fit does not serve what the module refuses.
     """
     runs, served, refusals, difference = _make_runs(fit, candidate, module), [], [], 0.0
     for example in make_examples(fit.form, module, candidate.parameters):
@@ -298,7 +298,7 @@ def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]
     original = (lambda _, *arguments: candidate.original.apply(*arguments)) if is_autograd else function
 
     def run(called: Callable[..., Any], inputs: Arguments) -> Any:
-        torch.default_generator.manual_seed(0)  # A trial does not restore the generators of GPUs, so leave them alone.
+        torch.default_generator.manual_seed(0)  # The CPU's alone: a trial does not restore the generators of GPUs.
         if inputs.get("value") is not None and layout is not ROWS:
             inputs = {**inputs, "value": layout.theirs(inputs["value"], inputs["sizes"])}
         arguments = {name: inputs.get(find_role(name), parameters.defaults.get(name)) for name in parameters.all}
@@ -314,7 +314,7 @@ def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]
 def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
     """Check that in bfloat16 and under autocast, results have the original's dtypes. Skip calls that the original refuses.
 
-    A compiled file has no autocast, so pools and autograd functions are not tried under autocast.
+    A compiled extension ignores autocast, so pools and autograd functions are not tried under autocast.
     """
     theirs, ours = _make_runs(fit, candidate, module)
     over_extension = isinstance(fit.form, OverExtension)
@@ -324,7 +324,7 @@ def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast), torch.no_grad():
                 try:
                     expected = [out.dtype for out in tree_flatten(theirs(low))[0]]
-                except (Exception, SystemExit):  # A core may not run in 16 bits.
+                except (Exception, SystemExit):  # Some cores do not run in 16 bits.
                     continue
                 dtypes = [out.dtype for out in tree_flatten(ours(low))[0]]
             if dtypes != expected:
@@ -333,7 +333,7 @@ def _check_dtypes(fit: Fit, candidate: Candidate, module: Any) -> None:
 
 
 def _build(kind: type, form: Attention) -> Any:
-    """Return a float64 module with random parameters. It has the sizes of SMALL, or its defaults if they cannot be set."""
+    """Return a float64 module with random parameters. It has the sizes of SMALL, or its default sizes if it takes no sizes."""
     small = SMALL.list_arguments(form.uneven)
     try:
         module: Any = kind(**{name: small[name] for name in inspect.signature(kind).parameters if name in small})
@@ -355,7 +355,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
-    """Return the largest difference of the outputs, and of the gradients of all floating inputs and parameters.
+    """Return the largest difference of results: of outputs, and of gradients of all floating inputs and parameters.
 
     Raise Refused if the results are not the same, or the original raises.
     """
@@ -377,10 +377,11 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
         raise Refused(_FAILS, _describe_error(error)) from error
     gradients = _differentiate(results, leaves)
     pairs = [*zip(results, expected, strict=True), *zip(gradients, expected_gradients, strict=True)]
-    # The operator's locations of a pool, or geometric_kernel_attention's, have no gradient. An original may have zeros or None.
+    # An input without a gradient, such as locations of geometric_kernel_attention, counts as one with a gradient of zeros.
     difference = 0.0
     for our, their in ((a.detach().double(), b.detach().double()) for a, b in pairs if b.numel()):
-        largest = float((our - their).abs().max())  # of two elements, divided by the largest element if that is above 1
+        # Divide by the original's largest element if that is above 1.
+        largest = float((our - their).abs().max())
         difference = max(difference, largest / max(float(their.abs().max()), 1.0) if math.isfinite(largest) else math.inf)
     is_single = any(out.dtype != torch.float64 for out in expected)
     if not difference < (_SINGLE if is_single else CLOSE):
@@ -392,7 +393,7 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
 
 
 def _call(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Any], str]:
-    """Return what the outputs are differentiated by, the outputs and their container. Trajectories have no gradient."""
+    """Return the tensors to differentiate by, the outputs, and the name of their container. Trajectories have no gradient."""
     floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point() and n != "trajectories"}
     tensors = {n: i.clone().requires_grad_() for n, i in floating.items()}
     result = run({**inputs, **tensors})

@@ -1,8 +1,8 @@
 """The table of code that `patch` knows: attention modules, cores, autograd functions and pools of other projects.
 
 known.jsonl has an entry per line. `make known` tries the code of packages, and prints new entries. A trial compared the outputs
-and gradients of each entry with those of its form, in float64. Autograd functions that call a compiled function cannot be
-tried: people read their code instead.
+and gradients of each entry with those of its form, in float64. In the trial of an autograd function, compat's functions take
+the place of compiled functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from .._package_files import read_text
 
-Values = Mapping[str, Sequence[Any]]  # the name of an attribute or parameter -> the values of it that a form serves
+Values = Mapping[str, Sequence[Any]]  # name of an attribute or parameter -> its values that a form serves
 
 
 class Known(NamedTuple):
@@ -27,7 +27,7 @@ class Known(NamedTuple):
         difference: the largest difference of outputs and gradients in float64.
         flags: attributes of the layer that the code reads, except sizes and linear layers -> the values that the form serves.
         options: parameters without a role that the code reads -> the values that the form serves.
-        widths: last sides of the reference points that the code takes.
+        widths: sizes of the last axis of reference points that the code takes.
         masked: whether the code takes a mask.
         casts: the dtype to which an autograd function's code converts all inputs, or "value" for the dtype of value.
     """

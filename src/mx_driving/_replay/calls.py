@@ -22,7 +22,7 @@ from .._operator.description import OPERATORS, POOL, Operator, SamplingInputs
 from .._operator.rules import Problem, ruled
 from .._torch_private import TorchDispatchMode
 
-FORMAT = 1  # the version of the file format that this module reads; keep equal to record.FORMAT
+FORMAT = 1  # the version of the file format that this module reads; it must equal record.FORMAT
 GRADIENTS = "-gradients"  # ends the name of the file that holds a call's gradients
 _BARE = [name for name, operator in OPERATORS.items() if not operator.bare]
 _SCHEMA = {
@@ -65,7 +65,7 @@ class RecordedCall:
 
     @property
     def has_queries(self) -> tuple[bool, ...]:
-        """Return for each input whether its axis 1 is that of the output: an axis of queries, or of channels in pooling."""
+        """Return for each input whether its axis 1 is also axis 1 of the output: queries, or channels in pooling."""
         return tuple(axis is not None for axis in self.description.axes[self.description.queries][:-1])
 
     @property
@@ -118,7 +118,7 @@ def read(name: str, stem: Path) -> tuple[RecordedCall, list[str]]:
             problems.append(str(problem))
     call = RecordedCall(name, about, inputs, {}, sizes)
 
-    # Add the results that fit the call's inputs.
+    # Add the results whose shapes match the call's inputs.
     names = [result for result in ("output", *call.gradients) if result in tensors]
     if not names:
         raise Problem(f"{name} must hold an output or gradients; got {', '.join(tensors)}")

@@ -1,5 +1,5 @@
-"""Compute a call again: by the reference in any dtype, by our kernels, or with a known mistake. The allowed error of each
-result, and errors in units of the allowed error."""
+"""Compute a call again: by the reference in any dtype, by our kernels, or with a known mistake. Compute the allowed error of
+each result, and errors in units of the allowed error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._operator import geometry
 from .._operator.description import OPERATORS
 from .calls import RecordedCall
 
-_DRAWS = 4  # rounding errors are random: the device's may be this many times as large as those of our float32
+_DRAWS = 4  # rounding errors are random: the device's may be so many times as large as those of our float32 results
 _LATTICE = 16  # ulps; a position this close to a pixel centre may be on the centre's other side in float32
 # Queries are computed in parts. A part has at most this many elements in the samples of one level, because the reference keeps
 # several copies of these samples.
@@ -26,8 +26,8 @@ Results = dict[str, Tensor]
 
 
 class _Reference(torch.autograd.Function):
-    """The reference's forward and backward as an autograd function. Autograd's backward of the forward would not do: in ours,
-    the gradients of an invalid sample are exactly zero."""
+    """The reference's forward and backward as an autograd function. In our backward, the gradients of an invalid sample are
+    exactly zero. If autograd differentiated the forward, they would not be."""
 
     @staticmethod
     def forward(ctx: Any, operator: str, *arguments: Any) -> Tensor:  # pyright: ignore
@@ -85,8 +85,8 @@ def compute(call: RecordedCall, dtype: torch.dtype, core: Core | None = None, qu
 
 
 def compute_by_kernel(call: RecordedCall) -> Results:
-    """Return the results of our CPU kernel. If inputs have 16 bits and the recorded output more, the call ran under autocast:
-    the operator read 16 bits, and computed and returned float32. So convert the inputs to float32, which is exact."""
+    """Return the results of our CPU kernel. If inputs have 16 bits and the recorded output has more, the call ran under
+    autocast: the operator read 16 bits, and computed and returned float32. So convert the inputs to float32, which is exact."""
     inputs, dtype = call.inputs, call.results.get("output", call.grad_output).dtype  # pyright: ignore
     if dtype.itemsize > 2:
         inputs = [t.to(dtype) if t.is_floating_point() and t.dtype.itemsize == 2 else t for t in inputs]
@@ -115,7 +115,7 @@ class ErrorBound:
     An entry is wrong if its error is more than one unit. The allowed error is relative to the largest entry, because rounding
     errors grow with the sum of an entry's absolute terms, and the largest of these sums is at least as large as any entry. The
     gradient of a location is a difference. Its allowed error is relative to the terms of the difference: size of the map *
-    weight * gradient of the weight. If all entries cancel, the allowed error is a multiple of float32's own error.
+    weight * gradient of the weight. If all entries cancel to zero, the allowed error is a multiple of float32's own error.
     """
 
     def __init__(self, call: RecordedCall) -> None:
@@ -167,7 +167,7 @@ class ErrorBound:
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))
         limit = rounding_limit(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent)
         rounded, got = expected.to(got.dtype).double(), got.double()
-        expected = torch.where(rounded.isinf(), rounded, expected)  # if it overflows in the dtype of `got`, expect infinity
+        expected = torch.where(rounded.isinf(), rounded, expected)  # if the dtype of `got` cannot hold it, expect infinity
         units = entry_differences(got, expected) / torch.as_tensor(limit, dtype=torch.float64).clamp_min(self._least[result])
         unsure = self.unsure(result)
         unsure = unsure[:, queries] if queries is not None and unsure.dim() else unsure

@@ -14,8 +14,8 @@ from .error_bound import ErrorBound, compute, compute_by_kernel
 from .known_mistakes import list_suspicions
 
 RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
-# Sums in 16 bits move at least this fraction of the entries that are not zero by more than rounding, up as often as down: the
-# best common factor is within so many ulps of 1.
+# A result is coarse, not wrong, if sums in 16 bits explain it: at least _COMMON of the nonzero entries are off, up as often as
+# down, so the best common factor is within _BIAS ulps of 1.
 _COMMON, _BIAS = 0.1, 2
 _ALIKE = 2  # up to this many wrong entries may be the truth times a common factor by chance
 _JUMPS = 1e-3  # the fraction of entries for which float32 and float64 may be on different sides of a jump
@@ -121,8 +121,8 @@ def explain(bound: ErrorBound) -> dict[str, str]:
 
 
 def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | None = None) -> bool:
-    """Return whether the suspected numbers equal the device's. A fraction of the entries may differ, because entries may lie
-    at a jump of a gradient."""
+    """Return whether the suspected numbers equal the device's. A small fraction may differ, because entries may lie at a jump
+    of a gradient."""
     device, wrong = bound.call.results[name], bound.wrong[name]
     if queries is not None:
         device, wrong = device[:, queries], wrong[:, queries]
@@ -159,8 +159,8 @@ def _describe_error(bound: ErrorBound, name: str) -> str:
 
 
 def describe_place(call: RecordedCall, name: str, entries: Tensor, state: str) -> str:
-    """Return "<number> of <total> entries are <state>", the box of their indices, and for each axis the indices with such
-    entries, such as "level 1", unless all indices have such entries."""
+    """Return "<number> of <total> entries are <state>" and the box of their indices. Add for each axis the indices that have
+    such entries, such as "level 1", unless all its indices have them."""
     indices = entries.nonzero()
     box = zip(indices.amin(0).tolist(), indices.amax(0).tolist(), strict=True)
     text = ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in box)

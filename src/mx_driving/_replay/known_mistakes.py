@@ -23,11 +23,11 @@ from .calls import RecordedCall
 from .error_bound import Core, as_attention, make_core
 
 Mistake = Callable[..., Tensor]
-Suspicion = tuple[str, RecordedCall, Core]  # (sentence, call with the mistake, core with the mistake)
+Suspicion = tuple[str, RecordedCall, Core]  # (sentence, call and core that make the mistake)
 
 
 def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
-    """Replace locations by move(locations, (width, height) of their maps)."""
+    """Return a mistake that replaces locations by move(locations, (width, height) of their maps)."""
 
     def run(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
         if s.dim() == 3:
@@ -39,7 +39,7 @@ def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
 
 
 def _clamp(*axes: bool) -> Mistake:
-    """Clamp locations along these axes to the centres of the border pixels."""
+    """Return a mistake that clamps locations along these axes to the centres of the border pixels."""
     along = torch.tensor(axes)
     return _move(lambda at, size: torch.where(along, torch.minimum(torch.maximum(at, 0.5 / size), 1 - 0.5 / size), at))
 
@@ -57,7 +57,7 @@ def _poison(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -
 
 
 def _keep_points(choose: Callable[[Tensor], Tensor]) -> Mistake:
-    """Sum only the points for which `choose(cells)` is True."""
+    """Return a mistake that sums only the points for which `choose(cells)` is True."""
     return lambda core, v, e, f, d, cell, *sizes: core(v, e, f, d, torch.where(choose(cell.long()), cell, -1), *sizes)
 
 
@@ -78,7 +78,7 @@ def _channels_last(core: Core, *arguments: Any) -> Tensor:
 
 
 _BORDER = "samples beyond the border read the border's pixels{}, where zeros are the rule".format
-_MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # if several fit, `explain` names the first
+_MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # if several explain a result, `explain` names the first
     (MULTI_SCALE, AGGREGATION, GEOMETRIC): {
         "x and y are swapped in the locations": lambda core, v, s, t, l, w: core(v, s, t, l.flip(-1), w),
         "shapes are read as (W, H)": lambda core, v, s, t, l, w: core(v, s.flip(-1), t, l, w),
@@ -158,7 +158,7 @@ def list_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
     for operators, mistakes in _MISTAKES.items():
         for sentence, mistake in mistakes.items() if operator in operators else ():
             yield sentence, call, partial(mistake, core)
-    # In attention, weights, locations or both may be read with the levels in a wrong order. Four levels have 23 wrong orders.
+    # In attention, weights, locations or both may be read with the levels in a wrong order. Try 23 orders, all for four levels.
     orders = itertools.permutations(range(len(call.inputs[1]))) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
         for name, i, j in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):

@@ -31,10 +31,10 @@ def check(
     """Compare every operator and gradient on this machine with a float64 computation, and time it.
 
     Each row is a call from the vendor's documents or from a known model. Errors are divided by the largest true entry. The
-    table has the entry that uses most of its allowed error: that of the plain PyTorch reference in float32, plus 16 units
-    in the last place of float32, plus half a unit in the last place of the entry in 16 bits. The time is one forward and
-    backward, the best of four. The last column is the time of plain PyTorch (grid_sample, which mmcv and transformers use
-    on a CPU, or index_add_) divided by ours.
+    table has the entry that uses most of its allowed error. The allowed error is that of the plain PyTorch reference in
+    float32, plus 16 units in the last place of float32, plus half a unit in the last place of the entry in 16 bits. The
+    time is one forward and backward, the best of four. The last column is the time of plain PyTorch (grid_sample, which
+    mmcv and transformers use on a CPU, or index_add_) divided by ours.
 
     Exit status 0: every error is allowed, and the CPU has kernels, not only the reference.
 

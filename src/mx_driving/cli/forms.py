@@ -33,7 +33,7 @@ def forms(
     try:
         if not target:
             raise ImportError("the name is empty")
-        with contextlib.redirect_stdout(sys.stderr):  # What the files print at their import and in a trial is no result.
+        with contextlib.redirect_stdout(sys.stderr):  # Standard output is for our results, not for prints of the files.
             findings, unread = survey(target)
     except ImportError as error:
         raise Problem(f"target must be a package or a folder; got {target!r}: {error}") from None

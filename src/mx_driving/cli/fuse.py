@@ -59,7 +59,7 @@ def fuse(
             compared = _outputs.compare(Path(path_in), report.path, seconds, fed, list(report.locations.values()))
         except Problem:
             raise
-        except Exception as error:  # onnxruntime raises a dozen classes
+        except Exception as error:  # onnxruntime raises a dozen kinds of exceptions
             fact = f"{path_in}, {report.path}: {first_line(error)}"
             raise Problem(f"both files must run in onnxruntime; got {fact}") from None
     if as_json:

@@ -30,10 +30,10 @@ def info(as_json: Json = False) -> None:
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    versions["torch"] = str(torch.__version__)  # It also names CUDA's version.
+    versions["torch"] = str(torch.__version__)  # __version__ also names CUDA's version.
     accelerators = []
     if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()):
-        kind = accelerator.type  # A type without names, such as mps, has its type.
+        kind = accelerator.type  # Devices without names, such as mps, are listed by type.
         find_name = getattr(torch.get_device_module(accelerator), "get_device_name", lambda index: kind)
         accelerators = [find_name(index) for index in range(torch.accelerator.device_count())]
     facts = {

@@ -68,7 +68,7 @@ def in_a_sentence(program: str) -> Iterator[None]:
         _say(f"{program}: {problem}")
         sys.exit(2)
     except OSError as error:
-        if error.filename is not None:  # The error is of a file, not of printing. No command expects it: show the traceback.
+        if error.filename is not None:  # A file failed, not printing. No command expects this error: show the traceback.
             raise
         _drop_output()
         _say(f"{program}: standard output must take what is printed; got {error.strerror or error}")
@@ -81,7 +81,7 @@ def _say(sentence: str) -> None:
 
 
 def _drop_output() -> None:
-    """Drop the buffered output: Python would write it at exit, and fail again."""
+    """Drop the buffered output. Else Python would write it at exit, and fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""The operator as a layer for Hugging Face's `kernels`, which puts layers from a mapping into models of transformers.
+"""The operator as a layer for Hugging Face's `kernels`. That package puts layers from a mapping into models of transformers.
 
     mx_driving.kernels.register()
     kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
@@ -115,7 +115,7 @@ def write(folder: str | os.PathLike[str]) -> pathlib.Path:
     """
     if not isinstance(folder, (str, os.PathLike)):
         fail(TypeError, "folder", "be a path", type(folder).__name__)
-    sources = {name: read_text(f"kernels/_hub/{name}") for name in ("__init__.py", "layers.py")}  # of the kernel repository
+    sources = {name: read_text(f"kernels/_hub/{name}") for name in ("__init__.py", "layers.py")}  # the repository's code
     try:
         if not os.fspath(folder):
             raise ValueError("no name")
@@ -123,7 +123,7 @@ def write(folder: str | os.PathLike[str]) -> pathlib.Path:
         for device in DEVICES:
             variant = root / "build" / f"torch-{device}"
             variant.mkdir(parents=True, exist_ok=True)
-            # of kernels 0.17; python-depends cannot name our package, because it takes names from a fixed list
+            # The entries are those of kernels 0.17. python-depends takes names of a fixed list, and our package is not in it.
             metadata = {"id": f"_mx_driving_{device}", "name": "mx-driving", "version": 1, "license": "Apache-2.0"}
             metadata |= {"python-depends": [], "backend": {"type": device}}
             for name, text in {**sources, "metadata.json": json.dumps(metadata, indent=2) + "\n"}.items():

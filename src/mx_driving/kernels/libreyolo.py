@@ -3,7 +3,8 @@
     mx_driving.kernels.libreyolo.register()
 
 Eager models of ten families then call the operator, on CPUs and CUDA GPUs, in every dtype, and with gradients. LibreYOLO
-ignores the slot while a model is compiled or exported, and if levels differ in points: use `mx_driving.patch` there.
+ignores the slot while a model is compiled or exported, and if levels have different numbers of points: use
+`mx_driving.patch` there.
 `LIBREYOLO_KERNELS=off` switches back, and `libreyolo.kernels.unregister("ms_deform_attn", "mx_driving")` undoes `register`.
 """
 
@@ -26,7 +27,7 @@ _NEEDED = 'mx_driving.kernels.libreyolo.register needs a libreyolo with a regist
 
 
 def ms_deform_attn(value: Tensor, spatial_shapes: Any, sampling_locations: Tensor, attention_weights: Tensor) -> Tensor | None:
-    """Return `mx_driving.multi_scale_deformable_attn` of the slot's arguments. The starts follow from the shapes.
+    """Return `mx_driving.multi_scale_deformable_attn` of the slot's arguments. Compute the starts of levels from the shapes.
 
     Return None on other devices and for other axes: LibreYOLO then runs its own code.
     """
@@ -50,7 +51,7 @@ def register() -> None:
         if missing.name not in ("libreyolo", "libreyolo.kernels"):
             raise
         raise RuntimeError(_NEEDED) from None
-    kernels.resolve(_SLOT)  # makes LibreYOLO register its own kernels now: the newest kernel goes first
+    kernels.resolve(_SLOT)  # makes LibreYOLO register its own kernels before ours: the newest kernel goes first
     kernels.unregister(_SLOT, _NAME)
     kernels.register(_SLOT, ms_deform_attn, name=_NAME)
     kernels.clear_cache()  # LibreYOLO 1.6 remembers the first lookup of a slot, even a lookup that found no kernel

@@ -77,7 +77,7 @@ class Patch:
 
 
 class Patcher:
-    """The result of a builder. Patches stay after the `with` block, as the vendor's do."""
+    """Applies patches at the start of a `with` block. The patches stay after the block, as the vendor's do."""
 
     def __init__(
         self, module_patches: dict[str, list[Patch]], blacklist: set[str], allow_internal_format: bool = False
@@ -218,7 +218,7 @@ default_patcher_builder = (
 )
 default_patcher = default_patcher_builder.build()
 
-# The vendor has a module for each library. The names of these modules are imported from here, too.
+# The vendor has a module for each library. Make modules of these names: mx_driving.patcher.mmcv and so on.
 _MODULES = {
     "distribute": "ddp ddp_forward",
     "functions": "stream",
