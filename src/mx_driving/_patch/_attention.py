@@ -167,14 +167,14 @@ def get_sizes(module: Any) -> Sides:
 
 
 def _get_counts(module: Any) -> list[int]:
-    """Return the number of points of each level, or nothing if the module has one number for all levels."""
+    """Return the number of points of each level, or an empty list if the module has one number for all levels."""
     names = ("n_points_list", "num_points_list", "num_points")
     counts = next((c for name in names if (c := getattr(module, name, None))), 0)
     return list(counts) if isinstance(counts, (list, tuple)) else []
 
 
 def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
-    """Return name of an attention module -> the documented limit of Atlas A2 that its sizes break.
+    """Return {name of an attention module: the documented limit of Atlas A2 that its sizes break}.
 
     Skip modules whose sizes are not found.
     """

@@ -93,7 +93,7 @@ def is_table(t: Any) -> bool:
 
 
 def read_levels(arguments: Arguments, device: torch.device, reads_list: bool = False) -> tuple[Tensor, Tensor, Any] | None:
-    """Return spatial_shapes, level_start_index and the number of rows of all levels (None if it cannot be read).
+    """Return spatial_shapes, level_start_index and the number of rows of all levels (None if sizes cannot be read).
 
     Return None if the list and the table of shapes differ: libraries pass both, and their code reads the list in one place and
     the table in another.

@@ -33,7 +33,7 @@ def is_autograd(member: Any) -> bool:
 
 
 def find_wrapper(core: Any) -> str:
-    """Return the name of the wrapper around a core, or "". For an autograd function return "": its key has its wrappers."""
+    """Return the name of the wrapper around a core, or "". The key of an autograd function has its wrappers: return ""."""
     if is_autograd(core):
         return ""
     outer = vars(core).get("forward") if isinstance(core, type) else core

@@ -40,10 +40,11 @@ class Patch:
 
     Attributes:
         replaced: names of the cores and attention modules that now call the operators.
-        skipped: names of candidates (cores and attention modules) that keep their own code -> the reason.
+        skipped: names of candidates (cores and attention modules) that keep their own code, and of Python modules without a
+            candidate -> the reason.
         limits: names of a model's attention modules that the vendor's Atlas A2 would refuse -> the limit.
         layers: names of a model's layers that are replaced, in the model's order; after a check, those that called an operator.
-        checked: what a check found, in a sentence; nothing without a check.
+        checked: what a check found, in a sentence; "" without a check.
     """
 
     def __init__(self, originals: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
@@ -59,7 +60,7 @@ class Patch:
             self.layers, self._others = find_layers(model, _is_served)
 
     def restore(self) -> None:
-        """Give the originals back. A second call does nothing.
+        """Put the originals back. A second call does nothing.
 
         An original that another patch holds stays replaced. A wrapper that other code has put over a replaced forward stays,
         and calls the original from now on. Code that an editor's reload has put into a replaced function stays, too.
@@ -113,7 +114,7 @@ def patch(
             refused if its results differ.
         check: inputs of the model: a tuple of arguments, a dict of keyword arguments, or (arguments, keyword arguments). The
             model runs once with its own code and once patched, in evaluation mode, without gradients, with the same random
-            state. Its buffers and torch's random state are as before afterwards. `checked` says how far the outputs agree, and
+            state. The model's buffers and torch's random state are restored. `checked` says how far the outputs agree, and
             `layers` which layers called an operator.
 
     Returns:
@@ -274,7 +275,7 @@ def _refuse(original: Any, form: str, reason: str) -> NoReturn:
 
 
 def survey(target: Any) -> tuple[list[Finding], dict[str, str]]:
-    """Return the findings for all candidates of a package, module or folder, and {module: why it cannot be searched}.
+    """Return the findings for all candidates of a package, a module or a folder, and `Candidates.unknown`.
 
     Unknown cores and attention modules are tried. `make known` prints the findings as entries of known.jsonl.
     """

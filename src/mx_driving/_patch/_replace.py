@@ -258,7 +258,8 @@ def run_own_code(code: Any, names: dict[str, Any], contents: tuple[Any, ...]) ->
 
 
 def _make_methods(form: Any, kind: Any, is_unchanged: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return the new methods of an autograd function. For a subclass, or if what the code reaches changes, the old ones run."""
+    """Return the new methods of an autograd function. For a subclass, or after a change of what the code reaches, they run the
+    original methods."""
     own_forward, own_backward = kind.forward, kind.backward
     run, answer_forward, answer_backward = (_wrap_function if form.foreign.operator == POOL else _wrap_operator)(form, kind)
 

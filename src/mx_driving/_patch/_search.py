@@ -76,7 +76,7 @@ class Candidates:
         with_modules: whether attention modules are candidates, or cores alone.
         cores, modules: name -> candidate.
         pools: the same for functions that sum points into cells.
-        unknown: name of a Python module that cannot be searched -> the reason.
+        unknown: name of a Python module in which no candidate was found -> the reason.
         searched: the Python modules that were searched.
     """
 
@@ -292,7 +292,7 @@ def find_layers(model: torch.nn.Module, is_served: Callable[[Any, Any], bool]) -
 
 
 def _search_layer(layer: Any, attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Search the forward of a layer (`_search`). It may be an attribute of the layer itself, such as a wrapper."""
+    """Search the forward of a layer (`_search`). The forward may be an attribute of the layer itself, such as a wrapper."""
     forward = layer.__dict__.get("forward", inspect.getattr_static(type(layer), "forward"))
     return _search(list(_list_callables(forward)), type(layer), attributes)
 
@@ -356,7 +356,7 @@ def _search(members: list[Any], kind: type, attributes: Mapping[str, Any]) -> tu
             held = [*_list_contents(function)]
             calls_base = "super" in names or any(b.__name__ in names or any(b is o for o in held) for b in kind.__mro__)
             found = [space[name] for name in names for space in spaces if name in space]
-            for base in kind.__mro__:  # also of the bases, because `super()` may call an overridden method
+            for base in kind.__mro__:  # Search the bases, too: `super()` may call an overridden method.
                 found += [vars(base)[n] for n in names & vars(base).keys() if n != "forward" or calls_base]
             for member in found:
                 bound = member.__self__ if isinstance(member, (types.MethodType, types.BuiltinMethodType)) else None

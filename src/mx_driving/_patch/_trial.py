@@ -138,7 +138,7 @@ def make_entry(finding: Finding, seen: str) -> tuple[str, Known]:
 
 
 def try_forms(forms: Mapping[str, Form], candidate: Candidate, code: Code) -> Finding:
-    """Return the first form whose results agree with the original's. If no form agrees, return the most telling refusal.
+    """Return a finding with the first form whose results agree with the original's, or else with the most telling refusal.
 
     A trial runs on the CPU in one thread, because waking other threads would take longer than the examples. It restores torch's
     settings and random state.
@@ -298,7 +298,7 @@ def _make_runs(fit: Fit, candidate: Candidate, module: Any) -> tuple[_Run, _Run]
     original = (lambda _, *arguments: candidate.original.apply(*arguments)) if is_autograd else function
 
     def run(called: Callable[..., Any], inputs: Arguments) -> Any:
-        torch.default_generator.manual_seed(0)  # The CPU's alone: a trial does not restore the generators of GPUs.
+        torch.default_generator.manual_seed(0)  # Seed the CPU alone: a trial does not restore generators of GPUs.
         if inputs.get("value") is not None and layout is not ROWS:
             inputs = {**inputs, "value": layout.theirs(inputs["value"], inputs["sizes"])}
         arguments = {name: inputs.get(find_role(name), parameters.defaults.get(name)) for name in parameters.all}
@@ -377,7 +377,7 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, module: Any) -> float:
         raise Refused(_FAILS, _describe_error(error)) from error
     gradients = _differentiate(results, leaves)
     pairs = [*zip(results, expected, strict=True), *zip(gradients, expected_gradients, strict=True)]
-    # An input without a gradient, such as locations of geometric_kernel_attention, counts as one with a gradient of zeros.
+    # An input without a gradient, such as locations of geometric_kernel_attention, has a gradient of zeros here.
     difference = 0.0
     for our, their in ((a.detach().double(), b.detach().double()) for a, b in pairs if b.numel()):
         # Divide by the original's largest element if that is above 1.

@@ -97,7 +97,7 @@ def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def explain(bound: ErrorBound) -> dict[str, str]:
-    """Return result -> sentence for the wrong results that have an explanation."""
+    """Return {wrong result: the sentence that explains it, or ""}."""
     call, wrong = bound.call, [name for name, entries in bound.wrong.items() if entries.any()]
     if not any(bool(call.results[name].any()) for name in wrong):
         return dict.fromkeys(wrong, _ZERO)

@@ -4,8 +4,8 @@
 
 Eager models of ten families then call the operator, on CPUs and CUDA GPUs, in every dtype, and with gradients. LibreYOLO
 ignores the slot while a model is compiled or exported, and if levels have different numbers of points: use
-`mx_driving.patch` there.
-`LIBREYOLO_KERNELS=off` switches back, and `libreyolo.kernels.unregister("ms_deform_attn", "mx_driving")` undoes `register`.
+`mx_driving.patch` there. `LIBREYOLO_KERNELS=off` switches back, and
+`libreyolo.kernels.unregister("ms_deform_attn", "mx_driving")` undoes `register`.
 """
 
 from __future__ import annotations
