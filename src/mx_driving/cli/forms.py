@@ -22,8 +22,8 @@ def forms(
     """List the sampling cores and attention modules of a package.
 
     A line says whether `patch` knows the code, which form computes the same, and by how much the results differ in float64.
-    Unknown code is imported and run on small examples. Exit status 1: a file cannot be imported, or its text
-    mentions a core that is not found.
+    Unknown code is imported and run on small examples. Exit status 1: a file cannot be imported, or its text mentions a
+    core that is not found.
 
     Example: `mx-driving forms transformers`
     """
