@@ -302,7 +302,9 @@ WITH_LOGITS = (
     _add_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: draw_encoder(g, DETR, 1, True), GRID),
     _add_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: draw_decoder(g, DETR, 300, True)),
     _add_logits("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: draw_encoder(g, [(200, 200)], 2, True), GRID),
-    _add_logits("BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: draw_bevformer_spatial(g, 2500, True), GRID),
+    _add_logits(
+        "BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: draw_bevformer_spatial(g, 2500, True), GRID
+    ),
     _add_logits("Sparse4D v3", AGGREGATION, lambda g: _draw_sparse4d_with_logits(g, 900, 13, SPARSE4D)),
     _add_logits("MapTR tiny", GEOMETRIC, lambda g: _draw_maptr_with_logits(g, [(15, 25)], (200, 100), (2, 4))),
     _add_logits("MapTR nano", GEOMETRIC, lambda g: _draw_maptr_with_logits(g, [(10, 16)], (80, 40), (2, 4))),
