@@ -46,7 +46,7 @@ WITH_LOGITS = (
     Workload(
         "Encoder, batch 2, 22,223 queries, with logits",
         f"{MULTI_SCALE}_with_logits",
-        lambda g: workloads._draw_encoder_with_logits(g, LARGE_DETR, 2),
+        lambda g: workloads.draw_encoder(g, LARGE_DETR, 2, with_logits=True),
     ),
     Workload("Sparse4D, batch 6, 900 x 13, with logits", f"{AGGREGATION}_with_logits", lambda g: _sparse4d_with_logits(g, 6)),
     next(w for w in workloads.WITH_LOGITS if w.name.startswith("MapTR tiny")),

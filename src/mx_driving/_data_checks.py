@@ -122,8 +122,7 @@ def check(operator: Operator, args: tuple[Any, ...]) -> None:
         # An operator that reads a single row per sample has locations in pixels.
         checks = [_find_pixels_off_maps if bare.rows == 1 else _find_samples_off_maps]
         checks += [] if operator.bare else [_find_missing_softmax]  # an operator with logits computes the softmax itself
-        checks += [_find_swapped_levels, _find_swapped_shapes, _find_overlapping_maps]
-        checks += [_find_scale_major_maps] if bare.kind == "aggregation" else []
+        checks += [_find_swapped_shapes, _find_misplaced_maps]
     for find in checks:
         for finding in find(*inputs):
             _warn(operator.name, *finding)
@@ -148,15 +147,6 @@ def _fraction(where: Tensor) -> float:
     return where.float().mean().item()
 
 
-def _sizes(call: SamplingInputs) -> Tensor:
-    return call.shapes.flip(-1)[:, None].double()
-
-
-def _has_cameras(call: SamplingInputs) -> bool:
-    """Return whether the locations have an axis of cameras, as in deformable_aggregation."""
-    return call.shapes.dim() == 3
-
-
 def _on_map(call: SamplingInputs, sizes: Tensor) -> Tensor:
     """Return whether samples are on maps of these sizes. Computed in float64, which holds every pixel exactly."""
     locations = call.locations.double()
@@ -168,8 +158,8 @@ def _find_samples_off_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
 
     A sample looks like a pixel if both coordinates are at least 0 and the larger coordinate lies in the range of pixels.
     """
-    locations, cameras = call.locations, _has_cameras(call)
-    off = ~geometry.inside(locations).any(-1) if cameras else ~_on_map(call, _sizes(call))
+    locations, cameras = call.locations, call.shapes.dim() == 3
+    off = ~geometry.inside(locations).any(-1) if cameras else ~_on_map(call, call.shapes.flip(-1)[:, None].double())
     if (fraction := _fraction(off)) <= _MOST:
         return
     largest = locations.amax(-1)
@@ -189,7 +179,7 @@ def _find_samples_off_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
 
 def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find normalised locations, swapped shapes, and samples off their maps in geometric_kernel_attention."""
-    locations, sizes = call.locations, _sizes(call)
+    locations, sizes = call.locations, call.shapes.flip(-1)[:, None].double()
     if locations.numel() > 2 and call.shapes.max() > 2 and bool(((locations >= 0) & (locations <= 1)).all()):
         height, width = call.shapes[call.shapes.prod(-1).argmax()].tolist()
         fact = f"none beyond 1 on a map of {height} x {width}, as if 0..1 were the map"
@@ -205,8 +195,9 @@ def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterat
         yield "off the map", names.locations, "mostly lie on their maps", f"{_percent(off)} of samples off them"
 
 
-def _find_swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find pyramids that have a wide and a high level, although all levels of a pyramid show the same picture."""
+def _find_swapped_shapes(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+    """Find shapes that look swapped: a pyramid that has a wide and a high level, although all levels show the same picture; or
+    neighbours that differ more than usual at row ends of (W, H), and not at those of (H, W)."""
     for levels in call.shapes.view(-1, *call.shapes.shape[-2:]).tolist():
         aspects = [math.log(width / height) for height, width in levels]
         if min(aspects) < -_OBLONG and max(aspects) > _OBLONG:
@@ -214,9 +205,6 @@ def _find_swapped_levels(call: SamplingInputs, names: SamplingInputs) -> Iterato
             fact = f"{tuple(wide)} beside {tuple(high)} in one pyramid"
             yield "swapped", names.shapes, "be (H, W) on every level", fact
 
-
-def _find_swapped_shapes(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find shapes that look swapped: neighbours differ more than usual at row ends of (W, H), and not at those of (H, W)."""
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
     oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and _is_large(call, h, w)]
     if not oblong:
@@ -239,15 +227,27 @@ def _steps_at_ends(value: Tensor, start: int, height: int, width: int) -> Tensor
     return steps[width - 1 :: width] / steps.mean()
 
 
-def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find maps of deformable_aggregation that are stored scale by scale, not camera by camera: neighbours differ more than
-    usual at the row ends of the first order, and not at those of the second."""
+def _find_misplaced_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
+    """Find maps that overlap while rows of value are in no map: starts may be wrong. One without the other may be intended.
+
+    Find maps of several cameras that are stored scale by scale, not camera by camera: neighbours differ more than usual at the
+    row ends of the first order, and not at those of the second.
+    """
+    maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
+    begins, ends = maps.unique(dim=0).unbind(1)  # count a map only once, even if cameras share it
+    rows = call.value.shape[1]
+    covered = (torch.bincount(begins, minlength=rows + 1) - torch.bincount(ends, minlength=rows + 1)).cumsum(0)[:rows]
+    unread = int((covered == 0).sum())
+    if unread and bool((covered > 1).any()):
+        fact = f"maps that overlap, while {unread} of {rows} rows of {names.value} are in none"
+        yield "overlap", names.starts, "give each map rows of its own", fact
+
     camera_major = geometry.starts_of(call.shapes)
-    if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
+    if call.starts.dim() == 1 or min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
         return
     by_scale = geometry.starts_of(call.shapes.transpose(0, 1)).transpose(0, 1)
-    sizes, rows = call.shapes[:, 1].tolist(), int(by_scale[-1, -1] + call.shapes[-1, -1].prod())
-    if rows > call.value.shape[1] or not _is_large(call, *sizes[0]):
+    sizes, last_row = call.shapes[:, 1].tolist(), int(by_scale[-1, -1] + call.shapes[-1, -1].prod())
+    if last_row > rows or not _is_large(call, *sizes[0]):
         return
 
     def steps_of_cameras(starts: Tensor) -> list[float]:
@@ -262,28 +262,17 @@ def _find_scale_major_maps(call: SamplingInputs, names: SamplingInputs) -> Itera
         yield "scale-major", names.value, "hold the maps camera by camera, as the starts say", fact
 
 
-def _find_overlapping_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find maps that overlap while rows of value are in no map: starts may be wrong. One without the other may be intended."""
-    maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
-    begins, ends = maps.unique(dim=0).unbind(1)  # count a map only once, even if cameras share it
-    rows = call.value.shape[1]
-    covered = (torch.bincount(begins, minlength=rows + 1) - torch.bincount(ends, minlength=rows + 1)).cumsum(0)[:rows]
-    unread = int((covered == 0).sum())
-    if unread and bool((covered > 1).any()):
-        fact = f"maps that overlap, while {unread} of {rows} rows of {names.value} are in none"
-        yield "overlap", names.starts, "give each map rows of its own", fact
-
-
 def _find_missing_softmax(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
     """Find weights without a softmax: negative weights look like logits, and other weights do not sum to 1."""
     name, weights = names.weights, call.weights.double()
     if (fraction := _fraction(weights < 0)) > _SOME:
         yield "no softmax", name, "come from a softmax, 0..1", f"{_percent(fraction)} below 0, as if they were logits"
         return
-    if _has_cameras(call) and weights.shape[2] == 1:
+    cameras = call.shapes.dim() == 3
+    if cameras and weights.shape[2] == 1:
         # A model may sum points after the operator. Then an anchor has one point, and only weights of several anchors sum to 1.
         return
-    sums = weights.sum((2, 3, 4) if _has_cameras(call) else (3, 4))
+    sums = weights.sum((2, 3, 4) if cameras else (3, 4))
     median = sums[sums != 0].nanmedian().item() if sums.any() else 1.0
     if not _SUMS[0] <= median <= _SUMS[1]:
         yield "no softmax", name, "sum to about 1 for each query, as after a softmax", f"sums around {median:.3g}"

@@ -32,15 +32,12 @@ count_dispatch_modes = torch._C._len_torch_dispatch_stack
 are_transforms_active = torch._C._are_functorch_transforms_active
 # A context without the transforms. Inside torch.func.grad and jvp, torch 2.6 cannot read the numbers of any tensor.
 outside_transforms = torch._C._DisableFuncTorch  # pyright: ignore[reportAttributeAccessIssue]
+# Whether torch.vmap or torch.func has wrapped a tensor. A wrapped tensor also has the type Tensor.
+is_transformed = _functorch.is_functorch_wrapped_tensor
 
 
 def is_traced_by_make_fx() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
-def is_transformed(t: Tensor) -> bool:
-    """Return whether torch.vmap or torch.func has wrapped t. A wrapped tensor also has the type Tensor."""
-    return _functorch.is_functorch_wrapped_tensor(t)
 
 
 def has_no_memory(t: Tensor) -> bool:
@@ -57,7 +54,7 @@ def without_gradients(t: Tensor) -> Tensor:
 
 def without_transforms(t: Tensor) -> Tensor:
     """Return the tensor inside all wrappers of torch.vmap and torch.func, with the axes of all entries."""
-    while _functorch.is_functorch_wrapped_tensor(t):
+    while is_transformed(t):
         t = _functorch.get_unwrapped(t)
     return t
 
@@ -91,6 +88,10 @@ def is_forward_mode_active() -> bool:
 
 # ---- exporters and compilers
 
+# Called with a condition and a sentence: raise the sentence when the graph runs, if the condition is 0. torch._assert would
+# read the condition during tracing.
+assert_in_graph = torch.ops.aten._assert_async.msg
+
 
 def register_decomposition(op: Any, decomposition: Any, fake: Any) -> None:
     """Register a decomposition. torch.onnx.export reads it; compilers do not."""
@@ -105,11 +106,6 @@ def keep_whole_in_inductor(op: Any) -> None:
     lowering = sys.modules.get("torch._inductor.lowering")
     if hasattr(lowering, "FALLBACK_ALLOW_LIST"):  # not while another thread executes the module
         lowering.FALLBACK_ALLOW_LIST.add(op.name())  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def assert_in_graph(condition: Tensor, sentence: str) -> None:
-    """Raise `sentence` when the graph runs, if the condition is 0. torch._assert would read the condition during tracing."""
-    torch.ops.aten._assert_async.msg(condition, sentence)
 
 
 def skip_in_compile(function: Any) -> None:

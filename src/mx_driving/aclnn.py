@@ -62,20 +62,9 @@ _ERRORS = {
     Status.ACL_ERROR_RT_AICORE_EXCEPTION: ValueError,
     Status.ACL_ERROR_BAD_ALLOC: MemoryError,
 }
-_DTYPE = {
-    torch.float32: 0,
-    torch.float16: 1,
-    torch.int8: 2,
-    torch.int32: 3,
-    torch.uint8: 4,
-    torch.int16: 6,
-    torch.int64: 9,
-    torch.float64: 11,
-    torch.bool: 12,
-    torch.complex64: 16,
-    torch.complex128: 17,
-    torch.bfloat16: 27,
-}
+# the dtypes of the C interface, and the dtypes that it refuses by name
+_DTYPE = _backends.native._DTYPE | {torch.int8: 2, torch.uint8: 4, torch.int16: 6, torch.bool: 12}
+_DTYPE |= {torch.complex64: 16, torch.complex128: 17}
 _UNDEFINED_DTYPE = -1
 _FORMAT_ND = 2
 _NO_EXECUTOR = 1  # an address without an executor

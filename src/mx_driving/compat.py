@@ -86,39 +86,12 @@ _OPERATORS = {  # operators of NVIDIA TAO's library file
 }
 
 
-class _LibraryFile:
-    """Stand-in for a library file that defines operators of the namespace `nvidia` when it is loaded."""
-
-    def __init__(self) -> None:
-        self.changes = Changes()
-        self.library: Any = None
-
-    def install(self) -> None:
-        original = torch.ops.load_library
-
-        def load_library(path: Any) -> None:
-            if not _is_library(path):
-                original(path)
-            elif self.library is None:
-                self.library = torch.library.Library("nvidia", "FRAGMENT")
-                for schema, function in _OPERATORS.items():
-                    name = self.library.define(schema)
-                    self.library.impl(name, function, "CompositeImplicitAutograd")
-
-        self.changes.set(torch.ops, "load_library", load_library)
-
-    def uninstall(self) -> None:
-        self.changes.undo()
-        if self.library is not None:
-            self.library._destroy()
-            self.library = None
-
-
 def _is_library(path: Any) -> bool:
     return os.path.basename(path).partition(".")[0] == _LIBRARY
 
 
-_file = _LibraryFile()
+_changes = Changes()
+_libraries: list[Any] = []  # the stand-in for the library file, once a program has loaded the file
 _first = MadeModules(functools.partial(_find, _EXTENSIONS))
 _last = MadeModules(functools.partial(_find, _PARTS))
 
@@ -154,7 +127,17 @@ def install(what: str = "extensions") -> tuple[str, ...]:
     if not _first.installed:
         _first.install(first=True)
         _last.install(first=False)
-        _file.install()
+        original = torch.ops.load_library
+
+        def load_library(path: Any) -> None:
+            if not _is_library(path):
+                original(path)
+            elif not _libraries:
+                _libraries.append(torch.library.Library("nvidia", "FRAGMENT"))
+                for schema, function in _OPERATORS.items():
+                    _libraries[0].impl(_libraries[0].define(schema), function, "CompositeImplicitAutograd")
+
+        _changes.set(torch.ops, "load_library", load_library)
     return NAMES
 
 
@@ -163,5 +146,8 @@ def uninstall() -> None:
     npu = sys.modules.get(f"{__package__}._vendor.npu")
     if npu is not None:
         npu.uninstall()
-    for stand_ins in (_first, _last, _file):
-        stand_ins.uninstall()
+    _first.uninstall()
+    _last.uninstall()
+    _changes.undo()
+    while _libraries:
+        _libraries.pop()._destroy()

@@ -148,19 +148,11 @@ def multi_scale_deformable_attn_backward(
     grad_locations = torch.stack(grad_location, 2) if grad_location else torch.zeros_like(location)
     grad_weights = torch.stack(grad_weight, 2) if grad_weight else torch.zeros_like(weight)
     gradients = (_unhead(t, bs) for t in (grad_v, grad_locations, grad_weights))
-    return _masked(gradients, (value, locations, weights), output_mask)  # pyright: ignore
+    return composition.like_inputs(gradients, (value, locations, weights), output_mask)  # pyright: ignore
 
 
 def _unhead(t: Tensor, bs: int) -> Tensor:
     return t.unflatten(0, (bs, -1) if bs else (0, t.shape[1])).transpose(1, 2) if t.shape[0] else t
-
-
-def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> tuple[Tensor, ...]:
-    """Return contiguous gradients in the shapes and dtypes of their inputs; an empty tensor where `output_mask` is False."""
-    return tuple(
-        g.reshape(t.shape).to(t.dtype).contiguous() if needed else t.new_empty(0)
-        for g, t, needed in zip(gradients, inputs, output_mask, strict=True)
-    )
 
 
 def _truncated(location: Tensor) -> Tensor:
@@ -214,7 +206,7 @@ def geometric_kernel_attention_backward(
         grad_weight.append((_rows(v, row, inside) * g).sum(-1))
     grad_weights = torch.stack(grad_weight, 2) if grad_weight else torch.zeros_like(weight)
     gradients = (_unhead(t, bs) for t in (grad_v, grad_weights))
-    return _masked(gradients, (value, weights), output_mask)  # pyright: ignore
+    return composition.like_inputs(gradients, (value, weights), output_mask)  # pyright: ignore
 
 
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
@@ -274,7 +266,7 @@ def deformable_aggregation_backward(
     grad_locations = torch.stack(grad_location, 3) if grad_location else torch.zeros_like(location)
     stacked = torch.stack(grad_weight, 3).unflatten(3, tuple(starts.shape)) if grad_weight else torch.zeros_like(weights)
     gradients = (grad_v, grad_locations, stacked)
-    return _masked(gradients, (feature_maps, locations, weight), output_mask)  # pyright: ignore
+    return composition.like_inputs(gradients, (feature_maps, locations, weight), output_mask)  # pyright: ignore
 
 
 def _over(name: str, bare: Callable[..., Tensor], bare_backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:

@@ -22,16 +22,9 @@ _OURS, _VENDORS = "mx-driving-portable", "mx-driving"
 _REMEDY = f"run `pip uninstall {_VENDORS} {_OURS}`, then install the one that you want"
 
 
-def _find_distribution(name: str) -> importlib.metadata.Distribution | None:
-    try:
-        return importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _list_files(name: str) -> dict[str, importlib.metadata.PackagePath]:
     """Return the Python files of a distribution that pip recorded, by name; no files if pip did not install it."""
-    distribution = _find_distribution(name)
+    distribution = next(iter(importlib.metadata.distributions(name=name)), None)
     files = distribution.files if distribution else None
     return {str(file): file for file in files or () if file.suffix == ".py" and file.parts[0] == "mx_driving"}
 
@@ -57,7 +50,7 @@ def lost_files() -> tuple[str, ...]:
 @functools.cache
 def beside() -> str | None:
     """Return a sentence that says how the vendor's distribution harms ours, with a remedy; None if all is well."""
-    vendor, lost = _find_distribution(_VENDORS), lost_files()
+    vendor, lost = next(iter(importlib.metadata.distributions(name=_VENDORS)), None), lost_files()
     distribution = f"the vendor's {_VENDORS} {vendor.version}" if vendor else f"the vendor's {_VENDORS}"
     if lost:
         return f"{distribution} replaced or removed files of {_OURS} ({len(lost)}, {next(iter(lost))} first): {_REMEDY}"

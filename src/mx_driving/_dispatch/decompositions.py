@@ -67,21 +67,16 @@ def _sum_by_head(value: Tensor, corners: Corners, weights: Tensor) -> Tensor:
     return _weighted_rows(_pad_rows(value).flatten(0, 2), head_corners).flatten(2)
 
 
-def _columns(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index tables with (H, W) as first axis. Append an axis of size 1, which broadcasts over points."""
-    return shapes.transpose(0, 1)[..., None], starts[:, None]
-
-
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     dtype = composition.compute_dtype(value, locations, weights)
-    shape, start = _columns(shapes, starts)
+    shape, start = shapes.transpose(0, 1)[..., None], starts[:, None]  # these broadcast over [num_levels, num_points]
     valid, corners = _corners(*reference._pixels(locations.to(dtype), shape), shape, start, value.shape[1])
     return _sum_by_head(value.to(dtype), corners, torch.where(valid, weights.to(dtype), 0)).to(value.dtype)
 
 
 def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     dtype = composition.compute_dtype(value, locations, weights)
-    (height, width), start = _columns(shapes.long(), starts.long())
+    (height, width), start = shapes.long().transpose(0, 1)[..., None], starts.long()[:, None]
     x, y = reference._truncated(locations).unbind(-1)
     row = start + torch.minimum(y, height - 1).clamp(min=0) * width + torch.minimum(x, width - 1).clamp(min=0)
     exists = height.clamp(0, 1) * width.clamp(0, 1)  # 1 for a map that has pixels, else 0

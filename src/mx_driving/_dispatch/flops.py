@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.abc
-import importlib.machinery
 import itertools
 import math
 import sys
@@ -29,7 +28,7 @@ _COUNTER = "torch.utils.flop_counter"
 
 def register() -> None:
     """Register the formulas now if the counter is imported, and after every later execution of its module."""
-    sys.meta_path.insert(0, _CounterImport())
+    sys.meta_path.insert(0, _CounterFinder())
     if _COUNTER in sys.modules:
         try:
             importlib.import_module(_COUNTER)  # waits for a thread that is importing the counter
@@ -38,10 +37,8 @@ def register() -> None:
         _register_all()
 
 
-class _CounterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _CounterFinder(importlib.abc.MetaPathFinder):
     """Lets the finders after it find the counter, and registers the formulas after the counter's execution."""
-
-    loader: Any  # of the counter
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if fullname != _COUNTER:
@@ -49,16 +46,15 @@ class _CounterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         after = itertools.islice(itertools.dropwhile(lambda finder: finder is not self, sys.meta_path), 1, None)
         spec = next((spec for finder in after if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            self.loader, spec.loader = spec.loader, self
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def execute_and_register(module: Any) -> None:
+                del loader.exec_module  # A loader may load several modules: register after this one only.
+                execute(module)
+                _register_all()
+
+            loader.exec_module = execute_and_register
         return spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        module.__loader__ = module.__spec__.loader = self.loader  # tools read sources through these attributes
-        self.loader.exec_module(module)
-        _register_all()
 
 
 def _register_all() -> None:

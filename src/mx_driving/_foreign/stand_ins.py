@@ -116,10 +116,6 @@ def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> 
             need_one_device(("the input", result), (name, out))
 
 
-def _channels_last(out: Tensor) -> Tensor:
-    return out.permute(0, 2, 3, 4, 1)
-
-
 @torch.no_grad()
 @explain_arguments
 def bev_pool_forward(
@@ -127,7 +123,7 @@ def bev_pool_forward(
 ) -> Tensor:
     """Return [b, d, h, w, c]."""
     _check_intervals(interval_lengths, interval_starts)
-    return _channels_last(_v1(feat, geom_feat, b, d, h, w))
+    return _v1(feat, geom_feat, b, d, h, w).permute(0, 2, 3, 4, 1)
 
 
 @torch.no_grad()
@@ -163,7 +159,8 @@ def bev_pool_v2_forward(
     if feat.dim() == 0:
         fail(ValueError, "feat", "have shape (..., C)", ())
     shape = (b, d, h, w, feat.shape[-1])
-    return _channels_last(_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths))
+    output = _v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths)
+    return output.permute(0, 2, 3, 4, 1)
 
 
 @torch.no_grad()
@@ -176,7 +173,7 @@ def bev_pool_v3_forward(
     if feat.dim() < (2 if depth is None else 1):
         fail(ValueError, "feat", f"have shape {'(n, C)' if depth is None else '(..., C)'}", tuple(feat.shape))
     channels = feat.shape[1 if depth is None else -1]
-    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (b, d, h, w, channels)))
+    return _v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (b, d, h, w, channels)).permute(0, 2, 3, 4, 1)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
@@ -15,7 +16,7 @@ from .._operator.description import OPERATORS
 from .._operator.rules import Problem
 from .accuracy import check_one
 from .plain import Rival, make_ours, make_plain, make_training_call
-from .report import BARE, OURS, PLAIN, Row
+from .report import OURS, PLAIN, Row
 from .workloads import Args, Call, Workload
 
 Calls = dict[str, dict[str, Call]]  # implementation -> direction -> call
@@ -65,12 +66,6 @@ def make_calls(rival: Rival, grad: torch.Tensor) -> dict[str, Call]:
     return {"forward": lambda: function(*args), "forward + backward": make_training_call(function, args, differentiable, grad)}
 
 
-def _make_backward_call(operator: str, rival: Rival, grad: torch.Tensor) -> Call:
-    function = getattr(torch.ops.mx_driving, operator + "_backward").default
-    mask = [i in rival.differentiable for i in OPERATORS[operator].differentiable]
-    return lambda: function(grad, *rival.args, mask)
-
-
 def measure(workload: Workload, dtype: str, seconds: float, others: Others = lambda *_: {}) -> list[Row]:
     """Check errors first, then return a row for each direction and implementation. `others` returns further calls to time."""
     failures = check_one(workload, dtype, "cpu", quick=True, timed=False).failures
@@ -83,9 +78,10 @@ def measure(workload: Workload, dtype: str, seconds: float, others: Others = lam
     calls: Calls = {name: make_calls(rival, grad) for name, rival in ours.items()}
     if dtype in ("float32", "float64"):  # on a CPU, plain torch has no correct 16-bit grid_sample
         calls[PLAIN] = make_calls(Rival(make_plain(workload.operator), args, workload.differentiable), grad)
-    calls[OURS]["backward"] = _make_backward_call(workload.operator, ours[OURS], grad)
-    if BARE in ours:
-        calls[BARE]["backward"] = _make_backward_call(workload.description.bare, ours[BARE], grad)
+    for (name, rival), operator in zip(ours.items(), (workload.operator, workload.description.bare), strict=False):
+        backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+        mask = [i in rival.differentiable for i in OPERATORS[operator].differentiable]
+        calls[name]["backward"] = functools.partial(backward, grad, *rival.args, mask)
     return time_rows(workload.name, dtype, calls | others(workload, dtype, args, grad), seconds)
 
 

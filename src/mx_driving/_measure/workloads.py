@@ -100,21 +100,30 @@ def make_pixel_centres(height: int, width: int) -> Tensor:
     return torch.stack([x, y], -1).view(-1, 2)
 
 
-def draw_encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
+def draw_encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1, with_logits: bool = False) -> Args:
     """Draw a query for each pixel of each level. A query samples near its pixel."""
-    return _draw_attention(generator, bs, sizes, torch.cat([make_pixel_centres(*size) for size in sizes]), 4, 3.0)
+    draw = _draw_attention_with_logits if with_logits else _draw_attention
+    return draw(generator, bs, sizes, torch.cat([make_pixel_centres(*size) for size in sizes])[None], 4, 3.0)
 
 
-def draw_decoder(generator: torch.Generator, sizes: Sizes, queries: int) -> tuple[Tensor, ...]:
+def draw_decoder(generator: torch.Generator, sizes: Sizes, queries: int, with_logits: bool = False) -> Args:
     """Draw object queries anywhere, with points in a box of some pixels."""
-    return _draw_attention(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
+    draw = _draw_attention_with_logits if with_logits else _draw_attention
+    return draw(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
 
 
-def draw_bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor, ...]:
-    """Draw six cameras. The queries of a camera are pillars in the order of the BEV grid, and sweep over the image."""
+def draw_bevformer_spatial(generator: torch.Generator, queries: int, with_logits: bool = False) -> Args:
+    """Draw six cameras. The queries of a camera are pillars in the order of the BEV grid, and sweep over the image.
+
+    With logits, a query has a pillar of four reference points. Two of the query's eight points belong to each reference point.
+    """
     sweep = torch.linspace(0, 1, queries)
-    centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1).expand(6, -1, -1)
-    return _draw_attention(generator, 6, BEVFORMER, centres, 8, 4.0)
+    centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1)[None]
+    if not with_logits:
+        return _draw_attention(generator, 6, BEVFORMER, centres, 8, 4.0)
+    height = torch.tensor([0.06, 0.02, -0.02, -0.06])
+    pillars = centres[:, :, None] + torch.stack([0 * height, height], -1)
+    return _draw_attention_with_logits(generator, 6, BEVFORMER, pillars, 8, 4.0, "point")
 
 
 def draw_sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
@@ -152,9 +161,11 @@ def _draw_attention_with_logits(
     generator: torch.Generator, bs: int, sizes: Sizes, reference: Tensor, points: int, spread: float, axis: str = "level"
 ) -> Args:
     """Draw inputs like those of `_draw_attention`, but with offsets and logits. Keep samples away from pixel centres, where the
-    gradient of a location jumps. reference: [bs, queries, levels or pillars, 2]."""
+    gradient of a location jumps. reference: [1 or bs, queries, 2], or [1 or bs, queries, heights of a pillar, 2]."""
     shapes, starts = _make_tables(sizes)
     levels, queries = len(sizes), reference.shape[1]
+    if reference.dim() == 3:
+        reference = reference[:, :, None].expand(-1, -1, levels, -1)
     value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
     reference = _round_to_sixteen_bits(reference.expand(bs, -1, -1, -1))
     offsets = _round_to_sixteen_bits(torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread)
@@ -164,25 +175,6 @@ def _draw_attention_with_logits(
     near = (pixels - pixels.round()).abs() < 0.01
     offsets = torch.where(near, offsets + 0.125, offsets)  # Rounding to bfloat16 keeps the step, below 32.
     return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
-
-
-def _draw_encoder_with_logits(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> Args:
-    centres = torch.cat([make_pixel_centres(*size) for size in sizes])
-    return _draw_attention_with_logits(generator, bs, sizes, centres[None, :, None].expand(-1, -1, len(sizes), -1), 4, 3.0)
-
-
-def _draw_decoder_with_logits(generator: torch.Generator, sizes: Sizes, queries: int) -> Args:
-    centres = torch.rand(1, queries, 1, 2, generator=generator).expand(-1, -1, len(sizes), -1)
-    return _draw_attention_with_logits(generator, 1, sizes, centres, 4, 4.0)
-
-
-def _draw_bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> Args:
-    """Draw a pillar of four reference points for each query. Two of the query's eight points belong to each reference point."""
-    sweep = torch.linspace(0, 1, queries)
-    centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1)
-    height = torch.tensor([0.06, 0.02, -0.02, -0.06])
-    pillars = centres[None, :, None] + torch.stack([0 * height, height], -1)
-    return _draw_attention_with_logits(generator, 6, BEVFORMER, pillars, 8, 4.0, "point")
 
 
 def _draw_maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], window: tuple[int, int]) -> Args:
@@ -307,13 +299,11 @@ GRID = "reference_points"  # the `constant` input of workloads whose reference p
 
 # Operators with logits. A workload has the sizes of the bare workload of the same name, without ", with logits".
 WITH_LOGITS = (
-    _add_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: _draw_encoder_with_logits(g, DETR), GRID),
-    _add_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _draw_decoder_with_logits(g, DETR, 300)),
+    _add_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: draw_encoder(g, DETR, 1, True), GRID),
+    _add_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: draw_decoder(g, DETR, 300, True)),
+    _add_logits("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: draw_encoder(g, [(200, 200)], 2, True), GRID),
     _add_logits(
-        "BEVFormer temporal self-attention", MULTI_SCALE, lambda g: _draw_encoder_with_logits(g, [(200, 200)], 2), GRID
-    ),
-    _add_logits(
-        "BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: _draw_bevformer_spatial_with_logits(g, 2500), GRID
+        "BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: draw_bevformer_spatial(g, 2500, True), GRID
     ),
     _add_logits("Sparse4D v3", AGGREGATION, lambda g: _draw_sparse4d_with_logits(g, 900, 13, SPARSE4D)),
     _add_logits("MapTR tiny", GEOMETRIC, lambda g: _draw_maptr_with_logits(g, [(15, 25)], (200, 100), (2, 4))),

@@ -9,7 +9,7 @@ an invalid sample are exactly 0. Whatever multiplies such a gradient is made fin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -192,11 +192,14 @@ _RULES: dict[str, Any] = {
 }
 
 
-def like_inputs(gradients: Gradients, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return gradients in the shapes and dtypes of their inputs, and empty tensors for None, as the dispatcher requires."""
+def like_inputs(
+    gradients: Iterable[Tensor | None], inputs: Sequence[Tensor], mask: Sequence[bool] | None = None
+) -> tuple[Tensor, ...]:
+    """Return contiguous gradients in the shapes and dtypes of their inputs. In place of None, and where `mask` is False, return
+    empty tensors, as the dispatcher requires."""
     return tuple(
-        t.new_empty(0) if g is None else g.reshape(t.shape).to(t.dtype).contiguous()
-        for g, t in zip(gradients, inputs, strict=True)
+        g.reshape(t.shape).to(t.dtype).contiguous() if g is not None and needed else t.new_empty(0)
+        for g, t, needed in zip(gradients, inputs, mask or [True] * len(inputs), strict=True)
     )
 
 

@@ -41,22 +41,17 @@ class Group(_HidesTypesOfFlags, TyperGroup): ...
 app = typer.Typer(name="mx-driving", cls=Group, add_completion=False, rich_markup_mode="markdown")
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        kernels = "reference" if _backends.native.why_not() else _backends.native.isa()
-        print(f"mx-driving {__version__}, torch {torch.__version__}, {kernels}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def options(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and instruction set.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print versions and instruction set.")] = False,
 ) -> None:
     """The deformable sampling operators of mx_driving: check them on this machine, measure them, judge recorded calls,
     list what `patch` knows, fuse and verify ONNX files."""
+    if version:
+        kernels = "reference" if _backends.native.why_not() else _backends.native.isa()
+        print(f"mx-driving {__version__}, torch {torch.__version__}, {kernels}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help(), end="")
         raise typer.Exit(2)

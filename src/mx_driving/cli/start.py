@@ -9,8 +9,8 @@ import difflib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,27 +30,14 @@ class WrongValue(typer.BadParameter):
 
 
 def start(program: str, command: typer.Typer | Callable[..., None]) -> None:
-    """Run a command, or an app of several commands, on the arguments of this process, and exit."""
+    """Run a command, or an app of several commands, on the arguments of this process, and exit.
+
+    After a Problem, or if standard output cannot be written, end with a sentence instead of a traceback. End silently if the
+    reader has closed the pipe (`| head -1`).
+    """
     app = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     if app is not command:
         app.command()(command)
-    with in_a_sentence(program):
-        try:
-            status = app(sys.argv[1:], prog_name=program, standalone_mode=False)
-        except typer.Abort:
-            sys.exit(130)
-        except _UsageError as error:
-            message = " ".join(error.format_message().split())
-            if isinstance(error, WrongValue):
-                raise Problem(f"{error.param.opts[0]} {error.message}") from None  # pyright: ignore[reportOptionalMemberAccess]
-            raise Problem(f"the command line must be as --help says; got: {message}") from None
-        sys.exit(status)
-
-
-@contextmanager
-def in_a_sentence(program: str) -> Iterator[None]:
-    """After a Problem, or if standard output cannot be written, end the program with a sentence instead of a traceback. End
-    silently if the reader has closed the pipe (`| head -1`)."""
     try:
         output = sys.stdout
         if output is None:
@@ -58,32 +45,32 @@ def in_a_sentence(program: str) -> Iterator[None]:
         if isinstance(output, io.TextIOWrapper):
             output.reconfigure(errors="backslashreplace")  # an ASCII terminal cannot show every name
         try:
-            yield
+            status = app(sys.argv[1:], prog_name=program, standalone_mode=False)
+        except typer.Abort:
+            status = 130
+        except _UsageError as error:
+            message = " ".join(error.format_message().split())
+            if isinstance(error, WrongValue):
+                raise Problem(f"{error.param.opts[0]} {error.message}") from None  # pyright: ignore[reportOptionalMemberAccess]
+            raise Problem(f"the command line must be as --help says; got: {message}") from None
         finally:
             output.flush()  # click's wrapper of sys.stdout may hide a closed pipe
-    except BrokenPipeError:
-        _drop_output()
-        sys.exit(1)
+        sys.exit(status)
     except Problem as problem:
-        _say(f"{program}: {problem}")
-        sys.exit(2)
+        sentence = str(problem)
     except OSError as error:
-        if error.filename is not None:  # A file failed, not printing. No command expects this error: show the traceback.
+        is_closed_pipe = isinstance(error, BrokenPipeError)
+        if error.filename is not None and not is_closed_pipe:  # No command expects this error of a file: show the traceback.
             raise
-        _drop_output()
-        _say(f"{program}: standard output must take what is printed; got {error.strerror or error}")
-        sys.exit(2)
-
-
-def _say(sentence: str) -> None:
+        # Drop the buffered output: Python would write it at exit, and fail again.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_closed_pipe:
+            sys.exit(1)
+        sentence = f"standard output must take what is printed; got {error.strerror or error}"
     with suppress(OSError):
-        print(sentence, file=sys.stderr, flush=True)
-
-
-def _drop_output() -> None:
-    """Drop the buffered output. Else Python would write it at exit, and fail again."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{program}: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) -> list[str]:

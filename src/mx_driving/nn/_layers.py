@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,10 +40,8 @@ def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     >>> tuple(value.shape), shapes.tolist(), starts.tolist()
     ((1, 30, 8), [[4, 6], [2, 3]], [0, 24])
     """
-    maps = _check_maps(maps, "bs, c, H, W")
-    value = torch.cat([m.flatten(2) for m in maps], 2).transpose(1, 2)
-    shapes, starts = _tables([m.shape[-2:] for m in maps], value.device)
-    return value, shapes, starts
+    levels, shapes, starts = _check_maps(maps, "bs, c, H, W")
+    return torch.cat([level.flatten(2) for level in levels], 2).transpose(1, 2), shapes, starts
 
 
 def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,16 +60,16 @@ def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     >>> tuple(maps.shape), tuple(shape.shape), start.tolist()
     ((1, 60, 8), (2, 2, 2), [[0, 24], [30, 54]])
     """
-    maps = _check_maps(maps, "bs, cam, c, H, W")
-    cams = maps[0].shape[1]
-    by_camera = torch.cat([m.flatten(3) for m in maps], 3).transpose(2, 3)
-    shapes, starts = _tables([m.shape[-2:] for m in maps], by_camera.device)
+    levels, shapes, starts = _check_maps(maps, "bs, cam, c, H, W")
+    cams = levels[0].shape[1]
+    by_camera = torch.cat([level.flatten(3) for level in levels], 3).transpose(2, 3)
     first = torch.arange(cams, device=starts.device)[:, None] * by_camera.shape[2]
     return by_camera.flatten(1, 2), shapes.expand(cams, -1, -1), first + starts
 
 
-def _check_maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
-    """Check the levels of a pyramid, and return them as a list. Only the axes H and W may differ from level to level."""
+def _check_maps(levels: Iterable[Tensor], axes: str) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Check the levels of a pyramid. Only the axes H and W may differ from level to level. Return the levels as a list, their
+    shapes, and their starts."""
     if isinstance(levels, Tensor) or not isinstance(levels, Iterable):
         fail(TypeError, "maps", "be a list of tensors, one for each level", type(levels).__name__)
     levels = list(levels)
@@ -83,7 +81,10 @@ def _check_maps(levels: Iterable[Tensor], axes: str) -> list[Tensor]:
         if 0 in (sizes.pop("H"), sizes.pop("W")):
             fail(ValueError, f"maps[{i}]", "have a height and a width of at least 1", tuple(level.shape))
         need_one_device(("maps[0]", levels[0]), (f"maps[{i}]", level))
-    return levels
+    shapes, starts = [list(level.shape[-2:]) for level in levels], [0]
+    for height, width in shapes[:-1]:
+        starts.append(starts[-1] + height * width)
+    return levels, torch.tensor(shapes, device=levels[0].device), torch.tensor(starts, device=levels[0].device)
 
 
 def project_values(value_proj: nn.Module, value: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:
@@ -95,13 +96,6 @@ def project_values(value_proj: nn.Module, value: Tensor, padding_mask: Tensor | 
     if padding_mask is not None:
         rows = torch.where(padding_mask[..., None], 0, rows)  # masked_fill is slower, most of all in the backward
     return rows.unflatten(2, (num_heads, -1))
-
-
-def _tables(sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    starts = [0]
-    for height, width in sizes[:-1]:
-        starts.append(starts[-1] + height * width)
-    return torch.tensor([list(s) for s in sizes], device=device), torch.tensor(starts, device=device)
 
 
 def check_counts(least: int = 1, **counts: Any) -> None:

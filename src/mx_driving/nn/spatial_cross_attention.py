@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from . import _layers
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
+_attend = functools.partial(multi_scale_deformable_attn_with_logits, reference_axis="point")
 _TOGETHER = 2**22  # most offsets and logits that are computed together for several cameras: 16 MB in float32
 
 
@@ -22,10 +24,6 @@ def _check_heights(num_Z_anchors: int, num_points: int) -> None:
     if num_Z_anchors == 0 or num_points % num_Z_anchors != 0:
         rule = f"have a num_Z_anchors count that divides num_points={num_points}"
         fail(ValueError, "reference_points", rule, num_Z_anchors)
-
-
-def _attend(*inputs: Tensor) -> Tensor:
-    return multi_scale_deformable_attn_with_logits(*inputs, reference_axis="point")
 
 
 class MSDeformableAttention3D(_layers.DeformableLayers):

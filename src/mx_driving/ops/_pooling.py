@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
         return feat.reshape(rows, channels)[:count], one.expand(count), row, row, cell, B, D, H, W
     shape = feat.shape
     if shape[-1] != channels:
-        _refuse_channels(feat, channels)
+        fail(ValueError, "feat", f"have shape (..., C={channels})", tuple(shape))
     rows = feat if len(shape) == 2 else feat.flatten(0, -2) if len(shape) > 2 else feat.unsqueeze(0)
     elements = depth if depth.dim() == 1 else depth.flatten()
     return rows, elements, ranks_feat, ranks_depth, ranks_bev, B, D, H, W
@@ -58,12 +58,8 @@ def _check_tensors(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ran
     if depth is not None:
         need_tensors(("depth", depth), ("ranks_depth", ranks_depth), ("ranks_feat", ranks_feat))
         if feat.dim() == 0 or feat.shape[-1] != sizes[-1]:
-            _refuse_channels(feat, sizes[-1])
+            fail(ValueError, "feat", f"have shape (..., C={sizes[-1]})", tuple(feat.shape))
     return sizes
-
-
-def _refuse_channels(feat: Tensor, channels: int) -> NoReturn:
-    fail(ValueError, "feat", f"have shape (..., C={channels})", tuple(feat.shape))
 
 
 def sizes_of(name: str, argument: Any, count: str, axes: str) -> list[int]:
@@ -91,29 +87,24 @@ def cells(voxels: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
 
 
 def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the points of geom_xyz [B, ..., 3] inside the grid (X, Y, Z), in memory order, and their cells in [B, Y, X]."""
+    """Return the points of geom_xyz [B, ..., 3] inside the grid (X, Y, Z), in memory order, and their cells in [B, Y, X].
+
+    Under vmap, return all points, because the number of points inside the grid varies along the vmapped axis. Points outside
+    the grid then get the first cell of an extra scene.
+    """
     need_dtype("geom_xyz", geom_xyz, INDEX, INDEX_RULE)
     voxels = geom_xyz.flatten(1, -2)
     if voxels.is_meta:
         none = voxels.new_empty(0, dtype=torch.int64)
         return none, none
+    (B, count, _), (X, Y, _) = voxels.shape, voxel_num
     (x, y, _), outside = _clamp_voxels(voxels, *voxel_num)
+    if _torch_private.is_batched(geom_xyz):
+        batch = torch.arange(B, device=voxels.device)[:, None]
+        cells = torch.where(outside == 0, (batch * Y + y) * X + x, B * Y * X)
+        return torch.arange(B * count, device=voxels.device), cells.flatten()
     batch, point = (1 - outside).nonzero(as_tuple=True)
-    x, y = x[batch, point], y[batch, point]
-    return batch * voxels.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
-
-
-def all_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return all points and their cells. Points outside the grid get the first cell of an extra scene.
-
-    vmap needs all points, because the number of points inside the grid varies along the vmapped axis.
-    """
-    voxels = geom_xyz.flatten(1, -2)
-    X, Y, _ = voxel_num
-    (x, y, _), outside = _clamp_voxels(voxels, *voxel_num)
-    batch = torch.arange(voxels.shape[0], device=voxels.device)[:, None]
-    cells = torch.where(outside == 0, (batch * Y + y) * X + x, voxels.shape[0] * Y * X)
-    return torch.arange(voxels.shape[0] * voxels.shape[1], device=voxels.device), cells.flatten()
+    return batch * count + point, (batch * Y + y[batch, point]) * X + x[batch, point]
 
 
 def _clamp_voxels(voxels: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
@@ -140,14 +131,9 @@ def check(
     checks.check_call(OPERATORS[POOL], *inputs)
 
 
-def _check_grad_out(grad_out: Any) -> None:
-    if not torch.compiler.is_compiling():  # torch 2.6 cannot compile `is_nested` in a backward
-        need_tensors(("grad_out", grad_out))
-    need_axes("grad_out", grad_out, "B, D, H, W, C")
-
-
 def _check_gradients(grad_out: Any, depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any) -> None:
-    _check_grad_out(grad_out)
+    need_tensors(("grad_out", grad_out))
+    need_axes("grad_out", grad_out, "B, D, H, W, C")
     check(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
 
 
@@ -156,7 +142,6 @@ def gradients(
     grad_out: Tensor, depth: Any, feat: Tensor, ranks_depth: Any, ranks_feat: Any, ranks_bev: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradients of depth and feat. grad_out is [B, D, H, W, C]."""
-    _check_grad_out(grad_out)
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
     mask = [True, depth is not None]
     grad_feat, grad_depth = torch.ops.mx_driving.bev_pool_v3_backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, mask)

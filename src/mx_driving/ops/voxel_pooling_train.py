@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _torch_private
 from .._operator.rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, need_tensors
 from ._arguments import explain_arguments
-from ._pooling import all_points, points_inside, sizes_of
+from ._pooling import points_inside, sizes_of
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["npu_voxel_pooling_train"]
@@ -51,11 +51,8 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
     need_one_device(("input_features", input_features), ("geom_xyz", geom_xyz))
     listed = voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num
     X, Y, _ = sizes = sizes_of("voxel_num", listed, "three", "X, Y, Z")
-    one, scenes, rest = input_features.new_ones(1), geom_xyz.shape[0], (1, Y, X, input_features.shape[-1])
-    if _torch_private.is_batched(geom_xyz):
-        points, cells = all_points(geom_xyz, sizes)
-        pooled = bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, (scenes + 1, *rest))[:-1]
-    else:
-        points, cells = points_inside(geom_xyz, sizes)
-        pooled = bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, (scenes, *rest))
-    return pooled.squeeze(2)
+    points, cells = points_inside(geom_xyz, sizes)
+    extra = 1 if _torch_private.is_batched(geom_xyz) else 0  # scenes
+    shape = (geom_xyz.shape[0] + extra, 1, Y, X, input_features.shape[-1])
+    pooled = bev_pool_v3(input_features.new_ones(1), input_features, torch.zeros_like(points), points, cells, shape)
+    return (pooled[:-1] if extra else pooled).squeeze(2)

@@ -102,9 +102,9 @@ def page(
     plane = Plane() if plane is None else plane
     if not isinstance(plane, Plane):
         rules.fail(TypeError, "plane", "be a viz.Plane", type(plane).__name__)
-    seen, cameras = _samples.check_seen(plane.seen), _pictures.make_cameras(pictures)
+    cameras = _pictures.make_cameras(pictures)
     calls = _samples.make_calls(looks, len(cameras), scene)
-    _samples.check(calls, seen)
+    seen = _samples.check(calls, plane.seen)
     for camera, call in itertools.product(cameras, calls):
         if camera.apart and len(camera.pictures) != call.sizes[1]:
             rule = f"hold one picture, or one for each of the {call.sizes[1]} levels of {call.name}"
@@ -168,23 +168,17 @@ def _estimate_query_size(calls: Sequence[SampledCall], laid: PlaneLayout, plane:
     for call in calls:
         for samples in call.samples(seen):
             block_size = 2 + 2 * samples.locations.shape[1:].numel() + 2 * samples.weights.shape[1:].numel()
-            size += _mask_written(call, samples).sum().item() * block_size / len(laid.places)
+            size += len(samples.queries) * block_size / len(laid.places)
     labels = 0 if plane.labels is None else sum(map(len, plane.labels)) / len(plane.labels) + 3
     return size * 4 / 3 + labels
-
-
-def _mask_written(call: SampledCall, samples: Samples) -> Tensor:
-    """Return the mask of the queries whose samples are written: queries that read the camera, or all queries of a single
-    camera."""
-    return samples.read if call.cameras > 1 else torch.ones_like(samples.read)
 
 
 def _describe_call(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict[str, Any]:
     """Return a call as blocks of samples, sorted by query: a block for each query and each camera that it reads."""
     numbers, cameras, locations, weights = [], [], [], []
     for camera, samples in enumerate(call.samples(seen)):
-        written = _mask_written(call, samples) & torch.isin(samples.queries, kept)
-        samples = Samples(*(t[written] for t in samples))
+        shown = torch.isin(samples.queries, kept)
+        samples = Samples(*(t[shown] for t in samples))
         numbers.append(torch.searchsorted(kept, samples.queries))
         cameras.append(torch.full_like(samples.queries, camera))
         steps = ((samples.locations + 0.5) * 32767).round()
@@ -196,13 +190,15 @@ def _describe_call(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict
     weight = weight.nan_to_num(0, 0, 0)
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     steps = (weight[order] / (largest or 1.0) * _LARGEST).round()
+    is_aggregation = OPERATORS[call.operator].kind == "aggregation"
+    shapes = call.looks[0].shapes.tolist() if is_aggregation else [look.shapes.tolist() for look, _ in call.entries]
     return {
         "name": call.name,
         "operator": call.operator,
-        "grouped": OPERATORS[call.operator].kind == "aggregation",
+        "grouped": is_aggregation,
         **dict(zip(("heads", "levels", "points"), call.sizes, strict=True)),
         "shared": list(location.shape[1:3]),
-        "shapes": call.shapes.tolist(),
+        "shapes": shapes,  # (H, W) of each camera's levels
         "largest": largest,
         "unknown": unknown,
         "ends": _pack(torch.bincount(number, minlength=len(kept)).cumsum(0), "<u4"),
@@ -218,20 +214,11 @@ def _pack(numbers: Tensor, kind: str) -> str:
 
 def _fill_template(facts: dict[str, Any]) -> bytes:
     """Return the template with these facts. Its security policy lets a browser run only our script, and fetch nothing."""
-    parts = {name: read_text(f"viz/_template/{name}") for name in ("page.html", "page.css", "samples.js", "page.js")}
-    script = parts["samples.js"] + parts["page.js"]
+    frame, style, *scripts = (read_text(f"viz/_template/{name}") for name in ("page.html", "page.css", "samples.js", "page.js"))
     # Escape the characters with which a text could end the element of the data. JSON in ASCII is the same in every encoding.
     data = json.dumps(facts, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    fills = {
-        "title": html.escape(facts["title"]),
-        "style": parts["page.css"],
-        "style hash": _hash(parts["page.css"]),
-        "script": script,
-        "script hash": _hash(script),
-        "data": data,
-    }
-    return re.sub(r"\{\{(.+?)\}\}", lambda match: fills[match[1]], parts["page.html"]).encode("utf-8", "xmlcharrefreplace")
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    fills = {"title": html.escape(facts["title"]), "data": data, "style": style, "script": "".join(scripts)}
+    for name in ("style", "script"):
+        digest = hashlib.sha256(fills[name].encode()).digest()
+        fills[f"{name} hash"] = "sha256-" + base64.b64encode(digest).decode()
+    return re.sub(r"\{\{(.+?)\}\}", lambda match: fills[match[1]], frame).encode("utf-8", "xmlcharrefreplace")

@@ -24,11 +24,6 @@ class Samples(NamedTuple):
     locations: Tensor  # [n, head or 1, level or 1, point, 2], 0..1 is the picture; NaN where nothing is read
     weights: Tensor  # [n, head, level, point]
 
-    @property
-    def read(self) -> Tensor:
-        """Return the mask [n] of the queries that read something in this camera."""
-        return ((self.weights != 0) & ~self.locations[..., 0].isnan()).flatten(1).any(1)
-
 
 class SampledCall(NamedTuple):
     """A call as a page shows it: one look; a look for each camera; or a look for each camera in each scene, the cameras of the
@@ -52,13 +47,6 @@ class SampledCall(NamedTuple):
             return heads, levels, points
         _, _, heads, levels, points = weights.shape
         return heads, levels, points
-
-    @property
-    def shapes(self) -> Tensor:
-        """Return the (H, W) of each camera's levels, [camera, level, 2]."""
-        if OPERATORS[self.operator].kind == "aggregation":
-            return self.looks[0].shapes.cpu()
-        return torch.stack([look.shapes.cpu() for look, _ in self.entries])
 
     @property
     def num_scenes(self) -> int | None:
@@ -87,14 +75,17 @@ class SampledCall(NamedTuple):
         return self.entries[0][0].weights.shape[1] if seen is None else len(seen)
 
     def samples(self, seen: Tensor | None) -> Iterator[Samples]:
+        """Yield the samples in each camera, of the queries that read something there. A single camera has all queries."""
         for camera, (look, entry) in enumerate(self.entries):
             locations, weights = to_one_layout(look, entry, camera)
-            if seen is None:
-                yield Samples(torch.arange(len(weights)), locations, weights)
-                continue
-            queries = seen[:, camera].nonzero()[:, 0]
-            indices = queries if len(weights) == len(seen) else torch.arange(len(queries))
-            yield Samples(queries, locations[indices], weights[indices])
+            queries = torch.arange(len(weights)) if seen is None else seen[:, camera].nonzero()[:, 0]
+            if seen is not None:
+                indices = queries if len(weights) == len(seen) else torch.arange(len(queries))
+                locations, weights = locations[indices], weights[indices]
+            if self.cameras > 1:
+                read = ((weights != 0) & ~locations[..., 0].isnan()).flatten(1).any(1)
+                queries, locations, weights = queries[read], locations[read], weights[read]
+            yield Samples(queries, locations, weights)
 
 
 def make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
@@ -138,8 +129,15 @@ def make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
     return joined
 
 
-def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
-    """Check that the looks have queries and samples, and fit the cameras, the scene and each other."""
+def check(calls: Sequence[SampledCall], seen: Any) -> Tensor | None:
+    """Check that the looks have queries and samples, and fit the cameras, the scene, the mask `plane.seen` and each other.
+    Return the mask on the CPU."""
+    if seen is not None:
+        need_numbers(("plane.seen", seen))
+        if seen.dtype != torch.bool:
+            rules.fail(TypeError, "plane.seen", "have dtype bool", str(seen.dtype).removeprefix("torch."))
+        rules.need_axes("plane.seen", seen, "num_queries, cameras")
+        seen = seen.detach().cpu()
     for call in calls:
         first, *others = call.looks
         aggregation = OPERATORS[call.operator].kind == "aggregation"
@@ -187,6 +185,7 @@ def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
             fact = f"{first_count} queries in {calls[0].name} and {this_count} in {call.name}"
             advice = "; looks.of(layer) selects the looks of a layer" if first.layer else ""
             rules.fail(ValueError, "looks", "have the same queries on one page", fact + advice)
+    return seen
 
 
 # ---- The plane: lay out the queries of a page, and choose the queries that it shows.
@@ -272,17 +271,6 @@ def check_extent(name: str, extent: Any) -> None:
     numbers = isinstance(extent, Sequence) and len(extent) == 4 and all(isinstance(n, (int, float)) for n in extent)
     if not (numbers and -math.inf < extent[0] < extent[1] < math.inf and -math.inf < extent[2] < extent[3] < math.inf):
         rules.fail(ValueError, name, "be (x0, x1, y0, y1) in metres, rising", repr(extent))
-
-
-def check_seen(seen: Any) -> Tensor | None:
-    """Check the type and the axes of the mask `plane.seen`. Return the mask on the CPU."""
-    if seen is None:
-        return None
-    need_numbers(("plane.seen", seen))
-    if seen.dtype != torch.bool:
-        rules.fail(TypeError, "plane.seen", "have dtype bool", str(seen.dtype).removeprefix("torch."))
-    rules.need_axes("plane.seen", seen, "num_queries, cameras")
-    return seen.detach().cpu()
 
 
 def choose_queries(laid: PlaneLayout, most: int) -> tuple[Tensor, str]:

@@ -131,11 +131,6 @@ def _set_no_default(arguments: dict[str, Any]) -> None:
     arguments["device"] = None if _is_index(device) or str(to_cpu(device)) == "cpu" else device
 
 
-def tensor_npu(self: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
-    """Return a differentiable copy, as a move to a device does. This is Tensor.npu."""
-    return self.clone()
-
-
 def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
     """Copy the memory of parameters and buffers. The parameters stay the same objects. This is Module.npu."""
     return self._apply(torch.clone)
@@ -210,11 +205,10 @@ def _wrap(owner: Any, wrap: Callable[..., Function], *names: str, **more: Any) -
 
 def _name_device(name: str) -> None:
     """Add the methods named after the device to tensors, modules and storages."""
-    _changes.set(torch.Tensor, name, tensor_npu)
     _changes.set(torch.Tensor, f"is_{name}", property(lambda self: True))
     _changes.set(torch.nn.Module, name, module_npu)
-    for storage in (torch.UntypedStorage, torch.TypedStorage):
-        _changes.set(storage, name, lambda self, device=None, non_blocking=False: self.clone())
+    for owner in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):  # a differentiable copy, as a move to a device makes
+        _changes.set(owner, name, lambda self, device=None, non_blocking=False: self.clone())
 
 
 def _refusal(name: str) -> str:
