@@ -11,6 +11,7 @@ from cases import POOL
 from small_cases import inputs_of
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 from values import DTYPES, NATIVE, covering, natively, skip_unless_every_kernel
 
 import mx_driving
@@ -255,12 +256,12 @@ def test_forward_mode_over_expanded_inputs(function):
         assert_close(run(call, at, along), run(lambda *rows: call(*rows, clone), at, along))
 
 
-def test_flops():
-    from torch.utils.flop_counter import FlopCounterMode
-
+@pytest.mark.parametrize("wanted", [(0, 1), (0,), (1,)])
+def test_flops(wanted):
+    """Of the forward, and of each gradient that is needed."""
     with FlopCounterMode(display=False) as counter:
-        torch.ops.mx_driving.bev_pool_v3(*inputs_of(POOL)).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 30 * 3
+        torch.ops.mx_driving.bev_pool_v3(*inputs_of(POOL, wanted)).sum().backward()
+    assert counter.get_total_flops() == (1 + len(wanted)) * 2 * 30 * 3
 
 
 # ---- the public function
