@@ -173,13 +173,16 @@ def wide_terminal(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _settings_of_torch():
-    """Use one thread, because pytest-xdist runs two workers on two cores. Undo the settings that a test makes for itself."""
+    """Use one thread, because pytest-xdist runs two workers on two cores. Undo the settings that a test makes for itself, and
+    forget what it compiled: torch.compile gives up after a few graphs of one function."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
     torch.use_deterministic_algorithms(False)
     torch.set_default_dtype(torch.float32)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def pytest_addoption(parser):

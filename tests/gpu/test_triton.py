@@ -177,17 +177,24 @@ def test_logits_without_a_tensor_of_weights(monkeypatch, operator, kernels, made
     assert len(others) == made
 
 
-@pytest.mark.parametrize("operator", FUSED)
-def test_autocast_with_logits_gives_the_bits_of_converted_inputs(operator):
-    """The sums of a row of powers do not depend on the threads that have its columns, which the dtype of value changes."""
-    make, last = (logits_cases.multi_scale, 4) if operator == MULTI_SCALE_LOGITS else (logits_cases.geometric, (2, 2))
-    narrow = on_device(cases.cast(make(2, 5, 32, 2, [(5, 7), (3, 2)], last), torch.bfloat16))
+WIDER = {
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 5, 32, 2, [(5, 7), (3, 2)], 4),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 5, 32, 2, [(5, 7), (3, 2)], (2, 2)),
+}
+
+
+@pytest.mark.parametrize("operator", [*OPERATORS, *cases.WITH_LOGITS])
+def test_autocast_reads_16_bits_as_they_are(operator):
+    """The output is float32, as of inputs that were converted first. In a single kernel, the sums of a row of powers do not
+    depend on the threads that have its columns, which the dtype of value changes."""
+    narrow = on_device(cases.cast((TINY | WIDER)[operator](), torch.bfloat16))
     kernel = _backends.triton.kernel(operator, False)
     output, expected = kernel(*narrow, dtype=torch.float32), kernel(*cases.cast(narrow, torch.float32))
     assert output.any()
     # a GPU's assembler contracts multiplications and additions, and on sm_100 Triton does
     driver = pytest.importorskip("triton").runtime.driver
-    near = 0 if not cases.ON_GPU and driver.active.get_current_target().arch < 100 else 2e-6
+    is_exact = operator in FUSED and not cases.ON_GPU and driver.active.get_current_target().arch < 100
+    near = 0 if is_exact else 2e-6
     torch.testing.assert_close(output, expected, rtol=near, atol=near)
 
 
@@ -198,16 +205,6 @@ def test_products_of_references_are_rounded_before_the_window_is_added():
     args += (torch.stack([xs, torch.zeros(40)], -1).view(1, 40, 1, 2), torch.tensor([[1, 0]]), torch.zeros(1, 40, 1, 1))
     output = _backends.triton.kernel(GEOMETRIC_LOGITS, False)(*on_device(args))
     assert output.flatten().tolist() == (xs * 41 + 1).round().clamp(max=40).tolist()
-
-
-@pytest.mark.parametrize("operator", [*OPERATORS, AGGREGATION_LOGITS])
-def test_autocast_reads_16_bits_as_they_are(operator):
-    """The output is float32, as of inputs that were converted first."""
-    narrow = on_device(cases.cast(TINY[operator](), torch.bfloat16))
-    kernel = _backends.triton.kernel(operator, False)
-    output, expected = kernel(*narrow, dtype=torch.float32), kernel(*cases.cast(narrow, torch.float32))
-    assert output.any()
-    torch.testing.assert_close(output, expected, rtol=2e-6, atol=2e-6)
 
 
 def test_float64_and_very_tall_tables_go_to_the_reference():

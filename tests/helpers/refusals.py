@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import cases
 import logits_cases
+import pytest
 import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from small_cases import GOOD
@@ -132,3 +133,14 @@ def without_hint(sentence: str) -> str:
     """Return name, rule and fact, which Python and C++ have in common. C takes fewer integer dtypes than torch."""
     sentence = sentence.replace("a floating dtype, int32 or int64", "a floating or an integer dtype")
     return re.sub(r"(, whose axes|, which looks like|; axes 1 and 2) .*", "", sentence)
+
+
+def said(call: Callable[[], Any]) -> str:
+    """Return the sentence of a refusal in Python. The class and the argument of the error follow from the sentence."""
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call()
+    sentence = str(refused.value)
+    is_of_type = re.search("dtype|a torch.Tensor|a list of", sentence)
+    assert refused.type is (TypeError if is_of_type else ValueError)
+    assert refused.value.argument == re.match(r"[\w.]+", sentence)[0]  # pyright: ignore
+    return sentence

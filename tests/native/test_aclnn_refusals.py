@@ -164,7 +164,7 @@ def test_limits_of_310p(monkeypatch):
 
 @pytest.mark.parametrize("index", [6, 7, 8])
 def test_the_memory_of_an_output_is_its_own(index):
-    """The sentences have CANN's names. test_memory_of_calls.py has all cases of this check."""
+    """The sentences have CANN's names. test_refusals.py has all cases of this check."""
     assert phase_one(*replaced(index, lambda t: t[:, :1].expand(t.shape)))[0] == INVALID
     assert f"{NAMES[index]} must have strides that keep its elements apart" in (aclnn.recent_error() or "")
     tensors, source = nine(), (0, 3, 4)[index - 6]

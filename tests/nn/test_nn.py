@@ -178,7 +178,6 @@ def test_spatial_without_a_scene_or_a_query_on_the_meta_device(bs, queries):
 
 
 def test_pictures_with_their_own_numbers_of_queries_also_in_one_graph():
-    torch._dynamo.reset()
     module = randomise(nn.MSDeformableAttention3D(24, num_heads=3, num_levels=3, num_points=4))
     value, shapes, starts = pyramid(24, bs=3)
     query, reference = rand(1, 9, 24), rand(1, 9, 2, 2, seed=5)

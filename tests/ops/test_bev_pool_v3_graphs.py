@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from attention_modules import results
 from small_cases import comparisons_of_int64
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -89,27 +90,22 @@ def program():
 
 def test_compiled_in_one_graph_for_all_sizes(monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)  # as fullgraph does
-    torch._dynamo.reset()
     call = torch.compile(Every(), fullgraph=True, dynamic=True, backend="aot_eager")
     for inputs in (inputs_of(2, 30), inputs_of(2, 19)):
         assert_equal(call(*inputs), inputs)
 
 
-def compiled(call, inputs):
-    torch._dynamo.reset()
-    return torch.compile(call, fullgraph=True, backend="aot_eager")
+GRAPHS = {
+    "compile": lambda call, inputs: torch.compile(call, fullgraph=True, backend="aot_eager"),
+    "export": lambda call, inputs: torch.export.export(call, inputs, strict=True).module(),
+}
 
 
-@pytest.mark.parametrize("graph_of", [compiled, lambda call, inputs: torch.export.export(call, inputs, strict=True).module()])
+@pytest.mark.parametrize("graph_of", GRAPHS.values(), ids=GRAPHS)
 def test_the_vendors_function_trains_in_a_graph(graph_of):
     """Graphs trace forward and backward of the class, and not its apply."""
-    inputs, gradients = lifted(2, 30), []
-    vendors = Through(lambda *args: BEVPoolV3.apply(*args, (2, 1, 3, 5, C)))
-    for run in (vendors, graph_of(vendors, inputs)):
-        leaves = [t.clone().requires_grad_() for t in inputs[:2]]
-        run(*leaves, *inputs[2:]).square().sum().backward()
-        gradients.append([t.grad for t in leaves])
-    torch.testing.assert_close(*gradients)
+    inputs, vendors = lifted(2, 30), Through(lambda *args: BEVPoolV3.apply(*args, (2, 1, 3, 5, C)))
+    torch.testing.assert_close(results(graph_of(vendors, inputs), *inputs), results(vendors, *inputs))
 
 
 def test_exported():
@@ -121,21 +117,15 @@ def test_exported():
 
 @functools.cache
 def session_of(form):
-    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
+    import onnx_nodes
     import quick_exports  # noqa: F401
 
     table = mx_driving.onnx.translations(form)
     exported = program() if form == "gather" else program.__wrapped__()  # torch can write a program to one file only
     model = torch.onnx.export(exported, dynamo=True, verbose=False, custom_translation_table=table)
-    return session_with_our_nodes(runtime, model.model_proto)
-
-
-def session_with_our_nodes(runtime, model):
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4
-    options.register_custom_ops_library(mx_driving.onnx.library())
-    return runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnx_nodes.session(model.model_proto, mx_driving.onnx.library())
 
 
 def run_in_onnxruntime(inputs, form="gather"):
@@ -169,24 +159,21 @@ SIZES = [
 
 @pytest.mark.parametrize(("sizes", "attributes", "refusal"), SIZES)
 def test_the_sizes_of_our_node(sizes, attributes, refusal):
-    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    helper = onnx.helper
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    import onnx_nodes
+
     depth, feat, *ranks = lifted(2, 30)
-    tensors = dict(zip("abcde", (feat.view(-1, C), depth.flatten(), ranks[1], ranks[0], ranks[2]), strict=True))
-    tensors |= {} if sizes is None else {"sizes": torch.tensor(sizes)}
-    node = helper.make_node("bev_pool_v3", list(tensors), ["y"], domain="mx_driving", **attributes)
-    kinds = {torch.float32: onnx.TensorProto.FLOAT, torch.int64: onnx.TensorProto.INT64}
-    inputs = [helper.make_tensor_value_info(n, kinds[t.dtype], list(t.shape)) for n, t in tensors.items()]
-    outputs = [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("mx_driving", 1)]
-    model = helper.make_model(helper.make_graph([node], "g", inputs, outputs), opset_imports=opsets, ir_version=10)
-    session = session_with_our_nodes(runtime, model)
-    feeds = {name: t.numpy() for name, t in tensors.items()}
+    tensors = [feat.view(-1, C), depth.flatten(), ranks[1], ranks[0], ranks[2]]
+    tensors += [] if sizes is None else [torch.tensor(sizes)]
+    model = onnx_nodes.model(onnx_nodes.Graph("bev_pool_v3", tuple(str(t.dtype).removeprefix("torch.") for t in tensors)))
+    model.graph.node[0].attribute.extend(onnx.helper.make_attribute(name, size) for name, size in attributes.items())
+    session, arrays = onnx_nodes.session(model, mx_driving.onnx.library()), [t.numpy() for t in tensors]
     if refusal is None:
-        assert torch.equal(torch.from_numpy(session.run(None, feeds)[0]), v3(depth, feat, *ranks))
+        assert torch.equal(torch.from_numpy(onnx_nodes.run(session, arrays)), v3(depth, feat, *ranks))
     else:
         with pytest.raises(Exception, match=refusal):
-            session.run(None, feeds)
+            onnx_nodes.run(session, arrays)
 
 
 OUTSIDE = [[-1, 0, 0, 0], [3, 0, 0, 0], [0, 5, 0, 0], [0, -(2**40), 0, 0], [0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, -1]]

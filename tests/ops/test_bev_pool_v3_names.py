@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from refusals import said
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close as close
 
@@ -225,15 +226,13 @@ def test_a_place_outside_is_named_by_the_caller_s_argument(name):
     """The sentence does not name the rank that is computed from the place."""
     places = torch.tensor([[0, 0, 0, 0], [3, 4, 1, 2], [0, -1, 0, 0]])
     argument = "geom_feat" if name in ("bev_pool", "_C.npu_bev_pool") else "ranks_bev"
-    with pytest.raises(ValueError) as refused:
-        PLACED[name](torch.rand(3, C), places)
-    assert str(refused.value) == f"{argument}[1] must lie in (H=4, W=5, D=2, B=2); got (3, 4, 1, 2)"
+    sentence = f"{argument}[1] must lie in (H=4, W=5, D=2, B=2); got (3, 4, 1, 2)"
+    assert said(lambda: PLACED[name](torch.rand(3, C), places)) == sentence
 
 
 def test_without_channels_the_output_is_empty():
     places = torch.zeros(3, 4).long()
-    for out in (PLACED["bev_pool"](torch.rand(3, 0), places), mx_driving.bev_pool(torch.rand(3, 0), places, B, D, H, W)):
-        assert out.shape == (B, 0, D, H, W)
+    assert PLACED["bev_pool"](torch.rand(3, 0), places).shape == (B, 0, D, H, W)
     feat = torch.rand(4, 0, requires_grad=True)
     mx_driving.bev_pool_v3(None, feat, None, None, places, (B, D, H, W, 0)).sum().backward()
     assert feat.grad.shape == (4, 0)
@@ -308,8 +307,8 @@ REFUSED = [
 def test_refusals(call, sentence):
     with pytest.raises((RuntimeError, TypeError, ValueError)) as refused:
         call()
-    said = str(refused.value)
-    assert said.startswith(sentence) if sentence.endswith(" ") else said == sentence
+    found = str(refused.value)
+    assert found.startswith(sentence) if sentence.endswith(" ") else found == sentence
 
 
 def test_every_name_serves_meta_tensors():

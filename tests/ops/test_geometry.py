@@ -201,7 +201,6 @@ def test_the_autocast_of_the_tensors_device_is_left(cameras, monkeypatch):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_under_autocast(cameras, dynamic):
-    torch.compiler.reset()
     intrinsics, rotation, translation = (t.float() for t in cameras)
     compiled = torch.compile(geometry.projection_matrix, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):

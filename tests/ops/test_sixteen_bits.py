@@ -4,6 +4,7 @@ import cases
 import logits_cases
 import pytest
 import torch
+from attention_modules import results
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, POOL
 from small_cases import GROWING, TINY
 from torch import Tensor
@@ -44,13 +45,6 @@ def threads(request):
     torch.set_num_threads(request.param)
 
 
-def gradients_of(function, args, operator):
-    leaves = [a.clone().requires_grad_() if i in OPERATORS[operator].differentiable else a for i, a in enumerate(args)]
-    output = function(*leaves)
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype))
-    return output.detach(), *(leaves[i].grad for i in OPERATORS[operator].differentiable)
-
-
 def convert_first(op, dtypes=(torch.float16, torch.bfloat16)):
     """Return a function that converts inputs to float32 by torch, which converts gradients back, and calls the operator."""
     return lambda *args: op(*(a.float() if isinstance(a, Tensor) and a.dtype in dtypes else a for a in args))
@@ -68,9 +62,9 @@ def test_autocast_has_the_bits_of_converting_first(name, dtype):
     """The output, and the gradients, which have the dtypes of their inputs."""
     operator, make = CASES[name]
     args, op = cases.cast(make(), dtype), op_of(operator)
-    found = gradients_of(under_autocast(op), args, operator)
+    found = results(under_autocast(op), *args)
     assert found[0].dtype == torch.float32
-    for a, b in zip(found, gradients_of(convert_first(op), args, operator), strict=True):
+    for a, b in zip(found, results(convert_first(op), *args), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
@@ -100,8 +94,8 @@ def test_mixed_dtypes_under_autocast(operator, dtypes):
     """Value has one dtype, and all other floating inputs have another."""
     args, op = first_of(operator), op_of(operator)
     args = cases.cast(args[:1], dtypes[0]) + cases.cast(args[1:], dtypes[1])
-    expected = gradients_of(convert_first(op), args, operator)
-    for a, b in zip(gradients_of(under_autocast(op), args, operator), expected, strict=True):
+    expected = results(convert_first(op), *args)
+    for a, b in zip(results(under_autocast(op), *args), expected, strict=True):
         assert (a.dtype, torch.equal(a, b)) == (b.dtype, True)
 
 
@@ -146,7 +140,6 @@ def test_graphs_under_autocast(operator):
     """Compiled, exported, and decomposed; and torch's own checks. Three operators suffice, because one class makes them all."""
     args = cases.cast(GROWING[operator](2, 3), torch.bfloat16)
     run, expected = under_autocast(op_of(operator)), under_autocast(op_of(operator))(*args)
-    torch._dynamo.reset()
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(*args), expected)
 
     program = torch.export.export(Through(run), args)

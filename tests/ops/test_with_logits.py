@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, WITH_LOGITS
 from small_cases import TINY
-from values import compare, run, skip_unless_every_kernel
+from values import compare, first, run, skip_unless_every_kernel
 
 import mx_driving
 
@@ -16,12 +16,8 @@ pytestmark = pytest.mark.usefixtures("same_bits")
 NAN, INF = float("nan"), float("inf")
 
 
-def small(operator, dtype=torch.float32):
-    return cases.cast(next(c for c in logits_cases.CASES if c.operator == operator).make(), dtype)
-
-
 def test_logits_on_one_axis_or_on_two(implementation):
-    args = small(MULTI_SCALE_LOGITS)
+    args = first(MULTI_SCALE_LOGITS)
     grad = cases.grad_for(MULTI_SCALE_LOGITS, args).float()
     *flat, of_logits = run(implementation, MULTI_SCALE_LOGITS, args, grad)
     split = (*args[:5], args[5].unflatten(3, args[4].shape[3:5]), args[6])
@@ -33,7 +29,7 @@ def test_logits_on_one_axis_or_on_two(implementation):
 @pytest.mark.parametrize("operator", WITH_LOGITS)
 def test_a_logit_of_minus_infinity_is_weight_zero(implementation, operator):
     """Results are those of a softmax without the sample."""
-    args = small(operator)
+    args = first(operator)
     left_out = np.s_[:, :, 1, 0, ::2, 1:3] if operator == AGGREGATION_LOGITS else np.s_[..., 3]
     args[5][left_out] = -INF
     grad = cases.grad_for(operator, args).float()
@@ -44,7 +40,7 @@ def test_a_logit_of_minus_infinity_is_weight_zero(implementation, operator):
 @pytest.mark.parametrize("bad", [-INF, NAN])
 def test_a_row_that_softmax_turns_to_nan(implementation, bad):
     """The row gives NaN, as softmax does, and no other row."""
-    args = small(MULTI_SCALE_LOGITS)
+    args = first(MULTI_SCALE_LOGITS)
     grad = cases.grad_for(MULTI_SCALE_LOGITS, args).float()
     clean = run(implementation, MULTI_SCALE_LOGITS, args, grad)
     logits = args[5].clone()
@@ -149,7 +145,7 @@ def test_triton_kernels(name):
 @pytest.mark.parametrize("operator", WITH_LOGITS)
 def test_data_checks_look_at_the_samples(operator):
     """A warning names the operator that was called, and the inputs of its bare operator."""
-    args = list(small(operator))
+    args = list(first(operator))
     args[3] = args[3] * 0 - 30
     with mx_driving.data_checks(), pytest.warns(mx_driving.DataWarning, match=f"{operator}: .* should (mostly )?lie "):
         getattr(mx_driving, operator)(*args)
