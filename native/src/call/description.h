@@ -111,7 +111,7 @@ struct Function {
     List<Argument, MOST_ARGUMENTS> arguments;
     int first_input = 0, num_inputs = 0;
     int first_written = 0;                // the index of the first result: the output, or the first gradient
-    List<sizes::Name, MOST_AXES> numbers; // output axes that no input has; a binding that makes the output takes their sizes
+    List<sizes::Name, MOST_AXES> numbers; // sizes of output axes that no input has; a binding that makes the output needs them
     std::string_view option;              // the option's name, or empty
     List<std::string_view, 2> choices;    // the option's values
 };

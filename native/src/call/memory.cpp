@@ -6,7 +6,8 @@
 namespace mxd {
 namespace {
 
-// The addresses of a tensor's first and last byte. The default is for a tensor without elements, and overlaps no other extent.
+// The addresses of a tensor's first and last byte. The default extent is that of a tensor without elements; it meets no other
+// extent.
 struct Extent {
     int64_t first = INT64_MAX, last = INT64_MIN;
 
@@ -16,7 +17,7 @@ struct Extent {
 
 int64_t address_of(const TensorInfo &t) { return int64_t(reinterpret_cast<intptr_t>(t.data)); }
 
-// Finds the addresses of a tensor's first and last byte. Returns false if they do not fit in 64 bits.
+// Finds the addresses of a tensor's first and last byte. Returns false if these addresses do not fit in 64 bits.
 bool find_extent(const TensorInfo &t, Extent &extent) {
     const int64_t element = element_size(t.dtype);
     int64_t first = address_of(t), last, length;
@@ -94,8 +95,8 @@ bool has_distinct_elements(const TensorInfo &t) {
 // of a contiguous tensor that share no element.
 bool lie_apart(const Footprint &a, const Footprint &b);
 
-// Returns whether lie_apart holds for addresses modulo a period, or false if a footprint does not fit into one period. Compares
-// the second footprint twice: at its place after the first, and one period earlier.
+// Returns whether lie_apart holds if addresses are taken modulo a period. Returns false if a footprint is longer than the
+// period. Compares the second footprint twice: at its place after the first, and one period earlier.
 bool lie_apart_modulo(const Footprint &a, const Footprint &b, int64_t period) {
     int64_t ahead;
     if (period == 0 || __builtin_sub_overflow(b.first, a.first, &ahead)) return false;

@@ -8,8 +8,8 @@
 
 namespace mxd {
 
-// Makes a call from tensors, and puts their axes in the order of Axis. `fits` has returned true for these tensors and found
-// `sizes`. A TensorInfo without a shape is a tensor that is not given or not wanted.
+// Makes a call from tensors, and puts their axes in the order of Axis. `fits` must have returned true for these tensors, and
+// set `sizes`. A TensorInfo without a shape is a tensor that is not given or not wanted.
 Call make_call(const Function &function, const TensorInfo *tensors, const AxisSizes &sizes, int64_t option, int num_threads);
 
 // Owns the memory to which a prepared call points.

@@ -1,5 +1,5 @@
-// The functions that we use of torch's stable C interface (torch/csrc/stable/c/shim.h, torch 2.10 and later). They are found in
-// the process at run time, so one library serves all these versions and building it needs no torch.
+// The functions of torch's stable C interface that we use (torch/csrc/stable/c/shim.h, torch 2.10 and later). We find them in
+// the process at run time, so one library serves all these versions, and building the library needs no torch.
 #pragma once
 
 #include <cstddef>

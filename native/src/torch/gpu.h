@@ -21,8 +21,8 @@ class GpuCall {
     // `device` is torch's number; `variant` encodes the option, the dtype of the output, and the gradients that are needed.
     GpuCall(const Function &, TensorInfo *, const AxisSizes &, int device, int64_t variant);
 
-    // Returns false if Python must serve the call. If only the kernel is missing: until stop_waiting(), a kernel that this
-    // thread hands over is kept for calls like this one.
+    // Returns false if Python must serve the call. If only the kernel is missing, a kernel that this thread hands over before
+    // stop_waiting() is kept for calls like this one.
     bool find_kernel();
     // Launches the kernel. The results must have memory, and the gradient of value must be float32.
     void launch();
