@@ -118,7 +118,7 @@ int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num
 
 typedef const mxd_tensor *T;
 
-// Defines a C function. Its tensors are in the order of its description. `option` is 0 if the function has no option.
+// Defines a C function. The tensors are in the order of Function::arguments. `option` is 0 if the function has no option.
 #define FUNCTION(name, parameters, option, ...)                                                                                \
     int mxd_##name parameters {                                                                                                \
         static const mxd::Function &function = *mxd::find_function(#name);                                                     \

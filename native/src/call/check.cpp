@@ -1,4 +1,5 @@
-// Checks shapes, dtypes and sizes. `fits` only compares. If it returns false, Judge finds the error and builds the sentence.
+// Checks shapes, dtypes and sizes. `fits` only compares. If `fits` returns false, Judge finds the error and builds the
+// sentence.
 #include "call/check.h"
 
 namespace mxd {
@@ -183,7 +184,7 @@ struct Judge {
     }
 
     Refusal refuse_shape(int i) const {
-        AxisSizes others = NUMBERS; // sizes of the other inputs; if two disagree, the first counts
+        AxisSizes others = NUMBERS; // sizes of the other inputs; if two inputs disagree, the first one counts
         for (int other = function.first_input; other < function.first_input + function.num_inputs; ++other)
             if (other != i && is_present(tensors[other])) shape_fits(function.arguments[other], tensors[other], others);
         const Argument &argument = function.arguments[i];

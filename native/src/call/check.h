@@ -16,7 +16,7 @@ inline int64_t floating_size(int64_t dtype) { return dtype == MXD_FLOAT64 ? 8 : 
 inline int64_t element_size(int64_t dtype) { return dtype == MXD_INT64 ? 8 : dtype == MXD_INT32 ? 4 : floating_size(dtype); }
 inline bool is_empty(const Tensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }
 
-// A binding's description of a tensor.
+// A tensor as the caller of the library describes it.
 struct TensorInfo {
     const int64_t *shape; // null if the tensor is not given
     int axes;
@@ -30,7 +30,7 @@ struct TensorInfo {
 // Returns whether the first `count` arguments have valid shapes and dtypes, and sets `sizes`. Every call runs this check.
 bool fits(const Function &function, TensorInfo *tensors, int count, int64_t option, AxisSizes &sizes);
 
-// An error: *name* must *rule*; got *fact*. *name* is an argument's name.
+// An error, whose sentence is: NAME must RULE; got FACT. NAME is an argument's name.
 struct Refusal {
     int status = MXD_OK; // MXD_OK if there is no error
     int argument = 0;
@@ -44,7 +44,7 @@ std::string sentence(const Function &function, const Refusal &why);
 // Returns a tuple as text: "(1, 2, 3)".
 std::string text_of(const int64_t *numbers, size_t count);
 
-// Returns the error for which `fits` returned false.
+// Returns the error that made `fits` return false.
 Refusal refusal_of(const Function &function, const TensorInfo *tensors, int count, int64_t option);
 
 // Checks that every tensor of a function has memory for its elements, and that no element of a result shares memory with

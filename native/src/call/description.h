@@ -50,7 +50,7 @@ template <class T, int MOST> struct List {
     SIZE(h, nullptr)                                                                                                           \
     SIZE(w, nullptr)
 
-// A size by its name. TWO, THREE and FOUR are sizes with a fixed value.
+// The names of sizes. TWO, THREE and FOUR are sizes with a fixed value.
 namespace sizes {
 #define MXD_NAME(name, member) name,
 enum Name : int { NONE = -1, MXD_SIZES(MXD_NAME) TWO, THREE, FOUR, TWO_OR_FOUR, COUNT };
@@ -96,7 +96,7 @@ struct Argument {
     List<NamedAxis, MOST_AXES> split; // as the C interface has them: the product of two sizes is two axes
     List<int, MOST_AXES> layout;      // for each axis of `tensor`, its index in `split`, or -1 if `split` has no such axis
 
-    // Returns the list with this number of axes, `split` or `axes`; null if neither has it.
+    // Returns `split` or `axes`, the one with this number of axes. Returns null if neither has it.
     const List<NamedAxis, MOST_AXES> *axes_of(int number) const {
         return number == split.count ? &split : number == axes.count ? &axes : nullptr;
     }

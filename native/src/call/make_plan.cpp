@@ -100,7 +100,7 @@ PackedLevels choose_levels(const Call &call, RowBytes row_bytes, double most_byt
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 bool value_can_be_packed(const Call &call) {
-    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // if false, rows are contiguous already
+    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // else rows are contiguous already
            call.sizes.queries >= QUERIES_OF_A_THREAD * num_threads(call);
 }
 
@@ -127,9 +127,9 @@ void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &off
 }
 
 // Plans packing in the backward. Rows of 16 bits are widened when they are packed, if all levels can be packed as widened rows.
-// Otherwise each sample widens its rows again: dot products need channels in order, so they cannot read bfloat16 in words, as
-// sums do. With widened levels Deformable-DETR's encoder takes 26.1 instead of 31.3 ms in bfloat16, and 24.6 in float32
-// (2026-11-27, Intel Xeon 6/207).
+// Otherwise each sample widens its rows again, because dot products need channels in order. So they cannot read pairs of
+// bfloat16 as words, as sums do. With widened levels Deformable-DETR's encoder takes 26.1 instead of 31.3 ms in bfloat16 (24.6
+// in float32; 2026-11-27, Intel Xeon 6/207).
 void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const int64_t own = own_row_bytes(call), wide = wide_row_bytes(call);
     if (call.op == MULTI_SCALE) plan.packed_value = choose_packed_value(call, {wide, wide}, offset);
@@ -161,7 +161,7 @@ bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
     return rows == call.sizes.keys;
 }
 
-// ---- the cut of heads into bands or parts, so that all threads have work
+// ---- how heads are cut into bands or parts, so that all threads have work
 
 struct Cut {
     int64_t bands, parts;
@@ -211,7 +211,7 @@ constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 bool heads_can_go_together(const Call &call) { return call.has_window && call.sizes.levels * call.sizes.points > 0; }
 
 // Returns whether it pays to widen all 16-bit rows in advance. There must be at least as many samples as rows. The widened rows
-// must also have few bytes: if value is expanded, they need more memory than value itself.
+// must also have few bytes, because an expanded value may have less memory than its widened rows need.
 bool widening_pays(const Call &call) {
     const Sizes &n = call.sizes;
     if (floating_size(call.value.dtype) == computed_size(call)) return true; // rows need no widening
@@ -281,8 +281,9 @@ bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
            all_rows_are_packed(call, packed);
 }
 
-// Returns whether one pass for all gradients pays without packing. It pays if a sample reads one row, or if separate passes
-// would not pack value because queries are few or levels are large. Value and its gradient need the same dtype and row stride.
+// Returns whether one pass for all gradients pays without packing. One pass pays if a sample reads one row, or if separate
+// passes would not pack value because queries are few or levels are large. Value and its gradient need the same dtype and row
+// stride.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return needs_samples(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);
@@ -329,7 +330,8 @@ void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
     if (!plan.sample_gradients) plan.packed_value = NONE;
 }
 
-// The least work of a thread, in elements of rows. Waking a thread takes about as long as reading this many elements.
+// The least work for which one more thread is used, in elements of rows. Waking a thread takes about as long as reading this
+// many elements.
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 

@@ -80,7 +80,7 @@ struct Footprint {
 };
 
 // Returns whether the strides prove that no two elements share memory: in ascending order, each stride must be at least the
-// bytes that the smaller axes cover. This holds for every slice and permutation of a contiguous tensor.
+// bytes that the axes before it cover. Every slice and permutation of a contiguous tensor has such strides.
 bool has_distinct_elements(const TensorInfo &t) {
     const Footprint all(t);
     int64_t covered = all.element;
@@ -91,8 +91,8 @@ bool has_distinct_elements(const TensorInfo &t) {
     return true;
 }
 
-// Returns whether the strides prove that two tensors share no memory, though their extents meet. This holds for any two slices
-// of a contiguous tensor that share no element.
+// Returns whether the strides prove that two tensors share no memory, though their extents meet. They prove it for any two
+// slices of a contiguous tensor that share no element.
 bool lie_apart(const Footprint &a, const Footprint &b);
 
 // Returns whether lie_apart holds if addresses are taken modulo a period. Returns false if a footprint is longer than the

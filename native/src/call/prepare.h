@@ -23,8 +23,8 @@ typedef void CopyElements(const Tensor &t, bool as_doubles, char *to);
 
 // Reads the levels. Copies value if its channels are not contiguous. Converts value to double if any input is double, because
 // kernels that compute in double read only rows of double. Requests huge pages for the results. Returns MXD_BAD_LEVEL,
-// MXD_BAD_RANK, MXD_OUT_OF_MEMORY or MXD_OK. If only a plan is made, copy_elements is null; then value describes the copy but
-// has no data.
+// MXD_BAD_RANK, MXD_OUT_OF_MEMORY or MXD_OK. If only a plan is made, copy_elements is null; then value describes a copy that is
+// not made.
 int prepare(Call &call, Prepared &prepared, CopyElements *copy_elements);
 
 // Returns whether no result is wanted, or all wanted results are empty. Then no kernel may run: expanded inputs take no memory,

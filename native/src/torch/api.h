@@ -19,7 +19,7 @@ typedef void Kernel(Value *stack, uint64_t arguments, uint64_t results);
 
 constexpr uint64_t VERSION = uint64_t(2) << 56 | uint64_t(10) << 48; // the version whose conventions our kernels follow
 
-// X(result, name, parameters) for each function.
+// Expands to X(result, name, parameters) for each function.
 #define MXD_TORCH_FUNCTIONS(X)                                                                                                 \
     X(Status, aoti_torch_get_dim, (TensorHandle, int64_t *))                                                                   \
     X(Status, aoti_torch_get_sizes, (TensorHandle, int64_t **))                                                                \

@@ -7,8 +7,9 @@
 
 namespace mxd::torch {
 
-// `threads` and `shared` are the threads of a program and its bytes of shared memory. A program serves `rows` queries of one
-// head. A thread reads `lane` neighbouring channels at once, so the kernel takes strides in units of `lane` channels.
+// A compiled kernel. A program (Triton's word for a block of threads) has `threads` threads and `shared` bytes of shared
+// memory, and serves `rows` queries of one head. A thread reads `lane` neighbouring channels at once, so the kernel takes
+// strides in units of `lane` channels.
 struct GpuKernel {
     void *function = nullptr;
     unsigned threads = 0, shared = 0;

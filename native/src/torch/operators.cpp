@@ -247,7 +247,7 @@ class BoxedCall {
     }
 };
 
-// ---- kernels: torch passes no name of the operator, so each operator has its own function
+// ---- kernels: torch does not pass the operator's name, so each operator has its own function
 
 uint64_t arguments_of(const Function &f) {
     return uint64_t(f.first_written + f.numbers.count + !f.option.empty() + f.backward);

@@ -128,9 +128,9 @@ template <class T> class GroupedSoftmax {
 // softmax of anchor i + 2 is computed.
 constexpr int64_t KNOWN_ANCHORS = 3;
 
-// Cuts anchors into Blocks, whose ranges are batches.
+// Cuts anchors into Blocks. A range has the anchors of one batch element.
 inline Blocks anchor_blocks(const Call &call) {
-    // The gradient of projections sums over blocks, so its blocks must not depend on the number of threads.
+    // The gradient of projections is a sum over blocks, so the blocks must not depend on the number of threads.
     const int64_t items = call.grad_projection.data ? 64 : 8 * (call.num_threads > 1 ? call.num_threads : 1);
     return {call.sizes.queries, between(1, call.sizes.batch * call.sizes.queries / items, 16)};
 }

@@ -11,7 +11,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Returns the most samples of a bundle. It is at least n.scales, because all scales of a pair are in one bundle.
+// Returns the most samples that a bundle can have: at least n.scales, because all scales of a pair are in one bundle.
 inline int64_t bundle_room(const Sizes &n) { return round_up(n.scales > 64 ? n.scales : 64, LANES); }
 
 constexpr int64_t WEIGHTS_AHEAD = 16;

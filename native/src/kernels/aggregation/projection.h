@@ -56,8 +56,8 @@ template <class T> class Cameras {
         }
     }
 
-    // Finds the pairs of an anchor that are strictly inside the images of the cameras first..last-1. The anchor's key points
-    // begin at `offset`.
+    // Finds the pairs of an anchor whose locations are strictly inside the images of the cameras first..last-1. The anchor's
+    // key points begin at `offset`.
     void find_seen(int64_t offset, int64_t first, int64_t last, SeenPoints<T> &to) const {
         read_points(offset, to);
         to.count = 0;

@@ -46,7 +46,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     QueryRows queries;
 };
 
-// Computes the gradients of a query's samples from the dot products of its rows with grad_output.
+// Computes the gradients of a query's samples from the dot products of the query's rows with grad_output.
 template <class T, template <class> class Rule> class SampleOutputs {
   public:
     T *dot; // the dot product of grad_output with each row

@@ -14,7 +14,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The number of samples whose locations, pairs (x, y), are computed in one vector. The last vector may have only four samples.
+// The number of samples whose locations (x, y) are computed in one vector. The last vector may have only four samples.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
 
 // Reads the pair at from + begin[i] for each of four samples. With SHARED all four samples read the first sample's pair.
@@ -251,7 +251,7 @@ template <class T> class Logits {
                         pairs_at<SHARED, N>(reference, of.begin + i) + offset / raw_load<T, 2 * N>(of.divisor + 2 * i));
     }
 
-    // Computes this head's part of the gradient of a query's reference points.
+    // Computes what this head adds to the gradient of a query's reference points.
     MXD_INLINE void add_reference(const T *offsets, const T *grad_xy, T *sums) const {
         for (int64_t i = 0; i < n.references * n.coordinates; ++i) sums[i] = 0;
         const int64_t fours = shared ? samples / 4 * 4 : 0;

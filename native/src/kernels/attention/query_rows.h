@@ -44,7 +44,7 @@ class QueryRows {
     int64_t first = 0, step = 0, last_line = 0, ahead = 0;
 };
 
-// Queries of contiguous elements of T: the elements of QueryRows in place, or a ring of copies.
+// The elements of queries as contiguous T: those of QueryRows in place, or a ring of copies.
 template <class T> class PlainRows {
   public:
     PlainRows() {}

@@ -1,7 +1,7 @@
 // Sorts points by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any number
 // of threads. If points are sorted already, the sort is skipped. In most models points are sorted by cell.
 //
-// Sums coefficient * row over any number of points. A Window holds at most MOST points, so it is filled again and again.
+// Sums coefficient * row over any number of points. A Window holds at most MOST points, so the window is filled repeatedly.
 #pragma once
 
 #include "call/call.h"
@@ -18,8 +18,8 @@ template <class Fn> MXD_INLINE auto with_ranks(const Tensor &t, Fn &&fn) {
                                 : fn(static_cast<const int32_t *>(t.data), stride);
 }
 
-// Calls put(i, rank) for i in 0..n-1, with the rank of point begin + i of the order. `order` is null if points are sorted
-// already.
+// Calls put(i, rank) for i in 0..n-1. `rank` is that of the point at position begin + i of the order. `order` is null if points
+// are sorted already.
 template <class Put> MXD_INLINE void each_rank(const Tensor &t, const uint32_t *order, int64_t begin, int64_t n, Put &&put) {
     with_ranks(t, [&](auto *ranks, int64_t stride) {
         if (order)

@@ -80,8 +80,9 @@ template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
 }
 
 // True if sums read two vectors of bfloat16 as one vector of 32-bit words. The upper half of a word is already a float; the
-// lower half becomes a float by a shift. Reading words is cheaper than widening two vectors. Words separate even from odd
-// channels, so stores put sums in order. Dot products read channels in order, to add them in the same order as in float32.
+// lower half becomes a float by a shift. Reading words is cheaper than widening two vectors, but it separates even channels
+// from odd ones, so stores put sums in order. Dot products do not read words, because they add channels in the same order as in
+// float32.
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
 

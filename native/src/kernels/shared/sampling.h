@@ -15,7 +15,7 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 // Returns the number of samples of one query and head, rounded up to whole vectors.
 inline int64_t padded_samples(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
 
-// The maps of N samples. The arrays are in one struct, so that one register addresses all of them.
+// The maps of N samples. All arrays are in one struct, so that one register addresses all of them.
 template <class T, int N = LANES> struct MapLanes {
     T width[N], height[N];
     Int<T> row[N];               // number of pixels in a row of the map
@@ -54,7 +54,7 @@ template <class T> class Maps {
         lanes[sample / LANES].set(sample % LANES, level);
         if (sample < in_sixteens) sixteens[sample / 16].set(sample % 16, level);
     }
-    // Sets `points` samples for each of the levels first..last-1. Padding samples get an empty map.
+    // Sets the maps of samples: `points` samples for each of the levels first..last-1. Padding samples get an empty map.
     void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
         int64_t sample = 0;
         for (int64_t l = first; l < last; ++l)
