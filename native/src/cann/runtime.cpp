@@ -54,8 +54,7 @@ void read_axes(const char *name, const int64_t *numbers, uint64_t count, int64_t
     std::copy_n(numbers, count, to);
 }
 
-// Sets the strides of a contiguous tensor. Returns the tensor's size in elements, at most MOST_ELEMENTS, or 0 if an axis is <=
-// 0.
+// Sets the strides of a contiguous tensor. Returns its number of elements, at most MOST_ELEMENTS, or 0 if an axis is <= 0.
 int64_t set_strides(const int64_t *shape, int axes, int64_t *strides) {
     int64_t count = 1;
     for (int a = axes; a-- > 0;) {
