@@ -18,17 +18,17 @@ extern "C" {
 
 enum mxd_torch {
     MXD_TORCH_ALL = 0,     /* schemas, CPU kernels, and meta kernels for tracing */
-    MXD_TORCH_KERNELS = 1, /* CPU kernels: for the Python package, which has the schemas and shapes */
-    MXD_TORCH_NOTHING = 2  /* nothing: for the Python package when it also has kernels */
+    MXD_TORCH_KERNELS = 1, /* only CPU kernels: the Python package has schemas and meta kernels */
+    MXD_TORCH_NOTHING = 2  /* nothing: the Python package has them all */
 };
 
-/* Registers missing operators, and withdraws those that Python now provides. Returns NULL, or an error sentence if libtorch is
- * not loaded or is older than 2.10. The sentence is valid until this thread's next call. May be called several times, from
- * any thread, before or after the Python package is imported. */
+/* Registers the parts that `what` (an mxd_torch) names, if they are missing. Withdraws parts that the Python package provides.
+ * Returns NULL, or an error sentence, for example if libtorch is not loaded or is older than 2.10. The sentence is valid until
+ * this thread's next call. May be called several times, from any thread, before or after the Python package is imported. */
 MXD_API const char *mxd_register_with_torch(int what);
 
-/* For the Python package alone, which compiles the kernels of NVIDIA's GPUs. The first function takes the driver's functions
- * that launch kernels. The second takes a compiled kernel. */
+/* Only for the Python package, which compiles the kernels for NVIDIA's GPUs. mxd_launch_on_gpu takes the functions of CUDA's
+ * driver and of torch that launch kernels. mxd_keep_gpu_kernel takes a compiled kernel. */
 MXD_API const char *mxd_launch_on_gpu(const void *const *functions);
 MXD_API void mxd_keep_gpu_kernel(void *function, unsigned threads, unsigned shared, int64_t rows, int64_t lane);
 

@@ -28,7 +28,7 @@ struct Request {
     TensorInfo infos[MOST_ARGUMENTS] = {}; // the shape is null if a tensor is not given
     AxisSizes sizes;
 
-    // tensor(i) returns argument i, or null. A gradient whose data is null is not wanted.
+    // tensor(i) returns argument i, or null. A gradient without data is not wanted.
     template <class Of> Request(const Function &f, Of &&tensor) : function(f) {
         for (int i = 0; i < count(); ++i) {
             const mxd_tensor *t = tensor(i);
@@ -87,8 +87,8 @@ int run_by_name(const char *name, const mxd_tensor *tensors, int count, const in
     return run_call(*function, call);
 }
 
-// Returns the value of the option, 0 or 1, with which the tensors fit. The function that describes a plan needs it, because its
-// caller gives no option. If both values fit, the plan is the same.
+// Returns the option's value, 0 or 1, with which `fits` accepts the tensors. mxd_describe_plan needs it, because its caller
+// gives no option. If `fits` accepts both values, both have the same plan.
 int64_t fitting_option(const Function &function, Request &request) {
     return !function.option.empty() && !fits(function, request.infos, request.count(), 0, request.sizes) &&
            fits(function, request.infos, request.count(), 1, request.sizes);
@@ -118,7 +118,7 @@ int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num
 
 typedef const mxd_tensor *T;
 
-// Defines a C function. Its tensors are in the order of its description. `option` is 0 if the function has no option.
+// Defines a C function. The tensors are in the order of Function::arguments. `option` is 0 if the function has no option.
 #define FUNCTION(name, parameters, option, ...)                                                                                \
     int mxd_##name parameters {                                                                                                \
         static const mxd::Function &function = *mxd::find_function(#name);                                                     \

@@ -17,8 +17,8 @@ namespace {
 
 #ifdef MXD_HAVE_AVX2
 
-// The instruction sets that the processor and the operating system support. The system must save wide registers.
-// __builtin_cpu_supports would not do: Clang 14 does not know F16C, and Zig's runtime denies every instruction set.
+// The instruction sets that the processor and the operating system support: the system must save wide registers.
+// __builtin_cpu_supports is not enough, because Clang 14 does not know F16C, and Zig's runtime denies every instruction set.
 struct Processor {
     // saved: XCR0, the registers that the system saves. leaf1_c: register ECX of CPUID leaf 1. leaf7_b: EBX of leaf 7.
     uint32_t saved = 0, leaf1_c = 0, leaf7_b = 0;

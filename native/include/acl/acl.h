@@ -1,7 +1,7 @@
 /* The part of CANN's runtime interface that programs around aclnnMultiScaleDeformableAttentionGrad use, on the host.
  *
  * Names, signatures and numeric values are CANN's, so that a program written for an NPU builds and runs here unchanged.
- * Device memory is host memory. Each function says what differs from a device. In short: aclInit and aclrtSetDevice are
+ * Device memory is host memory. Comments of functions say what differs from a device. In short: aclInit and aclrtSetDevice are
  * not required, every device id works, a task runs when it is queued, and some mistakes that may crash on a device are
  * reported: a handle used after it was destroyed, a view that leaves its storage, an executor run twice.
  *
@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* A program may pass any int as an enumeration; functions refuse an int without a name. In C an enumeration holds every int; in
- * C++ this needs an underlying type. */
+ * C++ only an enumeration with an underlying type does. */
 #if defined(__cplusplus) && __cplusplus >= 201103L
 #define ACL_ANY_INT : int
 #else
@@ -48,12 +48,12 @@ static const int ACL_ERROR_UNINITIALIZE = 100001;        /* aclFinalize without 
 static const int ACL_ERROR_REPEAT_INITIALIZE = 100002;   /* aclInit a second time */
 static const int ACL_ERROR_REPEAT_FINALIZE = 100037;     /* aclFinalize a second time */
 static const int ACL_ERROR_BAD_ALLOC = 200000;           /* no memory */
-static const int ACL_ERROR_INTERNAL_ERROR = 500000;      /* the host refused, for example a lock */
+static const int ACL_ERROR_INTERNAL_ERROR = 500000;      /* the system refused, for example a lock */
 static const int ACL_ERROR_RT_AICORE_EXCEPTION = 507015; /* a kernel met invalid data in index tables */
 
 static const aclnnStatus ACLNN_SUCCESS = 0;
 static const aclnnStatus ACLNN_ERR_PARAM_NULLPTR = 161001; /* a tensor, workspaceSize, executor or memory is null */
-static const aclnnStatus ACLNN_ERR_PARAM_INVALID = 161002; /* a dtype, a shape, a limit, or an invalid handle */
+static const aclnnStatus ACLNN_ERR_PARAM_INVALID = 161002; /* a wrong dtype or shape, a broken limit, a bad handle */
 
 typedef enum ACL_ANY_INT {
     ACL_DT_UNDEFINED = -1,
@@ -121,7 +121,7 @@ typedef enum aclSysParamOpt ACL_ANY_INT {
     ACL_OPT_STRONG_CONSISTENCY = 2
 } aclSysParamOpt;
 
-/* Returns and forgets the sentence of the last failure on this thread; NULL without a failure. The text is valid until this
+/* Returns and forgets the sentence of the last failure on this thread; NULL if there is none. The text is valid until this
  * thread calls aclGetRecentErrMsg again. Sentences read: NAME must RULE; got FACT. */
 ACL_FUNC_VISIBILITY const char *aclGetRecentErrMsg(void);
 
@@ -136,18 +136,18 @@ ACL_FUNC_VISIBILITY aclError aclrtSetDevice(int32_t deviceId);
 /* Returns the default stream's pending error. */
 ACL_FUNC_VISIBILITY aclError aclrtResetDevice(int32_t deviceId);
 
-/* Parameters of the context and of the process. value is 0 or 1; other numbers return ACL_ERROR_INVALID_PARAM. Parameters
+/* Set a parameter of the context or of the process. value is 0 or 1; other numbers return ACL_ERROR_INVALID_PARAM. Parameters
  * have no effect here: equal inputs always give equal bits. */
 ACL_FUNC_VISIBILITY aclError aclrtCtxSetSysParamOpt(aclSysParamOpt opt, int64_t value);
 ACL_FUNC_VISIBILITY aclError aclrtSetSysParamOpt(aclSysParamOpt opt, int64_t value);
 
-/* A stream runs a task at once, on the calling thread, and remembers the first error. NULL in place of a stream means the
+/* A stream runs a task at once, on the calling thread, and remembers its first error. NULL in place of a stream means the
  * default stream. Tasks of several threads on one stream run one after the other. */
 ACL_FUNC_VISIBILITY aclError aclrtCreateStream(aclrtStream *stream);
-/* Returns the stream's pending error, if aclrtSynchronizeStream has not returned it. */
+/* Destroys a stream. Returns the first error that aclrtSynchronizeStream has not returned. */
 ACL_FUNC_VISIBILITY aclError aclrtDestroyStream(aclrtStream stream);
-/* Returns and forgets the first error since the last synchronise. The calling thread gets its sentence. Tasks after a
- * failed task have run. */
+/* Returns and forgets the first error since the last synchronise. The calling thread gets the error's sentence. Tasks
+ * after a failed task have run, too. */
 ACL_FUNC_VISIBILITY aclError aclrtSynchronizeStream(aclrtStream stream);
 
 /* Allocates memory aligned to 64 bytes; the policy is ignored. Returns ACL_ERROR_INVALID_PARAM for devPtr NULL or size 0. */
@@ -165,10 +165,10 @@ ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *
  * offset                   in elements, from tensorData to the view's first element
  * format                   the operators here take ACL_FORMAT_ND
  * storageDims, storageDimsNum   shape of the memory at tensorData, at most 8 axes. Phase one refuses a view that leaves
- *                          it. With NULL or 0 axes the size is unknown and the view is not checked
+ *                          this memory. With NULL or 0 axes the size is unknown and the view is not checked
  * tensorData               the memory; must live until phase two has returned
  *
- * Returns NULL if there is no memory, or for too many axes. The tensor may be destroyed after phase one. */
+ * Returns NULL if memory runs out, or for too many axes. The tensor may be destroyed after phase one. */
 ACL_FUNC_VISIBILITY aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDataType dataType,
                                                const int64_t *stride, int64_t offset, aclFormat format,
                                                const int64_t *storageDims, uint64_t storageDimsNum, void *tensorData);

@@ -4,9 +4,9 @@
  *     gradAttnWeight           = sum over channels of gradOutput * sample
  *     gradLocation             = (W * attnWeight * sum g dSample/dx, H * attnWeight * sum g dSample/dy)
  *
- * A sample is bilinear at x = location0 * W - 0.5, y = location1 * H - 0.5. Corners off the map are zero. A sample with
- * x <= -1, y <= -1, x >= W, y >= H or a NaN contributes exactly 0 to every gradient. Locations are (x, y), as in CANN's
- * code; CANN's document says (y, x).
+ * share_ij is the bilinear coefficient of corner ij, and g is gradOutput. A sample is bilinear at x = location0 * W - 0.5,
+ * y = location1 * H - 0.5. Corners off the map are zero. A sample with x <= -1, y <= -1, x >= W, y >= H or a NaN contributes
+ * exactly 0 to every gradient. Locations are (x, y), as in CANN's code; CANN's document says (y, x).
  */
 #ifndef MX_DRIVING_ACLNN_MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD_H
 #define MX_DRIVING_ACLNN_MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD_H
@@ -26,7 +26,7 @@ extern "C" {
  *
  * value            in   [bs, num_keys, num_heads, channels]; channels % 8 == 0, <= 256; num_heads <= 16
  * spatialShape     in   [num_levels, 2], (H, W); num_levels <= 16
- * levelStartIndex  in   [num_levels], row of each level in num_keys
+ * levelStartIndex  in   [num_levels], the first row of each level in num_keys
  * location         in   [bs, num_queries, num_heads, num_levels, num_points, 2], (x, y), 0..1 is the map;
  *                       num_queries < 500000, num_points <= 16
  * attnWeight       in   [bs, num_queries, num_heads, num_levels, num_points]
@@ -35,7 +35,7 @@ extern "C" {
  * gradLocation     out  location's shape
  * gradAttnWeight   out  attnWeight's shape
  * workspaceSize    out  bytes that phase two needs; 0 for an empty input
- * executor         out  the prepared call; phase two frees it, or aclDestroyAclOpExecutor
+ * executor         out  the prepared call; phase two or aclDestroyAclOpExecutor frees it
  *
  * Returns 0; ACLNN_ERR_PARAM_NULLPTR (161001) if a pointer, or the memory of a tensor with elements, is NULL;
  * ACLNN_ERR_PARAM_INVALID (161002) for a wrong dtype, format or shape, a broken limit, shapes that disagree, a view that

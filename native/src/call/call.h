@@ -64,11 +64,12 @@ struct Sizes {
 struct Call {
     Operator op;
     bool backward;
-    // If true, `weights` holds logits. `locations` then holds offsets from reference points, or an anchor's key points in
-    // deformable_aggregation.
+    // true: `weights` holds logits, and `locations` holds offsets from reference points, or in deformable_aggregation the key
+    // points of an anchor.
     bool with_logits;
     bool has_window; // true in geometric_kernel_attention_with_logits
-    // true: sample (level, point) reads reference point `point % R`. false: it reads reference point `level`, or the only one.
+    // true: sample (level, point) reads reference point `point % R`. false: the sample reads reference point `level`, or the
+    // only one.
     bool reference_by_point;
     int num_threads;
     Sizes sizes;
@@ -80,7 +81,7 @@ struct Call {
     Tensor grad_output;                               // backward: an input
     // backward: the results; data is null if a gradient is not wanted
     Tensor grad_value, grad_locations, grad_weights, grad_reference, grad_projection, grad_depth;
-    // prepare() sets the levels, makes the channels of value contiguous, and converts value to double if any input is double.
+    // Set by prepare(), which also makes the channels of value contiguous, and converts value to double if any input is double.
     const Level *levels;
 };
 

@@ -1,4 +1,5 @@
-// Checks shapes, dtypes and sizes. `fits` only compares. If it returns false, Judge finds the error and builds the sentence.
+// Checks shapes, dtypes and sizes. `fits` only compares. If `fits` returns false, Judge finds the error and builds the
+// sentence.
 #include "call/check.h"
 
 namespace mxd {
@@ -55,8 +56,9 @@ bool groups_fit(const AxisSizes &sizes) {
     return groups < 0 || groups == 1 || (groups > 0 && sizes.of[sizes::c] % groups == 0);
 }
 
-// Returns whether the number R of reference points fits. If `option` is 0, sample (level, point) reads reference point `level`,
-// or the only reference point. If it is 1, the sample reads reference point `point % R`.
+// Returns whether the option allows the number R of reference points. Option 0 needs R == num_levels, or 1: sample (level,
+// point) reads reference point `level`, or the only one. Option 1 needs an R that divides num_points: the sample reads
+// reference point `point % R`.
 bool references_fit(int64_t option, const AxisSizes &sizes) {
     const int64_t count = sizes.of[sizes::R], coordinates = sizes.of[sizes::TWO_OR_FOUR];
     if (count < 0) return true;
@@ -65,7 +67,7 @@ bool references_fit(int64_t option, const AxisSizes &sizes) {
                        : count == sizes.of[sizes::num_levels] || count == 1;
 }
 
-constexpr int64_t MOST_ROWS = INT32_MAX; // kernels number rows in int32, and the exclusive end of a range of rows must fit, too
+constexpr int64_t MOST_ROWS = INT32_MAX; // kernels number rows in int32, which must also hold the end of a range of rows
 
 bool rows_fit(const AxisSizes &sizes) { return std::max(sizes.of[sizes::num_keys], sizes.of[sizes::num_feat]) < MOST_ROWS; }
 
@@ -81,7 +83,7 @@ bool fits(const Function &function, TensorInfo *tensors, int count, int64_t opti
         if (!is_present(t) && !argument->required) continue;
         if (!is_present(t) || !dtype_fits(argument->elements, t.dtype, value_dtype)) return false;
         // An axis of this tensor is the product of two sizes (heads * channels), or the tensor has a wrong number of axes. The
-        // next loop checks the tensor, when other tensors have given both sizes.
+        // next loop checks such a tensor, after other tensors have given both sizes.
         if (t.axes != argument->split.count) continue;
         const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
         uint64_t elements = 1;
@@ -131,7 +133,8 @@ std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) {
     return size < 0 ? text : text + "=" + std::to_string(size);
 }
 
-// Finds the error of a call that does not fit: the first tensor that disagrees with earlier tensors. Inputs are checked first.
+// Finds the error of a call for which `fits` returned false: the first tensor that disagrees with earlier tensors. Inputs are
+// checked first.
 struct Judge {
     const Function &function;
     const TensorInfo *tensors;
@@ -181,7 +184,7 @@ struct Judge {
     }
 
     Refusal refuse_shape(int i) const {
-        AxisSizes others = NUMBERS; // sizes of the other inputs; if two disagree, the first counts
+        AxisSizes others = NUMBERS; // sizes of the other inputs; if two inputs disagree, the first one counts
         for (int other = function.first_input; other < function.first_input + function.num_inputs; ++other)
             if (other != i && is_present(tensors[other])) shape_fits(function.arguments[other], tensors[other], others);
         const Argument &argument = function.arguments[i];

@@ -7,14 +7,14 @@ nor the package.
 import runpy
 import sys
 
-SIZES = {"2": "TWO", "3": "THREE", "4": "FOUR", "2 or 4": "TWO_OR_FOUR"}  # the other axes have their names in C++
+SIZES = {"2": "TWO", "3": "THREE", "4": "FOUR", "2 or 4": "TWO_OR_FOUR"}  # axes with another name in C++
 KERNELS = {
     "multi_scale_deformable_attn": "MULTI_SCALE",
     "deformable_aggregation": "AGGREGATION",
     "geometric_kernel_attention": "GEOMETRIC",
     "bev_pool_v3": "POOLING",
 }
-# Members of Call (call.h) that do not have the input's name. A member may also follow from the input's index.
+# Input -> member of Call (call.h), if the names differ. members_of() finds other members by the input's index.
 MEMBERS = {
     "sampling_locations": "locations",
     "sample_locations": "locations",
@@ -33,8 +33,8 @@ def members_of(op):
 
 
 def layout_of(member, axes):
-    """Return the index in `axes` for each axis of the member, in the order of `Axis` (call.h). -1 is an axis of one element,
-    which only other operators' tensors have."""
+    """Return the index in `axes` of each axis of the member, in the order of `Axis` (call.h). The index is -1 if only other
+    operators have this axis; the member then gets an axis of one element."""
     order = list(axes)
     if "pts" in order and "cam" in order:  # the points of an anchor come before its cameras
         order.remove("pts")

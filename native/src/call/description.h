@@ -50,7 +50,7 @@ template <class T, int MOST> struct List {
     SIZE(h, nullptr)                                                                                                           \
     SIZE(w, nullptr)
 
-// A size by its name. TWO, THREE and FOUR are sizes with a fixed value.
+// The names of sizes. TWO, THREE and FOUR are sizes with a fixed value.
 namespace sizes {
 #define MXD_NAME(name, member) name,
 enum Name : int { NONE = -1, MXD_SIZES(MXD_NAME) TWO, THREE, FOUR, TWO_OR_FOUR, COUNT };
@@ -96,7 +96,7 @@ struct Argument {
     List<NamedAxis, MOST_AXES> split; // as the C interface has them: the product of two sizes is two axes
     List<int, MOST_AXES> layout;      // for each axis of `tensor`, its index in `split`, or -1 if `split` has no such axis
 
-    // Returns the list with this number of axes, `split` or `axes`; null if neither has it.
+    // Returns `split` or `axes`, the one with this number of axes. Returns null if neither has it.
     const List<NamedAxis, MOST_AXES> *axes_of(int number) const {
         return number == split.count ? &split : number == axes.count ? &axes : nullptr;
     }
@@ -111,7 +111,7 @@ struct Function {
     List<Argument, MOST_ARGUMENTS> arguments;
     int first_input = 0, num_inputs = 0;
     int first_written = 0;                // the index of the first result: the output, or the first gradient
-    List<sizes::Name, MOST_AXES> numbers; // output axes that no input has; a binding that makes the output takes their sizes
+    List<sizes::Name, MOST_AXES> numbers; // sizes of output axes that no input has; a binding that makes the output needs them
     std::string_view option;              // the option's name, or empty
     List<std::string_view, 2> choices;    // the option's values
 };

@@ -44,15 +44,15 @@ constexpr PackedLevels NONE{nullptr, 0, 0, 0, 0, 0};
 
 bool all_near(const PackedLevels &packed) { return packed.bytes > 0 && packed.far_begin >= packed.far_end; }
 
-// This many bytes of packed rows stay in a core's second-level cache beside all other data. Levels within these bytes are near.
-// Rows of near levels are not prefetched, because they are in the cache already, and a prefetch is not cheap: the prefetch of a
-// row takes three load instructions, the sum of the row takes six. Without these prefetches the forward on one thread takes
-// 27.3 instead of 29.0 ms for Deformable-DETR's encoder, 72.3 instead of 74.6 for BEVFormer spatial (2026-11-23, Zen 3), and
-// 21.1 instead of 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
+// This many bytes of packed rows stay in a core's second-level cache beside all other data. The smallest levels that together
+// fit into these bytes are near. Rows of near levels are not prefetched, because they are in the cache already, and a prefetch
+// is not cheap: the prefetch of a row takes three load instructions, the sum of the row takes six. Without these prefetches the
+// forward on one thread takes 27.3 instead of 29.0 ms for Deformable-DETR's encoder, 72.3 instead of 74.6 for BEVFormer spatial
+// (2026-11-23, Zen 3), and 21.1 instead of 23.1 for MapTR tiny, all of whose rows are near (2026-11-22, Zen 5).
 constexpr int64_t NEAR_BYTES = 256 * 1024;
 
 // A level is packed if its rows are read at least PACK_READS times on average. The smallest levels are packed first, as long as
-// all copies take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
+// all copies together take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
 constexpr double PACK_BYTES = 15.5 * (1 << 20); // with this limit all scratch memory together takes about 16 MB
 constexpr double PACK_SHARE = 0.049;            // with this limit all scratch memory together takes about 5 % of value's memory
 constexpr int64_t PACK_READS = 8;
@@ -100,7 +100,7 @@ PackedLevels choose_levels(const Call &call, RowBytes row_bytes, double most_byt
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 bool value_can_be_packed(const Call &call) {
-    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // if false, rows are contiguous already
+    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // else rows are contiguous already
            call.sizes.queries >= QUERIES_OF_A_THREAD * num_threads(call);
 }
 
@@ -113,9 +113,9 @@ PackedLevels choose_packed_value(const Call &call, RowBytes row_bytes, std::vect
 }
 
 // Plans packing in the forward. Near levels of float16 are widened when they are packed, because otherwise each sample would
-// widen its rows again. Widened levels must begin at a multiple of ROWS samples. Levels of bfloat16 are not widened: a sum
-// reads two bfloat16 as one 32-bit word, and this costs no more than reading a widened row of twice the bytes. In
-// geometric_kernel_attention levels of any dtype are widened, but only if all levels are near.
+// widen its rows again. A widened level must begin at a multiple of ROWS samples. Levels of bfloat16 are not widened: a sum
+// reads two bfloat16 as one 32-bit word, and this costs no more than reading a widened row of twice the bytes.
+// geometric_kernel_attention widens levels of both 16-bit dtypes, but only if all levels are near.
 void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const bool is_half = call.value.dtype == MXD_FLOAT16;
     plan.near_as_computed = call.op == GEOMETRIC || (is_half && call.sizes.points % ROWS == 0);
@@ -127,9 +127,9 @@ void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &off
 }
 
 // Plans packing in the backward. Rows of 16 bits are widened when they are packed, if all levels can be packed as widened rows.
-// Otherwise each sample widens its rows again: dot products need channels in order, so they cannot read bfloat16 in words, as
-// sums do. With widened levels Deformable-DETR's encoder takes 26.1 instead of 31.3 ms in bfloat16, and 24.6 in float32
-// (2026-11-27, Intel Xeon 6/207).
+// Otherwise each sample widens its rows again, because dot products need channels in order. So they cannot read pairs of
+// bfloat16 as words, as sums do. With widened levels Deformable-DETR's encoder takes 26.1 instead of 31.3 ms in bfloat16 (24.6
+// in float32; 2026-11-27, Intel Xeon 6/207).
 void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
     const int64_t own = own_row_bytes(call), wide = wide_row_bytes(call);
     if (call.op == MULTI_SCALE) plan.packed_value = choose_packed_value(call, {wide, wide}, offset);
@@ -138,7 +138,8 @@ void plan_packed_backward(const Call &call, Plan &plan, std::vector<int64_t> &of
 }
 
 // The memory of each thread for sums that cannot be made in grad_value itself, such as those of a 16-bit gradient. In nearly
-// every model a whole head fits. With less memory a head would be cut into more bands, and each band reads all queries.
+// every model this memory holds a whole head. With less memory a head would be cut into more bands, and each band reads all
+// queries.
 constexpr int64_t BUFFERED_BYTES = 6 << 20;
 
 // Chooses the levels of the gradient that are packed. If levels overlap, packs none: a row that belongs to two levels would be
@@ -160,7 +161,7 @@ bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
     return rows == call.sizes.keys;
 }
 
-// ---- the cut of heads into bands or parts, so that all threads have work
+// ---- how heads are cut into bands or parts, so that all threads have work
 
 struct Cut {
     int64_t bands, parts;
@@ -202,15 +203,15 @@ Cut choose_cut(const Call &call, bool in_place) {
 
 // ---- heads that are processed together
 
-// The forward with a window processes all heads of a query together if value, as the computed type, has at most this many bytes
-// per batch. The time, relative to one head after the other: 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB; 1.25
-// for 24 MB, where packed heads are better (2026-11-23, Zen 3, 512 KB of second-level cache).
+// The forward with a window processes all heads of a query together if one batch of value, in the computed type, has at most
+// this many bytes. The time, relative to one head after the other: 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB;
+// 1.25 for 24 MB, where packed heads are better (2026-11-23, Zen 3, 512 KB of second-level cache).
 constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 
 bool heads_can_go_together(const Call &call) { return call.has_window && call.sizes.levels * call.sizes.points > 0; }
 
 // Returns whether it pays to widen all 16-bit rows in advance. There must be at least as many samples as rows. The widened rows
-// must also have few bytes: if value is expanded, they need more memory than value itself.
+// must also have few bytes, because an expanded value may have less memory than its widened rows need.
 bool widening_pays(const Call &call) {
     const Sizes &n = call.sizes;
     if (floating_size(call.value.dtype) == computed_size(call)) return true; // rows need no widening
@@ -226,8 +227,8 @@ int64_t choose_heads_of_forward(const Call &call) {
     return heads_can_go_together(call) && near && widening_pays(call) ? heads : 0;
 }
 
-// Returns the number of heads that the backward processes together. Their packed value and gradient must fit the second-level
-// cache, and every thread must get work.
+// Returns the number of heads that the backward processes together. The packed rows of value and gradient must fit into the
+// second-level cache, and every thread must get work.
 int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
     const int64_t batch = call.sizes.batch, heads = call.sizes.heads;
     for (int64_t together : {4, 2})
@@ -259,7 +260,8 @@ void cut_bands(const Call &call, int64_t bands_at_least, int64_t most_rows, std:
     cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
 }
 
-// A band of deformable_aggregation has all channels and is summed in place. It should stay in the third-level cache.
+// A band of deformable_aggregation has all channels and is summed in place. A band of this size should stay in the third-level
+// cache.
 constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
 int64_t most_rows_of_a_band(const Call &call, bool buffered) {
@@ -271,16 +273,17 @@ int64_t most_rows_of_a_band(const Call &call, bool buffered) {
 // ---- the choice of ValueGradient
 
 // Returns whether one pass for all gradients pays if it uses packed rows. Two passes read the queries and find the rows twice.
-// One pass needs the rows of value and of its gradient in the caches at once. So it pays if a sample is one row and all packed
-// rows of a head stay in the second-level cache. Packed rows have the computed type, so value and its gradient may have any
-// dtype.
+// One pass needs the rows of value and of its gradient in the caches at once. So one pass pays if a sample reads one row and
+// all packed rows of a head stay in the second-level cache. Packed rows have the computed type, so value and its gradient may
+// have any dtype.
 bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
     return call.op == GEOMETRIC && needs_samples(call) && packed.bytes > 0 && 2 * packed.bytes <= NEAR_BYTES &&
            all_rows_are_packed(call, packed);
 }
 
-// Returns whether one pass for all gradients pays without packing. It pays if a sample reads one row, or if separate passes
-// would not pack value because queries are few or levels are large. Value and its gradient need the same dtype and row stride.
+// Returns whether one pass for all gradients pays without packing. One pass pays if a sample reads one row, or if separate
+// passes would not pack value because queries are few or levels are large. Value and its gradient need the same dtype and row
+// stride.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return needs_samples(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);
@@ -294,8 +297,8 @@ void plan_bands(const Call &call, int64_t bands, bool buffered, Plan &plan, Plan
     plan.band_is_buffered = buffered;
 }
 
-// Chooses whole heads, parts or bands for the gradient of value, as choose_cut says; bands if whole heads are not possible.
-// Whole heads repeat no work, each part rereads grad_output, and each band rereads all queries.
+// Chooses whole heads, parts or bands for the gradient of value, as choose_cut says. Chooses bands in place of whole heads that
+// are not possible. Whole heads repeat no work, each part rereads grad_output, and each band rereads all queries.
 void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &plan, PlanLists &lists) {
     const bool buffered = !can_be_added_to(call);
     const Cut cut = choose_cut(call, !buffered);
@@ -327,7 +330,8 @@ void plan_gradients(const Call &call, Plan &plan, PlanLists &lists) {
     if (!plan.sample_gradients) plan.packed_value = NONE;
 }
 
-// The least work of a thread, in elements of rows. Waking a thread takes about as long as reading this many elements.
+// The least work for which one more thread is used, in elements of rows. Waking a thread takes about as long as reading this
+// many elements.
 constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
 std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 

@@ -1,4 +1,5 @@
-// Decides how a call is computed, from sizes, strides, dtypes and the number of threads, before any element is read.
+// Decides how a call is computed, from sizes, levels, strides, dtypes and the number of threads, before any other element is
+// read.
 #pragma once
 
 #include <string>

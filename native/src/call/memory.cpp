@@ -6,7 +6,8 @@
 namespace mxd {
 namespace {
 
-// The addresses of a tensor's first and last byte. The default is for a tensor without elements, and overlaps no other extent.
+// The addresses of a tensor's first and last byte. The default extent is that of a tensor without elements; it meets no other
+// extent.
 struct Extent {
     int64_t first = INT64_MAX, last = INT64_MIN;
 
@@ -16,7 +17,7 @@ struct Extent {
 
 int64_t address_of(const TensorInfo &t) { return int64_t(reinterpret_cast<intptr_t>(t.data)); }
 
-// Finds the addresses of a tensor's first and last byte. Returns false if they do not fit in 64 bits.
+// Finds the addresses of a tensor's first and last byte. Returns false if these addresses do not fit in 64 bits.
 bool find_extent(const TensorInfo &t, Extent &extent) {
     const int64_t element = element_size(t.dtype);
     int64_t first = address_of(t), last, length;
@@ -79,7 +80,7 @@ struct Footprint {
 };
 
 // Returns whether the strides prove that no two elements share memory: in ascending order, each stride must be at least the
-// bytes that the smaller axes cover. This holds for every slice and permutation of a contiguous tensor.
+// bytes that the axes before it cover. Every slice and permutation of a contiguous tensor has such strides.
 bool has_distinct_elements(const TensorInfo &t) {
     const Footprint all(t);
     int64_t covered = all.element;
@@ -90,12 +91,12 @@ bool has_distinct_elements(const TensorInfo &t) {
     return true;
 }
 
-// Returns whether the strides prove that two tensors share no memory, though their extents meet. This holds for any two slices
-// of a contiguous tensor that share no element.
+// Returns whether the strides prove that two tensors share no memory, though their extents meet. They prove it for any two
+// slices of a contiguous tensor that share no element.
 bool lie_apart(const Footprint &a, const Footprint &b);
 
-// Returns whether lie_apart holds for addresses modulo a period, or false if a footprint does not fit into one period. Compares
-// the second footprint twice: at its place after the first, and one period earlier.
+// Returns whether lie_apart holds if addresses are taken modulo a period. Returns false if a footprint is longer than the
+// period. Compares the second footprint twice: at its place after the first, and one period earlier.
 bool lie_apart_modulo(const Footprint &a, const Footprint &b, int64_t period) {
     int64_t ahead;
     if (period == 0 || __builtin_sub_overflow(b.first, a.first, &ahead)) return false;

@@ -1,4 +1,4 @@
-// A plan says how a call is computed. make_plan() decides it, and kernels switch on it.
+// A plan says how a call is computed. make_plan() makes the plan, and kernels switch on its fields.
 #pragma once
 
 #include "call/call.h"

@@ -48,7 +48,7 @@ Sizes sizes_of(const AxisSizes &sizes) {
     return n;
 }
 
-// Returns the number of cells, at most INT64_MAX. An output without channels may have more, because it takes no memory.
+// Returns the number of cells, at most INT64_MAX. An output without channels may have more cells, because it takes no memory.
 int64_t cells_of(const Tensor &t) {
     int64_t cells = 1;
     for (Axis axis : {BATCH, CELL_D, CELL_H, CELL_W})
@@ -83,8 +83,8 @@ bool is_too_large(const Call &call) {
     return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }
 
-// In a backward without samples, sets the numbers of queries and points to 0: the gradient of value is zero for any number of
-// queries. Does nothing if another gradient has elements.
+// In a backward without samples, sets the numbers of queries and points to 0, because the gradient of value is zero for any
+// number of queries. Does nothing if another gradient has elements.
 void forget_queries_without_samples(Call &call) {
     if (call.op == POOLING || !call.backward || !is_empty(call.weights)) return;
     for (const Tensor *gradient : {&call.grad_locations, &call.grad_reference})

@@ -8,8 +8,8 @@
 
 namespace mxd {
 
-// Makes a call from tensors, and puts their axes in the order of Axis. `fits` has returned true for these tensors and found
-// `sizes`. A TensorInfo without a shape is a tensor that is not given or not wanted.
+// Makes a call from tensors, and puts their axes in the order of Axis. `fits` must have returned true for these tensors, and
+// set `sizes`. A TensorInfo without a shape is a tensor that is not given or not wanted.
 Call make_call(const Function &function, const TensorInfo *tensors, const AxisSizes &sizes, int64_t option, int num_threads);
 
 // Owns the memory to which a prepared call points.
@@ -23,8 +23,8 @@ typedef void CopyElements(const Tensor &t, bool as_doubles, char *to);
 
 // Reads the levels. Copies value if its channels are not contiguous. Converts value to double if any input is double, because
 // kernels that compute in double read only rows of double. Requests huge pages for the results. Returns MXD_BAD_LEVEL,
-// MXD_BAD_RANK, MXD_OUT_OF_MEMORY or MXD_OK. If only a plan is made, copy_elements is null; then value describes the copy but
-// has no data.
+// MXD_BAD_RANK, MXD_OUT_OF_MEMORY or MXD_OK. If only a plan is made, copy_elements is null; then value describes a copy that is
+// not made.
 int prepare(Call &call, Prepared &prepared, CopyElements *copy_elements);
 
 // Returns whether no result is wanted, or all wanted results are empty. Then no kernel may run: expanded inputs take no memory,

@@ -38,7 +38,8 @@ struct Ranks {
     int64_t rows;
 };
 
-// Returns the first point whose rank is out of range, or `points`. A loop over a block has no branch: compilers vectorise it.
+// Returns the first point whose rank is out of range, or `points`. The loop over a block has no branch, so that compilers
+// vectorise it.
 template <class Rank> int64_t first_wrong(const Ranks &table, int64_t points) {
     typedef std::make_unsigned_t<Rank> Unsigned;
     const Rank *const ranks = static_cast<const Rank *>(table.tensor.data);

@@ -14,7 +14,7 @@ bool level_fits(const Level &level, int64_t keys);
 // Returns whether all ranks are in range. True for operators without ranks.
 bool ranks_fit(const Call &call);
 
-// Return an error sentence about the first level or rank that does not fit, or "". `shapes` and `starts` name the tables.
+// Return an error sentence about the first level or rank that is out of range, or "". `shapes` and `starts` name the tables.
 std::string fault_of_levels(const Call &call, const std::string &shapes, const std::string &starts);
 std::string fault_of_ranks(const Call &call);
 

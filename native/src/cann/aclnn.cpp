@@ -76,7 +76,7 @@ void check_executor(const aclOpExecutor *executor, bool is_alive) {
 aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecutor *executor, aclrtStream handle) {
     const aclnnStatus status = guarded([&] {
         // Like CANN's runtime (opbase, CommonOpExecutorRun, 2025), destroy an executor that is not repeatable even if a check
-        // below refuses the call. Programs do not destroy it.
+        // below refuses the call. Programs do not destroy such an executor.
         aclOpExecutor task;
         check_executor(executor, registry<aclOpExecutor>().copy(executor, task) &&
                                      (task.repeatable || registry<aclOpExecutor>().remove(executor)));

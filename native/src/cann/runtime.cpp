@@ -26,7 +26,7 @@ void check(bool holds, const char *name, const char *rule, const std::string &fa
 
 void require_device(int32_t id) { check(id >= 0, "deviceId", "be 0 or more", std::to_string(id)); }
 
-// System parameters have no effect here, so this only checks them.
+// System parameters have no effect here, so this function only checks them.
 void check_parameter(aclSysParamOpt opt, int64_t value) {
     check(opt >= ACL_OPT_DETERMINISTIC && opt <= ACL_OPT_STRONG_CONSISTENCY, "opt", "be an aclSysParamOpt",
           std::to_string(int(opt)));
@@ -54,7 +54,7 @@ void read_axes(const char *name, const int64_t *numbers, uint64_t count, int64_t
     std::copy_n(numbers, count, to);
 }
 
-// Sets the strides of a contiguous tensor. Returns its size in elements, at most MOST_ELEMENTS, or 0 if an axis is <= 0.
+// Sets the strides of a contiguous tensor. Returns its number of elements, at most MOST_ELEMENTS, or 0 if an axis is <= 0.
 int64_t set_strides(const int64_t *shape, int axes, int64_t *strides) {
     int64_t count = 1;
     for (int a = axes; a-- > 0;) {
@@ -150,7 +150,7 @@ aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy) {
         acl::check(devPtr, "devPtr", "point to a pointer", "NULL");
         acl::check(size > 0, "size", "be positive", "0");
         void *memory = ::operator new(size, acl::ALIGNMENT,
-                                      std::nothrow); // nothrow, because a sanitizer ends a program in which new throws
+                                      std::nothrow); // nothrow, because a sanitizer ends the program if new throws
         if (!memory) throw std::bad_alloc();
         *devPtr = memory;
     });

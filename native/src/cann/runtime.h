@@ -37,7 +37,7 @@ template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
     } catch (const Outcome &refusal) {
         return refusal;
     } catch (const std::bad_alloc &) {
-        return {ACL_ERROR_BAD_ALLOC, {}}; // no sentence, because it could need memory; report() adds one
+        return {ACL_ERROR_BAD_ALLOC, {}}; // no sentence, because a sentence could need memory; report() adds one
     } catch (const std::system_error &error) {
         return {ACL_ERROR_INTERNAL_ERROR, error.what()};
     }
@@ -57,7 +57,7 @@ class Stream {
         Outcome outcome = outcome_of(task);
         if (failure.status == ACL_SUCCESS) failure = std::move(outcome);
     }
-    // Throws and forgets the first failure since the last call.
+    // Throws and forgets the first failure since the last synchronize().
     void synchronize() {
         const std::lock_guard<std::mutex> lock(mutex);
         Outcome outcome = std::exchange(failure, Outcome{});
@@ -81,7 +81,7 @@ template <class T> class Handles {
         keys.insert(key(object.get()));
         return object.release();
     }
-    // Copies the object under the lock, because another thread may destroy it. Returns false if it is not live.
+    // Copies the object under the lock, because another thread may destroy it. Returns false if the object is not live.
     bool copy(const void *handle, T &to) {
         return change(const_cast<void *>(handle), [&](const T &object) { to = object; });
     }

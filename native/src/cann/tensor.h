@@ -22,7 +22,8 @@ struct aclTensor {
 
 namespace acl {
 
-// No memory has MOST_ELEMENTS elements, and sums of such sizes in bytes do not overflow. Every view fits in UNKNOWN_STORAGE.
+// No memory has MOST_ELEMENTS elements, and sums of such sizes in bytes do not overflow. Every view lies inside a storage of
+// UNKNOWN_STORAGE elements.
 constexpr int64_t MOST_ELEMENTS = int64_t(1) << 47, UNKNOWN_STORAGE = MOST_ELEMENTS + 1;
 
 inline bool is_empty(const aclTensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }

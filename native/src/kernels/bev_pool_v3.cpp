@@ -9,7 +9,7 @@ namespace {
 // ---- cells of the bird's-eye view: copies between the layout [bs, c, d, h, w] and rows with contiguous channels
 
 // read_run is read_elements for floating dtypes, and write_run is write_elements. They are not inlined, because each copy of
-// their code would have 10 KB.
+// the code would have 10 KB.
 template <class T> __attribute__((noinline)) void read_run(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
     with_elements(const_cast<char *>(from), dtype, [&](auto *elements) { convert_run<T>(elements, stride, to, 1, n); });
 }
@@ -89,7 +89,8 @@ class Cells {
         }
     }
 
-    // Transposes any number of lines and columns, square by square. It is not inlined, so that read and write share the code.
+    // Transposes any number of lines and columns, square by square. This function is not inlined, so that read and write share
+    // its code.
     template <class T>
     __attribute__((noinline)) static void transposed(const T *from, int64_t step, int64_t lines, int64_t columns, T *to,
                                                      int64_t to_step) {
@@ -100,7 +101,8 @@ class Cells {
                           to + k * to_step + i, to_step);
     }
 
-    // line() returns the address of a block's first cell in a channel. cell() returns the address of its cell i in channel 0.
+    // line() returns the address of a block's first cell in a channel. cell() returns the address of the block's cell i in
+    // channel 0.
     char *line(int64_t block, int64_t channel) const {
         return at(t, block / blocks_of_batch * t.strides[BATCH] + first_in_batch(block) + channel * t.strides[CELL_CHANNEL]);
     }

@@ -47,7 +47,7 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
 
 // With logits: computes the gradients of an anchor's key points, projections and logits from the gradients of its samples.
 //
-//   grad_location    is added to the gradients of its key point and of its camera's projection
+//   grad_location    contributes to the gradients of its key point and of its camera's projection
 //   grad_logit       = softmax * (grad_weight * pair_scale - mean), mean = sum of softmax * grad_weight * pair_scale
 template <class T> class AnchorGradients {
   public:

@@ -1,4 +1,5 @@
-// geometric_kernel_attention on the CPU. Locations are pixels, which are truncated and clamped to the map.
+// geometric_kernel_attention on the CPU. Locations are pixels, which are truncated (with a window: rounded) and clamped to the
+// map.
 #include "kernels/attention/backward.h"
 #include "kernels/attention/forward.h"
 #include "kernels/attention/heads_together.h"
@@ -9,7 +10,7 @@ namespace {
 template <class T> struct Nearest {
     static constexpr int CORNERS = 1;
 
-    // Finds the pixels of samples i..i+LANES-1. They are clamped as integers, because T cannot represent every width.
+    // Finds the pixels of samples i..i+LANES-1. Pixels are clamped as integers, because T cannot represent every width.
     static MXD_INLINE void pixels(const Query<T> &query, int64_t i, IntLanes<T> &x, IntLanes<T> &y) {
         const MapLanes<T> &maps = query.maps().at(i);
         if (query.in_whole_numbers()) {

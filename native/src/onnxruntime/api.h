@@ -24,7 +24,7 @@ struct OrtCustomOp;
 enum OrtErrorCode : int { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2, ORT_RUNTIME_EXCEPTION = 6 };
 enum OrtPresence : int { ORT_REQUIRED = 0, ORT_OPTIONAL = 1 };
 
-// The element types of ONNX. ORT_ANY: a kernel takes every type.
+// The element types of ONNX. ORT_ANY: a kernel accepts every type.
 enum OrtType : int { ORT_ANY = 0, ORT_FLOAT32 = 1, ORT_FLOAT16 = 10, ORT_FLOAT64 = 11, ORT_BFLOAT16 = 16 };
 
 // The table of functions. A Slot is an index into the table, with the function's type.

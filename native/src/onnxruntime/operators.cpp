@@ -157,7 +157,7 @@ void read_input(const OrtApi *api, const OrtKernelContext *context, size_t index
     to.describe(int(axes), known ? DTYPES[type] : -1, known ? TYPE_NAMES[type] : "another type", data);
 }
 
-// Returns the sizes that no input has: attributes, or the elements of an additional last input.
+// Returns the sizes that no input has. Reads them from attributes, or from an additional last input.
 std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelContext *context, size_t count) {
     const OrtApi *api = instance.runtime.api;
     const Function &op = instance.function;
@@ -234,8 +234,8 @@ void run_on_session(void *lender, int count, Body *body, void *context) {
         size_t(count), 0, &bodies);
 }
 
-// Runs a call on the threads of the session. The plan is for the largest number of threads that took
-// part in an earlier call.
+// Runs a call on the threads of the session. Plans for the largest number of threads that worked in an earlier call. The first
+// call plans for all threads that pay.
 int run_on_lent_threads(Instance &instance, const OrtKernelContext *context, Call &call) {
     const int most = threads_that_pay(call, int(std::thread::hardware_concurrency())), seen = instance.threads.load();
     if (most == 1 || !instance.runtime.has_parallel_for) return run(call);

@@ -19,7 +19,7 @@ namespace {
 
 #ifdef _WIN32
 
-// Windows has no such number. A new number for each call makes openmp() search each time, which is cheap there.
+// Windows has no such number. So each call returns a new number, and openmp() searches each time, which is cheap there.
 uint64_t libraries_loaded() {
     static std::atomic<uint64_t> calls{0};
     return ++calls;
@@ -58,8 +58,8 @@ bool find_functions(Library library, OpenMp &runtime) {
 
 #ifdef _WIN32
 
-// torch's wheels ship the first file, or the third on ARM. Visual Studio's Clang and LLVM ship the others. The list does not
-// have vcomp140.dll of Visual C++, because it has another interface.
+// torch's wheels ship the first file, or the third on ARM. Visual Studio's Clang and LLVM ship the others. vcomp140.dll of
+// Visual C++ is missing here, because that runtime has another interface.
 const char *const FILES[] = {"libiomp5md.dll", "libomp140.x86_64.dll", "libomp140.aarch64.dll", "libomp.dll"};
 
 bool look(OpenMp &runtime) {
@@ -84,9 +84,10 @@ void *entry(Library library) {
     return gcc ? gcc : function(library, "__kmpc_fork_call");
 }
 
-// Returns the entry function of the runtime that torch's loops call, as the loader finds it for libtorch_cpu. On Linux the
-// loader takes a global symbol, such as a preloaded libiomp5's, or else the symbol of a dependency of libtorch_cpu, which may
-// have any file name (libgomp-a34b3233.so.1). Without torch, returns the entry of any runtime with a usual file name.
+// Returns the function that starts a parallel region in the runtime of torch's loops. Searches as the loader does for
+// libtorch_cpu: on Linux first the global symbols, such as those of a preloaded libiomp5, then the dependencies of
+// libtorch_cpu, whose files may have any name (libgomp-a34b3233.so.1). Without torch, searches the runtimes with a usual file
+// name.
 void *torchs_entry() {
 #ifndef __APPLE__ // on macOS a library calls the runtime that it was linked to, whatever symbols are global
     if (void *const address = entry(RTLD_DEFAULT)) return address;
@@ -102,7 +103,8 @@ void *torchs_entry() {
     return nullptr;
 }
 
-// Finds all functions in the library of torchs_entry(). Keeps its handle, so that nobody can unload it.
+// Finds all functions in the library that has torchs_entry(). Keeps the library's handle, so that nobody can unload the
+// library.
 bool look(OpenMp &runtime) {
     Dl_info info;
     void *const address = torchs_entry();
@@ -135,7 +137,7 @@ void clang_region(int32_t *, int32_t *, void *data) { region(data); }
 
 // The source location of a parallel region. OpenMP runtimes read it.
 struct Location {
-    int32_t reserved_1 = 0, flags = 2, reserved_2 = 0, reserved_3 = 0; // flag 2: called by Clang's functions
+    int32_t reserved_1 = 0, flags = 2, reserved_2 = 0, reserved_3 = 0; // flag 2: the caller is Clang's code
     const char *source = ";unknown;unknown;0;0;;";
 };
 

@@ -1,5 +1,5 @@
-// The OpenMP runtime of the process. It is found among the loaded libraries, and called by the functions that compilers call.
-// So this library neither links nor ships a runtime.
+// The OpenMP runtime of the process. We find it among the loaded libraries, and call the functions that compiled code calls. So
+// this library neither links nor ships a runtime.
 #pragma once
 
 #include "threads/threads.h"

@@ -34,8 +34,8 @@ class Event {
         }
         changed.notify_all();
     }
-    // Waits until the number is not `seen`. Spins for some microseconds, because the other threads of a call are often done by
-    // then. Then sleeps, because other threads may need this processor.
+    // Waits until the number is not `seen`. Spins for some microseconds, because the other threads of a call are often done in
+    // this time. Then sleeps, because other threads may need this processor.
     void wait_past(int64_t seen) {
         for (int look = 0; look < LOOKS; ++look) {
             if (number() != seen) return;
@@ -54,8 +54,8 @@ class Event {
 // Returns OMP_NUM_THREADS if it is a positive number, else the number of processors that this process may use.
 int processors();
 
-// Threads that are started when a call first needs them, and sleep between calls. They are never joined, because the pool lives
-// as long as the process. A forked child makes its own pool.
+// Threads that sleep between calls. A thread starts when a call first needs it. Threads are never joined, because the pool
+// lives as long as the process. A forked child makes its own pool.
 class Pool {
   public:
     static Pool &here();

@@ -27,8 +27,8 @@ const int64_t loaded_in = this_process();
 std::atomic<bool> own_threads{false};
 thread_local LentThreads *lent = nullptr;
 
-// Returns null if our own pool must be used. A forked child never uses the runtime: libgomp waits forever for threads of the
-// parent, such as those of torch's operators, and does not tell whether the parent had threads.
+// Returns null if our own pool must be used. A forked child never uses the runtime: libgomp would wait forever for threads that
+// only the parent has, such as those of torch's operators, and libgomp does not tell whether the parent had any.
 const OpenMp *runtime() {
     const bool own = own_threads.load(std::memory_order_relaxed) || this_process() != loaded_in;
     return own ? nullptr : openmp();
@@ -52,7 +52,7 @@ void wait_for(const int64_t *number, int64_t least) {
     }
 }
 
-// A forked child asks the runtime, too, because the number of torch.set_num_threads still holds.
+// Asks the runtime even in a forked child, which keeps the number that torch.set_num_threads set in the parent.
 int usable_threads() {
     const OpenMp *runtime = openmp();
     return runtime ? runtime->get_max_threads() : processors();

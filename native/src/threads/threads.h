@@ -8,8 +8,9 @@ namespace mxd {
 
 typedef void Body(void *context, int index);
 
-// Runs body(context, i) for different i of 0..threads-1, on different threads; one of them is the calling thread. There may be
-// fewer threads than requested: a runtime has limits, a nested call gets one thread, and the pool serves one call at a time.
+// Runs body(context, i) on up to `threads` threads, each with its own i of 0..threads-1. One of them is the calling thread.
+// There may be fewer threads than requested: a runtime has limits, a nested call gets one thread, and the pool serves one call
+// at a time.
 void run_on_threads(int threads, Body *body, void *context);
 
 // Waits until a number that other threads increase is at least `least`.
@@ -33,7 +34,7 @@ struct LentThreads {
     // so a body must not wait for a body that has not begun.
     void (*run)(void *lender, int count, Body *body, void *context);
     void *lender;
-    int most; // the largest count that is useful
+    int most; // the largest `count` of run() that is useful
     int used; // set by loops: the largest number of bodies that had work in one loop
 };
 

@@ -1,5 +1,5 @@
-// The functions that we use of torch's stable C interface (torch/csrc/stable/c/shim.h, torch 2.10 and later). They are found in
-// the process at run time, so one library serves all these versions and building it needs no torch.
+// The functions of torch's stable C interface that we use (torch/csrc/stable/c/shim.h, torch 2.10 and later). We find them in
+// the process at run time, so one library serves all these versions, and building the library needs no torch.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ typedef void Kernel(Value *stack, uint64_t arguments, uint64_t results);
 
 constexpr uint64_t VERSION = uint64_t(2) << 56 | uint64_t(10) << 48; // the version whose conventions our kernels follow
 
-// X(result, name, parameters) for each function.
+// Expands to X(result, name, parameters) for each function.
 #define MXD_TORCH_FUNCTIONS(X)                                                                                                 \
     X(Status, aoti_torch_get_dim, (TensorHandle, int64_t *))                                                                   \
     X(Status, aoti_torch_get_sizes, (TensorHandle, int64_t **))                                                                \

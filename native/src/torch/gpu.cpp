@@ -25,10 +25,10 @@ struct Driver {
 Driver driver;
 std::atomic<bool> in_use{false};
 
-// The numbers that a kernel is compiled for: function, variant, device, heads, channels, levels, points, reference points of a
+// The numbers for which a kernel is compiled: function, variant, device, heads, channels, levels, points, reference points of a
 // query, coordinates of a reference point, and the dtypes of the inputs.
 typedef std::array<int64_t, 15> Key;
-// These two are never destroyed, because other threads may still launch kernels as the process ends.
+// These two objects are never destroyed, because other threads may still launch kernels as the process ends.
 std::mutex &mutex = *new std::mutex;
 std::map<Key, GpuKernel> &kernels = *new std::map<Key, GpuKernel>;
 thread_local Key wanted;
@@ -51,7 +51,7 @@ int64_t contiguous_elements(const TensorInfo &t) {
 GpuCall::GpuCall(const Function &of, TensorInfo *tensors, const AxisSizes &known, int on, int64_t which)
     : function(of), infos(tensors), sizes(known), device(on), variant(which) {}
 
-// Returns the strides between batches, rows and heads, counted in channels. An axis of one element has stride 0.
+// Returns value's strides between batches, pixels and heads, counted in channels. An axis of one element has stride 0.
 std::array<int64_t, 3> GpuCall::strides_of_value() const {
     const int64_t head = size(sizes::embed_dims), row = size(sizes::num_heads) * head, keys = size(sizes::num_keys);
     return {size(sizes::bs) > 1 ? keys * row : 0, keys > 1 ? row : 0, size(sizes::num_heads) > 1 ? head : 0};

@@ -7,8 +7,9 @@
 
 namespace mxd::torch {
 
-// `threads` and `shared` are the threads of a program and its bytes of shared memory. A program serves `rows` queries of one
-// head. A thread reads `lane` neighbouring channels at once, so the kernel takes strides in units of `lane` channels.
+// A compiled kernel. A program (Triton's word for a block of threads) has `threads` threads and `shared` bytes of shared
+// memory, and serves `rows` queries of one head. A thread reads `lane` neighbouring channels at once, so the kernel takes
+// strides in units of `lane` channels.
 struct GpuKernel {
     void *function = nullptr;
     unsigned threads = 0, shared = 0;
@@ -21,8 +22,8 @@ class GpuCall {
     // `device` is torch's number; `variant` encodes the option, the dtype of the output, and the gradients that are needed.
     GpuCall(const Function &, TensorInfo *, const AxisSizes &, int device, int64_t variant);
 
-    // Returns false if Python must serve the call. If only the kernel is missing: until stop_waiting(), a kernel that this
-    // thread hands over is kept for calls like this one.
+    // Returns false if Python must serve the call. If only the kernel is missing, a kernel that this thread hands over before
+    // stop_waiting() is kept for calls like this one.
     bool find_kernel();
     // Launches the kernel. The results must have memory, and the gradient of value must be float32.
     void launch();

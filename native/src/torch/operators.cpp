@@ -39,7 +39,7 @@ constexpr int64_t NOTHING = 0; // the shape of a gradient that is not wanted
 
 class BoxedCall {
   public:
-    // Takes ownership of all arguments, also of invalid arguments.
+    // Takes ownership of all arguments, even if some are invalid.
     BoxedCall(const Function &of, OutputDtype output, Value *arguments) : function(of), kind(output) {
         for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
         for (int i = 0; i < function.numbers.count; ++i) numbers.push_back(int64_t(*arguments++));
@@ -54,7 +54,7 @@ class BoxedCall {
     void run(Device device, Value *results) {
         check(device);
         if (device == Device::GPU) return run_on_gpu(results);
-        // This checks only the inputs. Results do not exist yet and will have new memory.
+        // Check only the inputs: results do not exist yet, and will have new memory.
         const Refusal memory = device == Device::CPU ? check_memory(function, infos) : Refusal{};
         if (memory.status != MXD_OK) refuse(memory);
         take_sizes();
@@ -247,7 +247,7 @@ class BoxedCall {
     }
 };
 
-// ---- kernels: torch passes no name of the operator, so each operator has its own function
+// ---- kernels: torch does not pass the operator's name, so each operator has its own function
 
 uint64_t arguments_of(const Function &f) {
     return uint64_t(f.first_written + f.numbers.count + !f.option.empty() + f.backward);

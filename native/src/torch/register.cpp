@@ -1,5 +1,5 @@
-// Registers the operators with PyTorch when the library mx_driving_torch is loaded, or when a program starts that links the
-// CMake target mx_driving::torch, which compiles this file into the program.
+// Registers the operators with PyTorch when the library mx_driving_torch is loaded. A program that links the CMake target
+// mx_driving::torch compiles this file into itself, and registers them when it starts.
 #include <cstdio>
 
 #include "mx_driving_torch.h"

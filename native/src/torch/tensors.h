@@ -1,4 +1,4 @@
-// Handles of torch's tensors, dtypes, and errors, for kernels that torch calls.
+// Tensor handles, dtypes and errors of torch, for kernels that torch calls.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ extern const Api *api; // set before a kernel is registered
 template <class Handle> Handle handle_of(Value value) { return reinterpret_cast<Handle>(uintptr_t(value)); }
 inline Value value_of(void *handle) { return Value(reinterpret_cast<uintptr_t>(handle)); }
 
-// An error, which becomes an exception of torch.
+// An error, whose text becomes an exception of torch.
 struct Refused {
     std::string why;
 };
@@ -27,7 +27,7 @@ inline void need(Status status, const char *what) {
     if (status) throw Refused{std::string("torch could not ") + what};
 }
 
-// ---- dtypes in the order of c10::ScalarType; torch's files rely on this order
+// ---- dtypes in the order of c10::ScalarType, which never changes, because torch's files contain its numbers
 
 // clang-format off
 constexpr const char *DTYPE_NAMES[] = {
@@ -54,7 +54,7 @@ template <class Answer> Answer ask(Status (*question)(TensorHandle, Answer *), c
     return answer;
 }
 
-// Describes a tensor. Shape and strides point into the tensor.
+// Describes a tensor. `shape` and `strides` point into torch's tensor.
 inline TensorInfo info_of(const Tensor &tensor) {
     static const int64_t no_axes = 0;
     const int axes = int(ask(api->aoti_torch_get_dim, tensor));

@@ -9,9 +9,9 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The softmax over the rows of contiguous logits [row, groups], for each group. The rows are processed as one array of numbers,
-// in vectors. The groups of the lanes repeat after `cycle` numbers. So each of `cycle` lanes gets a maximum and a sum, and at
-// the end the lanes of each group are folded.
+// The softmax over the rows of contiguous logits [row, groups], for each group. The rows are processed as one array, in
+// vectors. Number i of the array belongs to group i % groups. So the groups of a vector's lanes repeat after `cycle` numbers,
+// and each of `cycle` lanes gets a maximum and a sum. At the end the lanes of each group are folded.
 template <class T> class GroupedSoftmax {
     static constexpr int N = WIDTH<T>;
     static constexpr int64_t STEP = 4 * N; // four vectors at once, which hides the latency of exp
@@ -80,7 +80,7 @@ template <class T> class GroupedSoftmax {
         fold(least[0], most, Larger());
     }
 
-    // Computes exps and inverse. If find_most copied all logits to exps, `logits` is `exps`.
+    // Computes exps and inverse. `logits` is `exps` if find_most copied all logits to exps.
     void find_exps(const T *logits, int64_t next, int64_t size, T *exps, T *inverse) const {
         for (int64_t column = 0; column < used; column += STEP) {
             Lanes top[4], sums[4] = {};
@@ -128,9 +128,9 @@ template <class T> class GroupedSoftmax {
 // softmax of anchor i + 2 is computed.
 constexpr int64_t KNOWN_ANCHORS = 3;
 
-// Cuts anchors into Blocks, whose ranges are batches.
+// Cuts anchors into Blocks. A range has the anchors of one batch element.
 inline Blocks anchor_blocks(const Call &call) {
-    // The gradient of projections sums over blocks, so its blocks must not depend on the number of threads.
+    // The gradient of projections is a sum over blocks, so the blocks must not depend on the number of threads.
     const int64_t items = call.grad_projection.data ? 64 : 8 * (call.num_threads > 1 ? call.num_threads : 1);
     return {call.sizes.queries, between(1, call.sizes.batch * call.sizes.queries / items, 16)};
 }
@@ -183,7 +183,8 @@ template <class T> class AnchorWeights {
           by_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job), softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
-    // Computes the softmax of an anchor. With logits, read() needs it. The softmaxes of the two previous anchors stay valid.
+    // Computes the softmax of an anchor, which read() needs in calls with logits. The softmaxes of the two previous anchors
+    // stay valid.
     void compute(int64_t b, int64_t anchor) {
         AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
         const int64_t offset = offset_of(call.weights, b, anchor);
@@ -299,8 +300,8 @@ template <class T> class SampleWeights {
     }
 };
 
-// Computes SoftmaxTotals in calls that do not run SampleGradients. SampleGradients computes them, too. An item is a block of
-// anchor_blocks.
+// Computes SoftmaxTotals in calls that do not run SampleGradients, because SampleGradients computes them itself. An item is a
+// block of anchor_blocks.
 template <class T> class Totals {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * anchor_blocks(job.call).per_range; }

@@ -11,7 +11,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Returns the most samples of a bundle. It is at least n.scales, because all scales of a pair are in one bundle.
+// Returns the most samples that a bundle can have: at least n.scales, because all scales of a pair are in one bundle.
 inline int64_t bundle_room(const Sizes &n) { return round_up(n.scales > 64 ? n.scales : 64, LANES); }
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
@@ -66,7 +66,7 @@ template <class T> class AnchorReader {
                 skip(pair);
         seen = seen_pairs;
     }
-    // Finds the seen pairs of one camera that may read rows of a band on the camera's map `map`.
+    // Finds the seen pairs of one camera that may read rows of a band on `map`, one of the camera's maps.
     void find_seen(int64_t anchor, int64_t camera, int64_t map, const BandReach<T> &band) {
         const T height = T(call.levels[map].height);
         const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of<T>(xy[2 * pair + 1], height), map); };
@@ -175,7 +175,7 @@ template <class T> struct Bundle {
 };
 
 // The base of workers that process anchors in order. each() calls serve(bundle) for the bundles of the anchors begin..end-1, at
-// least one bundle for each anchor. Without logits it also calls skip(anchor, pair) for pairs that are not seen.
+// least one bundle for each anchor. Without logits each() also calls skip(anchor, pair) for pairs that are not seen.
 template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;

@@ -22,7 +22,7 @@ template <class T> struct SeenPoints {
     T *points = nullptr;                         // [3, room]: all x, then all y, then all z
     int64_t *pairs = nullptr, *begins = nullptr; // pairs: seen pairs, camera by camera; begins: where each camera begins
     int64_t count = 0;
-    T *xy = nullptr, *depth = nullptr; // xy: the location of each seen pair; depth: its d; both indexed by the pair
+    T *xy = nullptr, *depth = nullptr; // of each seen pair, indexed by the pair: xy is its location, depth is its d
 
     SeenPoints(const Call &call, Arena &arena) {
         if (!call.with_logits) return;
@@ -56,8 +56,8 @@ template <class T> class Cameras {
         }
     }
 
-    // Finds the pairs of an anchor that are strictly inside the images of the cameras first..last-1. The anchor's key points
-    // begin at `offset`.
+    // Finds the pairs of an anchor whose locations are strictly inside the images of the cameras first..last-1. The anchor's
+    // key points begin at `offset`.
     void find_seen(int64_t offset, int64_t first, int64_t last, SeenPoints<T> &to) const {
         read_points(offset, to);
         to.count = 0;
@@ -68,9 +68,9 @@ template <class T> class Cameras {
         to.begins[last] = to.count;
     }
 
-    // Adds the gradient of a location to the gradient of its key point. Adds it also to the gradient of its camera's matrix,
-    // unless grad_matrices is null. If the depth is clamped, its gradient is 0. In this case the matrix's row for the depth is
-    // skipped, because 0 times an infinite element would be NaN.
+    // Propagates the gradient of a location: adds to the gradient of its key point and, unless grad_matrices is null, to the
+    // gradient of its camera's matrix. If the depth is clamped, the gradient of the depth is 0. Then the matrix's row for the
+    // depth is skipped, because 0 times an infinite element would be NaN.
     void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *grad_location, T *grad_point, T *grad_matrices) const {
         const int64_t cam = pair % n.cameras, p = pair / n.cameras;
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam, *location = seen.xy + 2 * pair;

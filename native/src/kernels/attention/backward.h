@@ -10,7 +10,7 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // Writes a gradient with OF_EACH numbers per sample, query by query. If dtype and strides allow it, whole vectors are written
-// directly to the tensor. Other elements are collected in scratch memory and then copied.
+// directly to the tensor. All other elements are collected in scratch memory and then copied.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
     SampleOutput(const SomeAxes<AXES> &sample_axes, const Sizes &n, Arena &arena)
@@ -46,7 +46,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     QueryRows queries;
 };
 
-// Computes the gradients of a query's samples from the dot products of its rows with grad_output.
+// Computes the gradients of a query's samples from the dot products of the query's rows with grad_output.
 template <class T, template <class> class Rule> class SampleOutputs {
   public:
     T *dot; // the dot product of grad_output with each row
@@ -117,7 +117,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
     }
 };
 
-// Computes the gradients of samples without the gradient of value. An item is a block of query_blocks.
+// Computes the gradients of samples without the gradient of value. An item is one of the blocks that query_blocks() makes.
 template <class V, class T, template <class> class Rule> class SampleGradients : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 
@@ -143,14 +143,15 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
 
   private:
     const Job job;
-    Blocks blocks; // a range is one head of a batch
+    Blocks blocks; // blocks of queries of one head of one batch element
     SampleOutputs<T, Rule> samples;
 };
 
 // Computes the gradient of value for a head or a part of a head. No other worker adds to these rows. Rows of packed levels are
 // summed in memory of the worker, and copied to grad_value at the end. Other rows are summed in grad_value.
 //
-// An item is (batch, head, part). grad_value must be zero. Value is not read, so the rows have type T.
+// An item is (batch, head, part). grad_value must be zero, unless all rows are packed. Value is not read, so the rows have type
+// T.
 template <class T, template <class> class Rule> class ValueByHeads : QueryWorker<T, T, Rule> {
     typedef QueryWorker<T, T, Rule> Base;
 
@@ -186,8 +187,9 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
     }
 };
 
-// Computes the gradient of value for a band of rows. The plan chooses bands if there are more threads than heads, or if
-// grad_value is buffered because its dtype is not T or its channels are not contiguous.
+// Computes the gradient of value for a band of rows. The plan chooses bands if whole heads would leave threads idle and parts
+// do not help, or if grad_value is buffered because its dtype is not T or its channels are not contiguous, and its rows are not
+// all packed.
 //
 // An item is (batch, head, band).
 template <class T, template <class> class Rule> class ValueByBands {
@@ -242,7 +244,7 @@ template <class T, template <class> class Rule> class ValueByBands {
     }
 };
 
-// Computes all gradients of a head in one pass: multiplies rows of value with grad_output, and adds to rows of the gradient.
+// Computes all gradients of a head in one pass: multiplies rows of value with grad_output, and adds to rows of grad_value.
 //
 // An item is (batch, head). With PACKED all rows of value and of its gradient are packed in memory of the worker, and the
 // tensors may have any dtype and layout. Without PACKED both tensors have type T and the same layout, and grad_value must be
@@ -309,7 +311,7 @@ template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
     }
 }
 
-// Sets grad_value to zero, unless the worker writes all of its rows, and then runs the worker over its items.
+// Runs a worker over its items. First sets grad_value to zero, unless the worker writes all rows of grad_value.
 template <class T, class Worker> inline bool add_to_zero(const Job &job) {
     if (job.plan.all_rows_are_packed) return over_items<Worker>(job);
     return parallel_stages<Worker>(job.call.num_threads, 1, Worker::items(job), job,

@@ -26,7 +26,8 @@ class Forward : QueryWorker<Near, T, Rule> {
         const int64_t b = blocks.range(item) / this->n.heads, h = blocks.range(item) % this->n.heads;
         const Tensor &output = this->call.output;
         const bool side_by_side = output.strides[CHANNEL] == 1;
-        // The output may have another type than V: value may be widened to double, and 16-bit value may have a float32 output.
+        // The output may have another type than V: value may be widened to double, and the output of 16-bit value may be
+        // float32.
         const bool as_value = side_by_side && output.dtype == this->call.value.dtype;
         const bool as_computed = side_by_side && output.dtype == OWN<T>;
         const QueryRows outputs(output, b, h, this->n.channels);
@@ -45,7 +46,7 @@ class Forward : QueryWorker<Near, T, Rule> {
 
   private:
     const Job job;
-    Blocks blocks; // a range is one head of a batch
+    Blocks blocks; // blocks of queries of one head of one batch element
     FarRows far;
     T *sum; // the output of a query, if output has another dtype or stride
 };

@@ -23,9 +23,9 @@ template <class T> struct PreparedHeads {
     T *weights;       // softmax of the logits, [head, sample], padded
 };
 
-// Finds the rows and computes the weights of queries, for some heads of a batch or for ALL_HEADS. With ALL_HEADS the hardware's
-// prefetcher recognises the accesses, so there are no prefetches. All rows of a batch must lie within 2 GB, because byte
-// offsets may have 32 bits.
+// Finds the rows and computes the weights of queries, for some heads of a batch or for ALL_HEADS. With ALL_HEADS this code does
+// not prefetch, because the hardware's prefetcher recognises the accesses. All rows of a batch must lie within 2 GB, because
+// byte offsets may have 32 bits.
 template <class T, bool ALL_HEADS> class WindowQueries {
     static constexpr int N = PIXELS<T>;
     static constexpr int SOFTMAX_ROWS = 4; // rows of one call of softmax()

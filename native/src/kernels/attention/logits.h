@@ -5,7 +5,7 @@
 //   weights  = softmax of the logits of all levels and points
 //
 // Locations and weights exist only in scratch memory, for a few queries at a time. geometric_kernel_attention_with_logits has a
-// window and no offsets, so only its weights are computed here.
+// window and no offsets, so this file computes only its weights.
 #pragma once
 
 #include "kernels/attention/query_rows.h"
@@ -14,7 +14,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The number of samples whose locations, pairs (x, y), are computed in one vector. The last vector may have only four samples.
+// The number of samples whose locations (x, y) are computed in one vector. The last vector may have only four samples.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
 
 // Reads the pair at from + begin[i] for each of four samples. With SHARED all four samples read the first sample's pair.
@@ -44,7 +44,7 @@ template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T
 }
 
 // The number of queries that are computed together. Two independent softmaxes of four queries overlap, which hides latency. The
-// rings of PlainRows have room for twice as many queries, because a query is used until PIPELINE_DEPTH more queries are
+// rings of PlainRows have room for twice as many queries, because a query stays in use until PIPELINE_DEPTH more queries are
 // prepared.
 constexpr int64_t COMPUTED_TOGETHER = 8;
 
@@ -106,8 +106,8 @@ template <class T> class Logits {
     int64_t computed_until() const { return computed; }
     bool has_boxes() const { return boxes; }
 
-    // Computes the locations and weights of the block of COMPUTED_TOGETHER queries that contains q, because the softmax of a
-    // single query has too much latency. Calls copy(begin, end, offsets, logits) to copy the inputs of queries begin..end-1, if
+    // Computes the locations and weights of COMPUTED_TOGETHER queries, of the block that contains q: the softmax of a single
+    // query would have too much latency. Calls copy(begin, end, offsets, logits) to copy the inputs of queries begin..end-1, if
     // they cannot be read in place. Blocks begin at multiples of COMPUTED_TOGETHER, so that a block is contiguous in a ring.
     template <class Copy> __attribute__((noinline)) void compute(int64_t q, Copy &&copy) {
         q &= -COMPUTED_TOGETHER;
@@ -136,8 +136,8 @@ template <class T> class Logits {
     }
 
     // Computes the gradients of a query's offsets, and of its reference points unless grad_reference is null. grad_xy has the
-    // gradients of offsets in pixels, or of locations if reference points are boxes. The gradients of samples before
-    // `direct_until` are written to grad_offsets; the gradients of other samples overwrite grad_xy. All levels must be in use.
+    // gradients of offsets in pixels, or of locations if reference points are boxes. The gradients of the first `direct_until`
+    // samples are written to grad_offsets; the gradients of the other samples overwrite grad_xy. All levels must be in use.
     MXD_INLINE void offset_gradients(int64_t q, T *grad_xy, int64_t direct_until, T *grad_offsets, T *grad_reference) const {
         if (call.has_window) return;
         if (grad_reference) add_reference(offsets_of(q), grad_xy, grad_reference);
@@ -152,7 +152,7 @@ template <class T> class Logits {
             store<T, 8>((i < direct_until ? grad_offsets : grad_xy) + 2 * i, g);
         }
     }
-    // Computes the gradients of a query's logits from those of its weights. direct_until: as in offset_gradients.
+    // Computes the gradients of a query's logits from the gradients of its weights. direct_until: as in offset_gradients.
     MXD_INLINE void logit_gradients(int64_t q, T *grad_weights, int64_t direct_until, T *grad_logits) const {
         softmax_gradient<T>(all_weights[q], samples, grad_weights, direct_until, grad_logits);
     }
@@ -162,8 +162,8 @@ template <class T> class Logits {
     Sizes n;
     bool boxes = false;
     bool shared = true; // true if every group of four samples has one reference point
-    // For each sample, in elements. begin: where its reference point begins among the reference points of a query. sum_begin:
-    // where the gradient of this point begins in the sums of add_reference.
+    // For each sample, in elements. begin: where the sample's reference point begins among the reference points of a query.
+    // sum_begin: where the gradient of this point begins in the sums of add_reference.
     int64_t *begin = nullptr, *sum_begin = nullptr;
     // The divisors of offsets, in pairs (x, y), and their inverses for gradients. Locations are computed by division, to have
     // the same bits as torch: untrained offsets are whole pixels, where the last bit decides between two slopes.
@@ -177,7 +177,7 @@ template <class T> class Logits {
     Rows offsets_in_place, logits_in_place, offset_copies, logit_copies, located, all_weights;
     int64_t until = -1, copied_from = 0; // queries 0..until can be read in place; queries from copied_from on were copied
 
-    struct Places { // the arrays of Logits with these names
+    struct Places { // pointers to the arrays of Logits with these names
         const int64_t *begin;
         const T *divisor;
     };
@@ -190,8 +190,8 @@ template <class T> class Logits {
         const int64_t references = n.references;
         return call.reference_by_point ? point % references : references == 1 ? 0 : level;
     }
-    // Returns the number of elements from one reference point of a query to the next; 0 if all
-    // levels share one point, by a stride of 0.
+    // Returns the number of elements from one reference point of a query to the next. Returns 0 if the stride is 0, so that all
+    // levels share one point.
     int64_t reference_apart() const {
         const Tensor &t = call.reference;
         return in_place || t.strides[REFERENCE] == 0 ? t.strides[REFERENCE] : n.coordinates;
@@ -251,7 +251,7 @@ template <class T> class Logits {
                         pairs_at<SHARED, N>(reference, of.begin + i) + offset / raw_load<T, 2 * N>(of.divisor + 2 * i));
     }
 
-    // Computes this head's part of the gradient of a query's reference points.
+    // Computes what this head adds to the gradient of a query's reference points.
     MXD_INLINE void add_reference(const T *offsets, const T *grad_xy, T *sums) const {
         for (int64_t i = 0; i < n.references * n.coordinates; ++i) sums[i] = 0;
         const int64_t fours = shared ? samples / 4 * 4 : 0;

@@ -39,8 +39,8 @@ template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevel
     return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
 }
 
-// Calls fn(row, address, bytes) for the rows of packed levels in chunk `chunk` of `chunks`: the number of the row in value, and
-// the address and bytes of the packed row.
+// Calls fn(row, address, bytes) for each packed row in chunk `chunk` of `chunks`. `row` is the number of the row in value;
+// `address` and `bytes` are those of the packed row.
 template <class Byte, class Fn>
 inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t chunk, int64_t chunks, Fn &&fn) {
     if (levels.bytes == 0) return;

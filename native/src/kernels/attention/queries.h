@@ -1,4 +1,4 @@
-// Reads the queries of the attention operators. A query is [num_heads, num_levels, num_points].
+// Reads the queries of the attention operators. A query has samples [num_heads, num_levels, num_points].
 #pragma once
 
 #include "kernels/attention/logits.h"
@@ -13,9 +13,9 @@ namespace {
 constexpr int PIPELINE_DEPTH = 3;
 constexpr int IN_FLIGHT = 4; // slots for prepared queries, a power of two above PIPELINE_DEPTH
 
-// Calls prepare(query, slot) for each query. PIPELINE_DEPTH queries later, calls finish(query, slot, next_slot) for it.
-// next_slot holds the query whose rows finish should prefetch: the query prepared before the newest one, because the addresses
-// of the newest are still being computed. Slots are 0..IN_FLIGHT-1.
+// Calls prepare(query, slot) for each query, and PIPELINE_DEPTH queries later finish(query, slot, next_slot). finish should
+// prefetch the rows of the query in next_slot. This is the last query but one that was prepared: the addresses of the last one
+// are still being computed. Slots are 0..IN_FLIGHT-1.
 template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
     const auto slot = [&](int64_t q) __attribute__((always_inline)) { return (q - begin) & (IN_FLIGHT - 1); };
     for (int64_t q = begin; q < end + PIPELINE_DEPTH; ++q) {
@@ -33,8 +33,9 @@ inline Blocks query_blocks(const Call &call, bool head_by_head) {
     return {n.queries, round_up(between(32, size, 1024), COMPUTED_TOGETHER)};
 }
 
-// The locations and weights of one query and head as T, padded to a multiple of LANES samples. If dtype and strides allow, they
-// are read in place. The padding is then any memory after them. This does no harm, because padding samples have empty maps.
+// The locations and weights of one query and head as T, padded to a multiple of LANES samples. They are read in place if dtype
+// and strides allow it. Then the padding is whatever follows in memory, which does no harm, because padding samples have empty
+// maps.
 template <class T> class Query {
   public:
     template <class Reader>
@@ -64,12 +65,12 @@ template <class T> class Query {
         x = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words << 16));
         y = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words & 0xffff0000u));
     }
-    // Integer locations stay integers, because T cannot represent all of them. whole_location() reads them.
+    // Integer locations stay integers, because T cannot represent all integers. whole_location() reads these locations.
     bool in_whole_numbers() const { return whole; }
     MXD_INLINE void whole_location(int64_t sample, IntLanes<T> &x, IntLanes<T> &y) const {
         whole_pairs<Int<T>, LANES>(reinterpret_cast<const int64_t *>(xy) + 2 * sample, x, y);
     }
-    // A call with a window has a reference point in place of locations. window_pixel() reads it.
+    // A call with a window has reference points and no locations. window_pixel() reads the query's reference point.
     bool has_window() const { return window.exists(); }
     MXD_INLINE void window_pixel(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         window.pixel(reference, maps_.at(sample), sample, x, y);
@@ -217,7 +218,8 @@ template <class T> class QueryReader {
         return reinterpret_cast<const V *>(reinterpret_cast<const char *>(query) + rows.bytes_of_query());
     }
 
-    // Converts int32 elements if E is int64, else 16-bit floats. count: a multiple of LANES. Returns false for other dtypes.
+    // Converts int32 elements if E is int64, else 16-bit floats. `count` is a multiple of LANES. Returns false for other
+    // dtypes.
     template <class E> static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, E *to) {
         const auto widen = [&](auto *elements) {
             for (int64_t i = 0; i < count; i += LANES) store<E, LANES>(to + i, load<E, LANES>(elements + i));
@@ -251,9 +253,9 @@ template <class T> class QueryReader {
         for (int64_t i = count; i < room; ++i) memory[i] = pad;
     }
 
-    // Returns the last query of a (batch, head) that can be read in whole vectors: `padded` elements from its first element on
-    // are all inside the tensor, though the query has only `count`. RT-DETR's decoder (12 samples per query) takes 0.225 ms; if
-    // each query were copied, 0.252 (2026-11-22, Zen 5).
+    // Returns the last query of a (batch, head) that can be read in whole vectors: `padded` elements from the query's first
+    // element on are all inside the tensor, though the query has only `count`. RT-DETR's decoder (12 samples per query) takes
+    // 0.225 ms; if each query were copied, it would take 0.252 (2026-11-22, Zen 5).
     static int64_t last_in_vectors(const Tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count, int64_t padded,
                                    int axes) {
         if (count == padded) return INT64_MAX;

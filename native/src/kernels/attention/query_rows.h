@@ -10,13 +10,14 @@ namespace {
 // cache lines of each kilobyte.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
-// The elements of a tensor for one (batch, head), query by query. Addresses are integers: prefetches go past the tensor.
+// The elements of a tensor for one (batch, head), query by query. Addresses are integers, because prefetches go past the
+// tensor.
 class QueryRows {
   public:
     QueryRows() {}
-    // A query has `count` contiguous elements, from element `skipped` on. Always inlined: a call would take the object's
-    // address, and loops would reload its members (on Zen 4, BEVFormer temporal's gradient of value would take 1.06 of the
-    // time).
+    // A query has `count` contiguous elements, from element `skipped` on. This constructor is always inlined: a call would take
+    // the object's address, and loops would reload its members (on Zen 4, BEVFormer temporal's gradient of value would take
+    // 1.06 times as long).
     MXD_INLINE QueryRows(const Tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
           step(t.strides[QUERY] * element_size(t.dtype)) {
@@ -43,7 +44,7 @@ class QueryRows {
     int64_t first = 0, step = 0, last_line = 0, ahead = 0;
 };
 
-// Queries of contiguous elements of T: the elements of QueryRows in place, or a ring of copies.
+// The elements of queries as contiguous T: those of QueryRows in place, or a ring of copies.
 template <class T> class PlainRows {
   public:
     PlainRows() {}

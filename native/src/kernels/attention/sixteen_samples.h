@@ -1,5 +1,5 @@
-// Sixteen bilinear samples at once, for vectors of sixteen float32. This takes half the instructions of eight samples at a
-// time. Rows and coefficients have the same bits as from corners_at().
+// Sixteen bilinear samples at once, for vectors of sixteen float32. This takes half the instructions of twice eight samples.
+// Rows and coefficients have the same bits as from corners_at().
 #pragma once
 
 #include "kernels/attention/queries.h"
@@ -34,9 +34,9 @@ struct SixteenCorners {
     }
 
   private:
-    // On one axis, finds the samples whose pixel `whole` is on the map (first_in), and those whose pixel `whole` + 1 is
-    // (next_in). `whole` is x rounded down, or the least integer if x is NaN or does not fit in 32 bits. A sample is valid if
-    // -1 < x < size.
+    // On one axis, finds the samples whose pixel `whole` is on the map (first_in), and those whose pixel `whole` + 1 is on the
+    // map (next_in). `whole` is x rounded down, or the least integer if x is NaN or does not fit in 32 bits. A sample is valid
+    // if -1 < x < size.
     static MXD_INLINE void on_axis(Vec<float, 16> x, __m512i whole, const float *size, const int32_t *last, __mmask16 &first_in,
                                    __mmask16 &next_in) {
         const __mmask16 below_size = _mm512_cmp_ps_mask((__m512)x, _mm512_loadu_ps(size), _CMP_LT_OQ);

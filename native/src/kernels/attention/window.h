@@ -6,7 +6,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// This must not become a fused multiply-add: each operation rounds as in torch, or another pixel may be selected.
+// This must not become a fused multiply-add: each operation must round as in torch, because another rounding may select another
+// pixel.
 template <int N, class T> MXD_INLINE Vec<T, N> around_reference(T reference, const T *size, const T *xy) {
     return rounded(Vec<T, N>(reference * raw_load<T, N>(size))) + raw_load<T, N>(xy);
 }

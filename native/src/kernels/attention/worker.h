@@ -56,14 +56,15 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     }
 
     // Selects a (batch, head). Call find_value or find_levels first. Callers must not read the locations or weights of the
-    // queries, because these may still have 16 bits.
+    // queries, because these elements may still have 16 bits.
     void open_queries(int64_t b, int64_t h) {
         reader.reads_16_bits = CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !rows.far;
         reader.open(b, h);
     }
 
-    // Processes queries begin..end-1 of the open (batch, head). Finds the rows of each query, with COEFFICIENTS also their
-    // coefficients. PIPELINE_DEPTH queries later calls finish(query, prepared, next), which should prefetch rows of `next`.
+    // Processes queries begin..end-1 of the open (batch, head). Finds the rows of each query, and with COEFFICIENTS also the
+    // rows' coefficients. PIPELINE_DEPTH queries later, calls finish(query, prepared, next), which should prefetch rows of
+    // `next`.
     template <bool COEFFICIENTS, class Finish> MXD_INLINE void queries(int64_t begin, int64_t end, Finish &&finish) {
         ahead(
             begin, end,
@@ -107,8 +108,8 @@ struct PackHead {
     }
 };
 
-// Runs a worker over query_blocks. V is the type of value. If levels are packed, each head is a stage: all threads pack its
-// levels, and then process its items. Levels that the plan widens become rows of Worker::Row.
+// Runs a worker over the blocks of query_blocks(). V is the type of value. If levels are packed, each head is a stage: all
+// threads pack the head's levels, and then process its items. Levels that the plan widens become rows of Worker::Row.
 template <class V, class Worker> inline bool over_queries(const Job &unpacked) {
     typedef typename Worker::Row Row;
     const Call &call = unpacked.call;

@@ -1,7 +1,7 @@
 // Sorts points by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any number
 // of threads. If points are sorted already, the sort is skipped. In most models points are sorted by cell.
 //
-// Sums coefficient * row over any number of points. A Window holds at most MOST points, so it is filled again and again.
+// Sums coefficient * row over any number of points. A Window holds at most MOST points, so the window is filled repeatedly.
 #pragma once
 
 #include "call/call.h"
@@ -18,8 +18,8 @@ template <class Fn> MXD_INLINE auto with_ranks(const Tensor &t, Fn &&fn) {
                                 : fn(static_cast<const int32_t *>(t.data), stride);
 }
 
-// Calls put(i, rank) for i in 0..n-1, with the rank of point begin + i of the order. `order` is null if points are sorted
-// already.
+// Calls put(i, rank) for i in 0..n-1. `rank` is that of the point at position begin + i of the order. `order` is null if points
+// are sorted already.
 template <class Put> MXD_INLINE void each_rank(const Tensor &t, const uint32_t *order, int64_t begin, int64_t n, Put &&put) {
     with_ranks(t, [&](auto *ranks, int64_t stride) {
         if (order)
@@ -210,7 +210,7 @@ inline void add_rows(const int64_t *address, const T *coefficient, int64_t n, in
 }
 
 // Computes the sums of `rows` consecutive ranks. The points of the first rank are begin..ends[0]-1, those of the second
-// ends[0]..ends[1]-1, and so on. Needs no Window: points are sorted, and ranks and depth are contiguous, as in most models.
+// ends[0]..ends[1]-1, and so on. Needs no Window, but sorted points, and contiguous ranks and depth, as in most models.
 template <class Row, class T>
 inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, const Row *depth, const int32_t *ranks_depth,
                        int64_t begin, const int64_t *ends, int64_t rows, int64_t channels, T *sums) {
@@ -226,8 +226,8 @@ inline void sum_points(const Row *feat, int64_t step, const int32_t *ranks, cons
     });
 }
 
-// Fills the window again and again with the points of ranks first..end-1, in the sorted order. For each run of points of one
-// rank in a window, calls fn(rank, position, place, n). The run has n points. It begins at `position` of the order and at
+// Fills the window again and again with the points of ranks first..end-1, in the sorted order. In each window, calls fn(rank,
+// position, place, n) for each run of points of one rank. The run has n points. It begins at `position` of the order and at
 // `place` of the window. A rank with points in two windows gets two calls. end - first must be at most MOST_RANKS.
 constexpr int64_t MOST_RANKS = 64;
 

@@ -1,5 +1,6 @@
 // A band: a range of rows of the gradient of value. One worker owns the band and adds to its rows in the order of the queries.
-// It adds in place if the gradient has type T and contiguous channels. Otherwise it adds in a buffer, which is converted once.
+// The worker adds in place if the gradient has type T and contiguous channels. Otherwise it adds in a buffer, which is
+// converted once.
 #pragma once
 
 #include "call/plan.h"
@@ -36,7 +37,7 @@ template <class T> class Band {
                            channels);
     }
     bool touches(const Level &level) const { return level.start < end && level.start + level.height * level.width > begin; }
-    // Finds the smallest range of levels from..to-1 with all levels that have rows in the band. The range may be empty.
+    // Finds the smallest range of levels from..to-1 that contains all levels with rows in the band. The range may be empty.
     void levels_touched(int64_t &from, int64_t &to) const {
         from = call.sizes.levels, to = 0;
         for (int64_t l = 0; l < call.sizes.levels; ++l)

@@ -1,11 +1,11 @@
-// All arithmetic on rows with groups of channels. coefficient[i * groups + g] is the coefficient of group g of row i.
+// All arithmetic on rows with groups of channels. coefficient[i * groups + group] is the coefficient of a group of row i.
 //
 //   grouped_sum    out    += sum over i of  coefficient[i][group] * row[i]
 //   grouped_dots   dot[i][group] = sum over the group's channels of  g * row[i]
 //   grouped_add    row[i] += coefficient[i][group] * g
 //
-// g is a row of grad_output. Lists of rows have the form of rows.h, and ROWS_AHEAD additional addresses at the end, which are
-// only prefetched.
+// g is a row of grad_output. A list of rows has the form of rows.h, and ROWS_AHEAD more addresses at its end, which are only
+// prefetched.
 #pragma once
 
 #include "kernels/shared/rows.h"
@@ -36,7 +36,8 @@ template <class T, class Op> inline void for_groups(int64_t groups, int64_t chan
         for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) { op(lanes, vectors, Count<1>(), g, c); });
 }
 
-// SUM_ROWS rows are summed at a time, and these sums are added: in one sum over thousands of rows, rounding errors would grow.
+// SUM_ROWS rows are summed at a time, and then these sums are added up, because rounding errors would grow in one sum over
+// thousands of rows.
 constexpr int64_t SUM_ROWS = 32;
 
 template <class V, class T, int N, int K, int G>

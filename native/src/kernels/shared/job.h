@@ -18,7 +18,8 @@ struct Job {
     char *softmax_totals = nullptr; // SoftmaxTotals, in the backward of deformable_aggregation_with_logits
 };
 
-// Blocks of consecutive queries or anchors. An item is (range, block). A range is a batch, or a head of a batch.
+// Blocks of consecutive queries or anchors. An item is (range, block). A range has the queries of one batch element, or of one
+// head of one batch element.
 struct Blocks {
     // length: the number of queries in a range. size: the most queries in a block. per_range: the number of blocks in a range.
     int64_t length, size, per_range;

@@ -207,7 +207,7 @@ template <int N> MXD_INLINE Vec<int32_t, N> saturated(Vec<int64_t, N> x) {
 }
 
 // Returns a * b if b fits in 32 bits; otherwise the result is undefined. A full 64-bit product takes eight instructions on
-// AVX2, and three on some processors with AVX-512.
+// AVX2, and one slow instruction on some processors with AVX-512.
 template <int N, class Ints> MXD_INLINE Vec<int64_t, N> short_product(Ints a, Vec<int64_t, N> b) {
     const Vec<int64_t, N> wide = convert<int64_t, N>(a);
 #if defined(__AVX512F__)
@@ -245,13 +245,14 @@ template <int N, class Real, class Ints> MXD_INLINE Real floor_of(Real x, Ints &
 }
 
 // Converts x to integers. Rounds toward zero, or with ROUND to nearest, half to even. A number that is too large becomes the
-// largest integer. A number that is not positive, and NaN, becomes 0 or a negative integer.
+// largest integer. Numbers that are not positive, and NaN, become 0 or a negative integer.
 template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x) {
     typedef __typeof__(x[0] + x[0]) T;
     typedef Vec<Int<T>, N> Ints;
     constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63); // the smallest number that no Int can hold
 #if defined(__AVX2__)
-    // The instruction returns the least integer for a number that does not fit. The xor makes it the largest integer.
+    // The instruction returns the least integer for a number that does not fit. If the number is too large, the xor turns the
+    // least integer into the largest.
     if constexpr (same_type<Real, Vec<float, 4>>)
         return Ints(ROUND ? _mm_cvtps_epi32((__m128)x) : _mm_cvttps_epi32((__m128)x)) ^ (x >= TOO_LARGE);
     if constexpr (same_type<Real, Vec<float, 8>>)

@@ -54,9 +54,9 @@ struct Nothing {};
 
 // The state that the bodies of a loop share. Usually each body has its own thread. A unit is a chunk or an item. Bodies take
 // units one by one: stage by stage, and in a stage the chunks before the items. Before a chunk, a body waits until all earlier
-// stages are done. Before an item, it waits also for the chunks of that stage. The units that it waits for were taken earlier,
-// by bodies that are already running. So the loop ends for any number of threads, even if bodies run one after the other. If
-// Begin is Nothing, there are no chunks, and no body waits.
+// stages are done. Before an item, a body also waits for the chunks of the item's stage. These units were taken earlier, by
+// bodies that are already running. So the loop ends for any number of threads, even if bodies run one after the other. If Begin
+// is Nothing, there are no chunks, and no body waits.
 template <class Worker, class Args, class Begin> struct Loop {
     int64_t stages, per_stage;
     const Args &args;
@@ -105,7 +105,8 @@ template <class Worker, class Args> int64_t scratch_of(const Args &args) {
     return arena.taken();
 }
 
-// Constructs Worker(args, arena) per thread, and calls worker(i) for all items in any order. Returns false if memory runs out.
+// Constructs a Worker(args, arena) for each thread, and calls worker(i) for all items in any order. Returns false if memory
+// runs out.
 //
 // The items are cut into equal stages. Before the items of a stage, threads call begin(stage, chunk) for chunks
 // 0..STAGE_CHUNKS-1 and wait for each other.

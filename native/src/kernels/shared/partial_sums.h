@@ -1,5 +1,6 @@
-// Gradients to which several parts of a call add. Heads add to the gradient of reference points. Blocks of anchors add to the
-// gradient of projections. The sums of the parts are added in the order of the parts, so the bits do not depend on threads.
+// Gradients to which several parts of a call add. A part is a head, which adds to the gradient of reference points, or a block
+// of anchors, which adds to the gradient of projections. Each part has sums of its own. They are added up in the order of the
+// parts, so the bits do not depend on threads.
 #pragma once
 
 #include "kernels/shared/job.h"

@@ -7,8 +7,9 @@
 //   dots_and_scatter_add   dots with rows of value, scatter_add to the same rows of its gradient
 //
 // g is a row of T, such as a row of grad_output. A list of rows has an address and a coefficient for each row. The length of a
-// list is a multiple of ROWS. A padding entry has coefficient 0 or points to the zero row. `next` is the list whose rows are
-// prefetched meanwhile. It has the same length, and its addresses may be invalid, because a prefetch cannot fault.
+// list is a multiple of ROWS. A padding entry has coefficient 0 or points to the zero row. The rows of the
+// list `next` are prefetched meanwhile. `next` has the same length, and its addresses may be invalid, because a prefetch cannot
+// fault.
 //
 // Channels are cut into pieces of 8, 4, 2 and 1 vectors, then of a half vector, a quarter and so on, down to one channel. A
 // piece is processed for the whole list before the next piece, with its accumulators in registers. So there are no masks and no
@@ -36,7 +37,8 @@ template <int N> struct Count {
 
 // Calls op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
 template <class T, class Op> MXD_INLINE void for_pieces(int64_t channels, Op &&op) {
-    // Nearly every model has 32 channels per head. This branch tells the compiler that they are one piece, which begins at 0.
+    // Nearly every model has 32 channels per head. This branch tells the compiler that 32 channels are one piece, which begins
+    // at 0.
     if constexpr (sizeof(T) == 4)
         if (channels == 32) return op(Count<WIDTH<T>>(), Count<32 / WIDTH<T>>(), 0);
     int64_t c = 0;
@@ -78,8 +80,9 @@ template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
 }
 
 // True if sums read two vectors of bfloat16 as one vector of 32-bit words. The upper half of a word is already a float; the
-// lower half becomes a float by a shift. Reading words is cheaper than widening two vectors. Words separate even from odd
-// channels, so stores put sums in order. Dot products read channels in order, to add them in the same order as in float32.
+// lower half becomes a float by a shift. Reading words is cheaper than widening two vectors, but it separates even channels
+// from odd ones, so stores put sums in order. Dot products do not read words, because they add channels in the same order as in
+// float32.
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
 
@@ -108,7 +111,7 @@ template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N>
         for (int k = 0; k < K; k += 2) interleave<T, N>(sums[k], sums[k + 1], sums[k], sums[k + 1]);
     }
 }
-// Stores K vectors of sums as a row of V. Their channels are in the order in which each_vector reads rows of Row.
+// Stores K vectors of sums as a row of V. The channels of the sums are in the order in which each_vector reads rows of Row.
 template <class V, class Row, class T, int N, int K> MXD_INLINE void store_row(V *row, Vec<T, N> (&vectors)[K]) {
     if constexpr (IN_WORDS<V, T, N, K> && same_type<V, Row>) {
         MXD_UNROLL
@@ -130,7 +133,7 @@ template <class V, class T> inline void widen_row(const V *row, T *widened, int6
         store<T, N>(widened + c, load<T, N>(row + c));
     });
 }
-// Puts channels in order. `widened` has them in the order in which each_vector reads rows of V.
+// Puts channels in order. `widened` has its channels in the order in which each_vector reads rows of V.
 template <class V, class T> inline void order_row(const T *widened, T *ordered, int64_t channels) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         constexpr int N = lanes.value, K = vectors.value;
@@ -155,7 +158,7 @@ inline void weighted_sum_piece(const int64_t *address, const T *coefficient, con
         if (SOME_FAR && far.holds(i)) {
             MXD_UNROLL
             for (int r = 0; r < ROWS; ++r) {
-                // One prefetch between sums: with all prefetches first, the vendor's example takes 5 % longer.
+                // Prefetch one row before each sum: with all prefetches first, the vendor's example takes 5 % longer.
                 ask_for<PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
                 add_row<V, T, N, K>(row_at<const V>(address[i + r], channel), factor(i + r), sums[r % SETS]);
             }
@@ -311,7 +314,7 @@ inline void scatter_add(const int64_t *address, const T *coefficient, const int6
     });
 }
 
-// Maps the address of a row of value to the same row of its gradient. The zero row is the same for both tensors.
+// Maps the address of a row of value to the address of the same row of its gradient. Both tensors have the same zero row.
 struct OtherRows {
     int64_t distance, zero_row;
 
@@ -325,8 +328,8 @@ struct SameDistance {
     MXD_INLINE int64_t of(int64_t address) const { return address + distance; }
 };
 
-// Computes one piece of dots and of scatter_add, ROWS rows at a time. It reads ROWS rows of value before it adds to a row of
-// the gradient: a load waits for an earlier store to an address with the same low bits, and a row of value and a row of the
+// Computes one piece of dots and of scatter_add, ROWS rows at a time. Reads ROWS rows of value before it adds to a row of the
+// gradient: a load waits for an earlier store to an address with the same low bits, and a row of value and a row of the
 // gradient may have such addresses.
 template <class T, int N, int K, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, Others others,
@@ -375,7 +378,7 @@ inline void convert_run(const From *from, int64_t from_stride, To *to, int64_t t
     }
     for (; i < n; ++i) store<T, 1>(to + i * to_stride, load<T, 1>(from + i * from_stride));
 }
-// Widens n contiguous elements. It is not inlined, so that loops around it keep their registers.
+// Widens n contiguous elements. This function is not inlined, so that loops around it keep their registers.
 template <class V> __attribute__((noinline)) void widen_run(const V *from, float *to, int64_t n) {
     constexpr int N = WIDTH<float>;
     int64_t i = 0;

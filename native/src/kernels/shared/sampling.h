@@ -15,10 +15,10 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 // Returns the number of samples of one query and head, rounded up to whole vectors.
 inline int64_t padded_samples(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
 
-// The maps of N samples. The arrays are in one struct, so that one register addresses all of them.
+// The maps of N samples. All arrays are in one struct, so that one register addresses all of them.
 template <class T, int N = LANES> struct MapLanes {
     T width[N], height[N];
-    Int<T> row[N];               // pixels in a row of the map
+    Int<T> row[N];               // number of pixels in a row of the map
     Int<T> last_x[N], last_y[N]; // -1 on an empty map
     Int<T> start[N];
 
@@ -54,7 +54,7 @@ template <class T> class Maps {
         lanes[sample / LANES].set(sample % LANES, level);
         if (sample < in_sixteens) sixteens[sample / 16].set(sample % 16, level);
     }
-    // Sets `points` samples for each of the levels first..last-1. Padding samples get an empty map.
+    // Sets the maps of samples: `points` samples for each of the levels first..last-1. Padding samples get an empty map.
     void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
         int64_t sample = 0;
         for (int64_t l = first; l < last; ++l)
@@ -69,7 +69,7 @@ template <class T> class Maps {
 };
 
 // For each sample of one query, the range of y in which the sample may read rows of a band. The range has two extra pixels at
-// both ends: a sample also reads the pixels below its y, and y may be rounded differently from its corners.
+// both ends: a sample also reads the pixels below its y, and rounding may move y to another pixel.
 template <class T> class BandReach {
   public:
     BandReach(Arena &arena, int64_t samples) : first_y(arena.take<T>(samples)), last_y(arena.take<T>(samples)) {}
@@ -204,8 +204,8 @@ MXD_INLINE void find_addresses(const Sampled &sampled, AddressLanes base, Addres
 inline bool is_far(int64_t step) { return step != int32_t(step); }
 
 // The addresses of rows: pixel i of sample s is at base[s] + i * stride[s] bytes. A corner off the map gets the address of the
-// zero row. A row of the map with coefficient 0 would be wrong, because 0 * infinity is NaN. row_bytes[s] is the number of
-// bytes from one row of pixels of the map to the next.
+// zero row. To read a row of the map with coefficient 0 would be wrong, because 0 * infinity is NaN. row_bytes[s] is the number
+// of bytes from one row of pixels of the map to the next.
 struct RowAddresses {
     int64_t *base, *stride, *row_bytes, zero_row;
     bool far = false; // true if is_far(stride) for any sample
@@ -229,7 +229,8 @@ struct RowAddresses {
         const AddressLanes off_map = broadcast<int64_t, LANES>(zero_row);
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            // The nearest pixel is clamped to the map, so no corner is off the map. Padding samples have the zero row as base.
+            // With one corner the pixel is clamped to the map, so it is never off the map. Padding samples have the zero row as
+            // base.
             if constexpr (CORNERS == 1)
                 put_entries<CORNERS>(list, i, k, address[k]);
             else
@@ -279,7 +280,7 @@ template <class T> struct ScatterList {
     int64_t count = 0;
 
     // The arrays have LANES extra entries, because add() writes an entry before it knows whether the entry is kept. Addresses
-    // begin as zeros, because they are prefetched before the first is written.
+    // begin as zeros, because they are prefetched before add() writes them.
     ScatterList(Arena &arena, int64_t n)
         : address(arena.zeros<int64_t>(4 * n + LANES)), coefficient(arena.take<T>(4 * n + LANES)) {}
 

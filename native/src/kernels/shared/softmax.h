@@ -81,7 +81,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> first_of(const T *row, int64_t co
     return lanes_below<T, N>(count) ? raw_load<T, N>(row) : broadcast<T, N>(-T(__builtin_inf()));
 }
 
-// softmax for rows of at most LANES numbers, if a vector has 2 * LANES numbers. A vector holds two rows.
+// softmax for rows of at most LANES numbers, if a vector has 2 * LANES numbers. Each vector holds two rows.
 template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     typedef Vec<T, LANES> Half;
     struct Two {
@@ -142,7 +142,7 @@ MXD_INLINE void softmax_of_vectors(const T *const (&rows)[4], int64_t count, T *
     MXD_UNROLL
     for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] * coefficient[r]);
 }
-// This is not inlined, because it is long and few models need it.
+// This function is not inlined, because it is long and few models need it.
 template <class T>
 __attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     softmax_of_vectors<T, 0>(rows, count, weights);
@@ -163,7 +163,7 @@ template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t co
 }
 
 // Computes the gradient of the logits: weights * (grad_weights - sum over the row of weights * grad_weights). Whole vectors of
-// LANES are read and written. The gradients of logits before `in_place` go to grad_logits; the gradients of other logits
+// LANES are read and written. The gradients of the first `in_place` logits go to grad_logits; the gradients of the other logits
 // overwrite grad_weights.
 template <class T>
 MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *grad_weights, int64_t in_place, T *grad_logits) {

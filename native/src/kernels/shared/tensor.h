@@ -47,7 +47,8 @@ template <class T> inline void write_elements(const T *from, char *to, int64_t d
     }
 }
 
-// Some axes of a tensor. They are read as one run if they are contiguous, else as one run for each index of the outer axes.
+// Some axes of a tensor. Their elements are read as one run if they are contiguous, else as one run for each index of the outer
+// axes.
 template <int AXES> struct SomeAxes {
     const Tensor &tensor;
     int64_t shape[AXES], strides[AXES];
@@ -83,7 +84,7 @@ template <int AXES> struct SomeAxes {
     }
 
     template <class T> void read(int64_t offset, T *to) const { read_at(at(tensor, offset), to); }
-    // Reads from the element at this address on. Calls widen_run directly: one more call takes as long as 48 elements.
+    // Reads from the element at this address on. Calls widen_run directly, because one more call takes as long as 48 elements.
     template <class T> MXD_INLINE void read_at(const char *from, T *to) const {
         if constexpr (same_type<T, float>) {
             if (contiguous && tensor.dtype == MXD_BFLOAT16)
