@@ -186,7 +186,7 @@ def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterat
         yield "normalised", names.locations, "be pixels of each level", fact
         return
     off, swapped = (_fraction(~_on_map(call, sides)) for sides in (sizes, sizes.flip(-1)))
-    # the largest x / H and the largest y / W: the fractions of the swapped maps that samples reach; the smaller of the two
+    # how far samples reach into the swapped maps: the largest x / H or the largest y / W, whichever is smaller
     reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()
     if off > 0.05 and swapped < 0.1 * off and reach > 0.75:
         fact = f"{_percent(off)} of samples off their maps, and {_percent(swapped)} if the shapes were (W, H)"
@@ -228,10 +228,10 @@ def _steps_at_ends(value: Tensor, start: int, height: int, width: int) -> Tensor
 
 
 def _find_misplaced_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find maps that overlap while rows of value are in no map: starts may be wrong. One without the other may be intended.
+    """Find maps that overlap while rows of value are in no map: starts may be wrong. Overlap or gaps alone may be intended.
 
-    Find maps of several cameras that are stored scale by scale, not camera by camera: neighbours differ more than usual at the
-    row ends of the first order, and not at those of the second.
+    Find maps of several cameras that are stored scale by scale, not camera by camera: neighbours in value differ more than
+    usual at the row ends of the first order, and not at those of the second.
     """
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
     begins, ends = maps.unique(dim=0).unbind(1)  # count a map only once, even if cameras share it

@@ -49,7 +49,7 @@ def pip_install(*packages: str) -> str:
     """Return the command that installs packages. A name such as "[demo]" is an extra of ours."""
     import importlib.metadata  # here, because few programs lack a package
 
-    # In a clone, the package runs from a source tree, or was installed from a folder, editable or not.
+    # Say "." in a clone: there the package runs from the source tree, or was installed from the folder, editable or not.
     try:
         direct_url = importlib.metadata.distribution(_OURS).read_text("direct_url.json")
         ours = "." if "dir_info" in json.loads(direct_url or "{}") else _OURS

@@ -6,8 +6,8 @@
     status = synchronize(stream)
 
 Phase one checks and returns a status; it does not raise where CANN returns a status. `recent_error()` is the sentence that
-belongs to the status. Phase two runs the call and returns. Only the data show that a level does not fit in num_keys; then the
-stream remembers a status, and `synchronize` returns it. The header
+belongs to the status. Phase two runs the call and returns. Phase one reads no data, so only phase two finds a level that does
+not fit in num_keys: the stream remembers a status, and `synchronize` returns it. The header
 native/include/aclnnop/aclnn_multi_scale_deformable_attention_grad.h is the reference. Its names are in camelCase, as are the
 names in the sentences of errors.
 """

@@ -45,7 +45,7 @@ Function = Callable[..., Any]
 
 # Last part of a module's name -> stand-ins of its functions. `import` gives these stand-ins, even if a compiled module exists.
 _EXTENSIONS: dict[str, dict[str, Function]] = {}
-# Module -> stand-ins of some of its functions. `import` gives a compiled module if it exists, because that has all functions.
+# Module -> stand-ins of some of its functions. `import` gives a compiled module if one exists, which has all functions.
 _PARTS: dict[str, dict[str, Function]] = {"deformable_aggregation_with_depth_ext": {}}
 for _entry in FUNCTIONS:
     if _entry.module != "mx_driving":

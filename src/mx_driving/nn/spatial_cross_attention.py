@@ -42,7 +42,7 @@ class MSDeformableAttention3D(_layers.DeformableLayers):
     Source: Li et al., "BEVFormer", ECCV 2022; its module's parameter names.
     """
 
-    _samples_cameras_in_turn = True  # viz.recording() gives the looks of one call one number
+    _samples_cameras_in_turn = True  # viz.recording() counts the operator calls of a forward as one
 
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8) -> None:
         super().__init__(embed_dims, num_heads, num_levels, num_points, output=False)
@@ -211,7 +211,8 @@ class SpatialCrossAttention(nn.Module):
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Sample no other cameras for it."""
+        """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Sample only these cameras for the
+        query."""
         bs, cams, queries = seen.shape
         if bs * cams == 0:  # in _mean_of_all, the layers still get gradients, of zero
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
