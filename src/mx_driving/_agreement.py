@@ -95,7 +95,7 @@ def _are_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, int]:
-    """Return the largest difference of outputs [bs, queries, ..], and the number of queries that near ties leave out.
+    """Return the largest difference of outputs [bs, queries, ..], and the number of queries left out because of near ties.
 
     Two-stage models rank queries by scores. If two scores nearly tie, a rounding error exchanges their ranks. Ranks that nearly
     tie are neighbours. So a tie changes at least two queries side by side, or the last query alone, whose rival has no rank.

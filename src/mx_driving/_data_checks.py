@@ -196,8 +196,8 @@ def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterat
 
 
 def _find_swapped_shapes(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find shapes that look swapped: a pyramid that has a wide and a high level, although all levels show the same picture; or
-    neighbours that differ more than usual at row ends of (W, H), and not at those of (H, W)."""
+    """Find shapes that look swapped: a pyramid with a wide and a high level, although all levels show the same picture; or
+    neighbours in value that differ more than usual at the row ends of (W, H), and not at those of (H, W)."""
     for levels in call.shapes.view(-1, *call.shapes.shape[-2:]).tolist():
         aspects = [math.log(width / height) for height, width in levels]
         if min(aspects) < -_OBLONG and max(aspects) > _OBLONG:
@@ -211,7 +211,7 @@ def _find_swapped_shapes(call: SamplingInputs, names: SamplingInputs) -> Iterato
         return
     _, height, width, start = max(oblong)
     steps, swapped = (_steps_at_ends(call.value, start, *size) for size in ((height, width), (width, height)))
-    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # False where a row of (W, H) ends, too
+    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # False where a row of (W, H) also ends
     if steps[not_shared].mean() < _NO_STEP and swapped.mean() > _STEP:
         fact = f"({height}, {width}), while rows of {names.value} seem to end every {height}"
         yield "swapped", names.shapes, "be (H, W)", fact

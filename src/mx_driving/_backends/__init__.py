@@ -40,7 +40,7 @@ def backends() -> dict[str, dict[str, str]]:
     """Return the kernel of each operator on each device type, and the reason if the kernel is the reference.
 
     The result has a dictionary for each device type: operator name -> a sentence. "other" stands for all other device types.
-    If the vendor's distribution is installed, too, every sentence ends with a warning about it and with advice.
+    If the vendor's distribution is also installed, every sentence ends with a warning and with advice.
 
     >>> sorted(backends())
     ['cpu', 'cuda', 'other']

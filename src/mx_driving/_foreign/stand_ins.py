@@ -121,7 +121,7 @@ def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> 
 def bev_pool_forward(
     feat: Tensor, geom_feat: Tensor, interval_lengths: Any, interval_starts: Any, b: int, d: int, h: int, w: int
 ) -> Tensor:
-    """Return [b, d, h, w, c]."""
+    """Return sums, [b, d, h, w, c]."""
     _check_intervals(interval_lengths, interval_starts)
     return _v1(feat, geom_feat, b, d, h, w).permute(0, 2, 3, 4, 1)
 
@@ -154,7 +154,7 @@ def bev_pool_v2_forward(
     h: int,
     w: int,
 ) -> Tensor:
-    """Return [b, d, h, w, c]."""
+    """Return sums, [b, d, h, w, c]."""
     need_tensors(("feat", feat))
     if feat.dim() == 0:
         fail(ValueError, "feat", "have shape (..., C)", ())
@@ -168,7 +168,7 @@ def bev_pool_v2_forward(
 def bev_pool_v3_forward(
     depth: Any, feat: Tensor, ranks_depth: Any, ranks_feat: Any, ranks_bev: Tensor, b: int, d: int, h: int, w: int
 ) -> Tensor:
-    """Return [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
+    """Return sums, [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
     need_tensors(("feat", feat))
     if feat.dim() < (2 if depth is None else 1):
         fail(ValueError, "feat", f"have shape {'(n, C)' if depth is None else '(..., C)'}", tuple(feat.shape))
@@ -232,7 +232,7 @@ def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
         return bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
 
     if "memo" in names:
-        # Return [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3].
+        # Return sums, [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3].
         B, n, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:6], "six", "B, n, C, X, Y, Z")
         coords, memo = _view_points(arguments["geom_xyz"], B, n), arguments["memo"]
         need_tensors(("input_features", arguments["feat"]))
@@ -248,7 +248,7 @@ def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
         memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
         return pooled
 
-    # Return [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W].
+    # Return sums, [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W].
     axes = "B, cams, D, H, W, C, X, Y, Z"
     B, *pixels, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:9], "nine", axes)
     coords, depth, feat = _view_points(arguments["geom_xyz"], B, *pixels), arguments["depth"], arguments["feat"]

@@ -358,7 +358,7 @@ def check_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
 def check_levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:
     """Check that every map lies inside num_keys rows. Reading the index tables is free only on a CPU.
 
-    If the map would fit into `channels` rows, the sentence adds that the axes of feature_maps look swapped.
+    If a map that lies outside would fit into `channels` rows, the sentence adds that the axes of feature_maps look swapped.
     """
     sizes, begins = shapes.tolist(), starts.tolist()
     if starts.dim() > 1:

@@ -208,7 +208,7 @@ class DeformableFeatureAggregation(nn.Module):
     def weights(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
         """Return the weights of each anchor, for inspection.
 
-        `forward` does not call this method: its operator computes the weights. In training, every call leaves out other pairs,
+        `forward` does not call this method: its operator computes the weights. In training, each call leaves out new pairs,
         drawn from torch's generator; `mx_driving.viz.recording()` keeps the weights that a `forward` used.
 
         Args:

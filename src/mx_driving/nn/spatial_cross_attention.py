@@ -109,9 +109,9 @@ class SpatialCrossAttention(nn.Module):
         feature_cam = deformable_attention(query + query_pos, pillar in cam, value of cam)       for cameras that see the pillar
         out         = query + dropout(output_proj(sum of feature_cam / number of these cameras))
 
-    A camera sees a pillar if it sees a point of the pillar. A cell that no camera sees gets the projection of zero. Only the
-    cells that a camera sees sample this camera, without padding. Each scene of a batch has its own cameras. BEVFormer's code
-    uses the cells of the first scene for all scenes; for a single scene both agree.
+    A camera sees a pillar if it sees a point of the pillar. A cell that no camera sees gets the projection of zero. Each camera
+    is sampled only by the cells that it sees, without padding. Each scene of a batch has its own cameras. BEVFormer's code uses
+    the cells of the first scene for all scenes; for a single scene both agree.
 
     BEVFormer's checkpoints (`SpatialCrossAttention` around `MSDeformableAttention3D`) load as they are:
     `deformable_attention.sampling_offsets`, `deformable_attention.attention_weights`, `deformable_attention.value_proj`,

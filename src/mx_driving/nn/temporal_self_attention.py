@@ -32,7 +32,7 @@ class TemporalSelfAttention(_layers.DeformableLayers):
         num_heads, num_levels, num_points: heads, levels of a map, points per head and level of each map.
         dropout: in training, the dropout rate of the projected output.
 
-    Initially every query reads up to num_points pixels far in num_heads directions, with equal weights.
+    Initially every query reads up to num_points pixels away in num_heads directions, with equal weights.
 
     Gradients: of query, query_pos, value, reference_points and all parameters.
 

@@ -19,8 +19,9 @@ from ... import _data_checks
 from ..._operator import checks
 from . import from_cpp
 
-# The most channels that a thread of a backward kernel holds. Eight would be 16 bytes of a 16-bit dtype, but the rows of four
-# corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
+# The most channels that a thread of a backward kernel holds. Eight channels would fill a read of 16 bytes in a 16-bit dtype,
+# but the rows of four corners, their products and the gradient would then take more than 64 registers, which leaves less than
+# half of the occupancy.
 MOST_PER_THREAD = 4
 _MOST_THREADS = 512  # threads of a program; more threads would have too few registers
 

@@ -158,7 +158,7 @@ class Samples(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The kernels of an operator, and their launches. `tables` below are value, shapes and starts."""
+    """The kernels of an operator, and their launches. The argument `tables` is (value, shapes, starts)."""
 
     operator: Operator
     forward: Any

@@ -1,10 +1,10 @@
 """Shared code of the GPU kernels: a level of the pyramid, the bilinear sample and its gradient, the softmax of a row of logits.
 
-Coordinates, rows and coefficients are tensors [rows, 1] (a sample for each row of a tile) or [1, 1] (a sample for the program).
-They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
+Coordinates, row indices and coefficients are tensors [rows, 1] (a sample for each row of a tile) or [1, 1] (a sample for the
+program). They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
 
-The four corners are 00, 01 (right), 10 (below) and 11. They are separate arguments, because torch 2.6 installs Triton 3.2,
-whose functions take no tuples. Triton 3.6 compiles a NamedTuple to the same machine code.
+The four corners are 00, 01 (right), 10 (below) and 11. They are separate arguments: Triton 3.6 compiles a NamedTuple to the
+same machine code, but functions of Triton 3.2 take no tuples.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s1
 
 @triton.jit
 def record(targets, parts, at, first, step, row, width, right, below, in00, in01, in10, in11):
-    """Record the four rows that sample `at` adds to, as indices in all of value, and their coefficients."""
+    """Record the four rows to which sample `at` adds, as row indices in all of value, and the coefficients of the rows."""
     s00, s01, s10, s11 = coefficients(right, below, 1.0)
     record_one(targets, parts, 4 * at, first, step, row, s00, in00)
     record_one(targets, parts, 4 * at + 1, first, step, row + 1, s01, in01)
