@@ -122,7 +122,7 @@ def mark_as_constant(function: Any) -> None:
 # ---- the functions of torch as they were when mx_driving was imported: `patch` skips code that calls a replacement
 
 ORIGINALS: dict[Any, dict[str, Any]] = {space: dict(vars(space)) for space in (torch, nn.functional)}
-# Tensor inherits most of its methods. A library that restores a method sets it on Tensor itself.
+# Include the methods that Tensor inherits, because a library that restores a method sets it on Tensor itself.
 ORIGINALS[torch.Tensor] = {name: getattr(torch.Tensor, name, None) for name in dir(torch.Tensor) if name[:2] != "__"}
 
 # ---- modules: F.linear replaces calls of layers without hooks

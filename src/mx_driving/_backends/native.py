@@ -48,7 +48,7 @@ MOST_ROWS = 2**31 - 2
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """Return the library, or why it cannot be loaded. Warn once in the latter case, because the reference is slow."""
+    """Return the library, or why it cannot be loaded. In the second case, warn once, because the reference is slow."""
     library = _try_to_load(library_path())
     if isinstance(library, str):
         warnings.warn(

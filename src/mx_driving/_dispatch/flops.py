@@ -1,6 +1,6 @@
 """FLOPs for torch.utils.flop_counter: products and sums over channels, counted as for matrix products.
 
-Samples off the map count, too. Coordinates and coefficients do not count: their work does not grow with the number of
+Samples off the map also count. Coordinates and coefficients do not count: their work does not grow with the number of
 channels.
 
 The formulas are registered after every execution of the counter's module, because FlopCounterMode copies the registry before

@@ -34,7 +34,7 @@ _library = torch.library.Library("mx_driving", "DEF")
 
 
 class Registered:
-    """An operator, its `<name>_autocast` or its `<name>_backward` in torch's dispatcher. The methods are in a call's order.
+    """An operator, its `<name>_autocast` or its `<name>_backward` in torch's dispatcher. Methods are in the order of a call.
 
     `<name>_autocast` reads 16-bit inputs without converting them, and returns the float32 output that converted inputs would
     give. Its backward is the operator's backward, with grad_output in float32.

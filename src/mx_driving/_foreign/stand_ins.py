@@ -212,7 +212,7 @@ def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[i
 
 
 def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
-    """Return the results of a compiled pooling function. Its parameters say which layout of arguments it has."""
+    """Return the results of a compiled pooling function. The function's parameters say which layout its arguments have."""
     names = entry.names
     if "geom_feat" in names or "geom_xyzb" in names:
         if "geom_xyzb" in names:

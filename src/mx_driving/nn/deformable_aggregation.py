@@ -49,7 +49,7 @@ class KeyPoints(nn.Module):
             self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
 
     def reset_parameters(self) -> None:
-        """Initialise as Sparse4D does. Set the fixed points, too: a module built on the device meta has none."""
+        """Initialise as Sparse4D does. Also set the fixed points: a module built on the device meta has none."""
         _layers.fill(self.fix_scale, torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
         if self.num_learnable_pts:
             _layers.initialise(nn.init.xavier_uniform_, self.learnable_fc)

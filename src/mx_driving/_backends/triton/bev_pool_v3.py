@@ -82,7 +82,7 @@ def _walk(
         )
         if SUMS:
             total += factor.to(tl.float32) * values.to(tl.float32)
-            ends = target != next_target  # after the last point, next_target is -1, so the last run ends, too
+            ends = target != next_target  # after the last point, next_target is -1, so the last run also ends
             add(sums + target.to(tl.int64) * CHANNELS + c, total, ends & here & (c < CHANNELS))
             total = tl.where(ends, 0.0, total)
         if DOTS:
@@ -112,7 +112,7 @@ def _sorted_sums(
     rows, depth, ranks_row, ranks_depth, order, starts, others, sums, dots, num_rows, num_depth,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[target] = sum of depth * row over a target's points; dots[point] = dot product of its row and others[target].
+    """sums[target] = sum of depth * row over a target's points; dots[point] = dot product of row and others[target].
 
     A rank that does not exist contributes zero. `order` gives a point, the point gives ranks, and a rank gives a row: three
     reads, each of which needs the read before. So a round reads its rows, the ranks of the next round, and the order of the
