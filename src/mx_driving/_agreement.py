@@ -22,7 +22,7 @@ from torch import Tensor
 ULPS = 16  # the allowed rounding error of a product of at most five factors, in ulps
 _LEAST_SCALE = 1e-3  # the least scale of a tensor, as a fraction of the largest magnitude of all of a model's tensors
 _CHANGED = 1e-3  # a query has changed if it differs by more than this fraction of the output's largest magnitude
-_MOST_TIES = 50  # ties may change the ranks of two queries, or of one in so many
+_MOST_TIES = 50  # ties may change the ranks of two queries, or of one query in so many
 
 
 def rounding_limit(
@@ -111,7 +111,7 @@ def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -
         items = [[{name: out[[i]] for name, out in outs.items()} for outs in (ours, theirs)] for i in range(len(first))]
         differences, counts = zip(*(difference_beside_ties(*item) for item in items), strict=True)
         return max(differences), sum(counts)
-    # rows: the numbers of each query, as fractions of the largest magnitude of their output
+    # `rows` has the numbers of each query, as fractions of the largest magnitude of their output
     scales = {name: largest_magnitude(out) or 1.0 for name, out in theirs.items()}
     rows = [
         torch.cat([(_to_floating(out[0]).double() / scales[name]).flatten(1) for name, out in outs.items()], 1)

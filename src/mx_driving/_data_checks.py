@@ -263,7 +263,7 @@ def _find_misplaced_maps(call: SamplingInputs, names: SamplingInputs) -> Iterato
 
 
 def _find_missing_softmax(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find weights without a softmax: negative weights look like logits, and other weights do not sum to 1."""
+    """Find weights without a softmax: many weights are negative, as logits are, or the weights do not sum to about 1."""
     name, weights = names.weights, call.weights.double()
     if (fraction := _fraction(weights < 0)) > _SOME:
         yield "no softmax", name, "come from a softmax, 0..1", f"{_percent(fraction)} below 0, as if they were logits"

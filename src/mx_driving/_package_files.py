@@ -1,5 +1,5 @@
-"""The files of the package that are no modules: the native library and texts. A tool that packs a program may lose them. Also
-the commands that install missing packages.
+"""The package's files that are not modules: the native library and texts. A tool that packs a program may lose them. Also the
+commands that install missing packages.
 
 These functions are not in config.py, because `python -m mx_driving.config` warns if config.py is imported already.
 """
@@ -24,7 +24,7 @@ def library_path() -> pathlib.Path:
 
 
 def why_absent(path: pathlib.Path) -> str:
-    """Return a sentence: a file of the package is not there, and why."""
+    """Return a sentence that says that a file of the package is absent, and why."""
     reason = "it was not built or not installed"
     if getattr(sys, "frozen", False):
         reason = "the program was frozen without it; with PyInstaller, --collect-all mx_driving adds it"

@@ -185,7 +185,7 @@ def bev_ranks(
 
 
 def _inputs(*named: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Any]:
-    """Check the last axes of tensors. Return the dtype of the result, and the tensors in the dtype to compute in.
+    """Check the last axes of tensors. Return the dtype of the result, and the tensors in the dtype of the computation.
 
     An axis is a size or a name.
     """

@@ -1,6 +1,6 @@
 """The specification in plain torch: any device, any floating dtype, differentiable twice. Nobody optimises it.
 
-Arithmetic is in float64 as soon as a floating input is float64, else in float32. Index tables are never trusted: a row outside
+Arithmetic is in float64 if a floating input is float64, else in float32. Index tables are never trusted: a row outside
 `num_keys` reads as zero and receives no gradient.
 """
 

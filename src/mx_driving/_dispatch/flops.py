@@ -38,7 +38,7 @@ def register() -> None:
 
 
 class _CounterFinder(importlib.abc.MetaPathFinder):
-    """Lets the finders after it find the counter, and registers the formulas after the counter's execution."""
+    """Finds the counter by the finders after this finder, and registers the formulas after the counter's execution."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if fullname != _COUNTER:

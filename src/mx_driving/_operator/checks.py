@@ -143,8 +143,8 @@ def _axes(t: Input, shape: Sequence[int]) -> Sequence[str]:
 
 
 def _fits(axes: Sequence[str], shape: Sequence[int], sizes: Sizes, options: Options) -> bool:
-    """Return whether the axes may have the sizes of `shape`. `2 or 4` allows both, `8 or more` at least 8, `a * b` the product,
-    and an axis that `sizes` lacks any size."""
+    """Return whether the axes may have the sizes of `shape`. `2 or 4` allows both, `8 or more` at least 8, `a * b` the product.
+    An axis that is not in `sizes` may have any size."""
     if len(axes) != len(shape):
         return False
     for axis, size in zip(axes, shape, strict=True):

@@ -49,7 +49,7 @@ def deformable_aggregation_with_logits(
 
     Gradients: of feature_maps, key_points, projection and logits, each in its input's dtype; differentiable twice. A point
     nearer than 1e-5 has no gradient along its depth. Autograd saves only the inputs, neither locations nor weights.
-    Arithmetic is in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of
+    Arithmetic is in float32 (float64 if an input is float64), and bitwise repeatable on a CPU for any number of
     threads.
 
     Returns:

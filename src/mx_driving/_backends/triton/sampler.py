@@ -21,7 +21,7 @@ from .sampling import ADDED, NOT_NEEDED, RECORDED
 # ---- The two attention operators: a program computes neighbouring queries of a head, as a tile [rows, channels]. A thread has
 # a few neighbouring channels.
 
-# Warps of the forward exchange no data, so a program may have several.
+# Warps of the forward exchange no data, so a program may have several warps.
 _FORWARD_WARPS = 4
 # (whether it is the backward, bytes of an element of value) -> most registers of a thread. Without a limit, the float32 forward
 # uses only 40 registers and is slower (see launch.plan); the 16-bit forward spills on sm_80; the backward uses 65 to 70
