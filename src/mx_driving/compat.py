@@ -142,7 +142,7 @@ def install(what: str = "extensions") -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Undo every `install`. References that callers hold stay. Remove the operators of stand-ins for library files."""
+    """Undo every `install`, and remove the operators of stand-ins for library files. References that callers hold stay."""
     npu = sys.modules.get(f"{__package__}._vendor.npu")
     if npu is not None:
         npu.uninstall()

@@ -1,5 +1,5 @@
-"""What attention modules share: feature pyramids in the layout of the operators, checks of settings and dtypes, initial values,
-layers, and fast paths that replace calls of unmodified layers."""
+"""Shared code of attention modules: feature pyramids in the layout of the operators, checks of settings and dtypes, initial
+values, layers, and fast paths that replace calls of unmodified layers."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class SpatialCrossAttention(nn.Module):
         """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Sample only these cameras for the
         query."""
         bs, cams, queries = seen.shape
-        if bs * cams == 0:  # in _mean_of_all, the layers still get gradients, of zero
+        if bs * cams == 0:  # in _mean_of_all, the layers still get gradients: zeros
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
         inner = self.deformable_attention
         pairs = seen.flatten().nonzero()[:, 0]  # indices in [bs, cam, num_queries]

@@ -48,9 +48,8 @@ def deformable_aggregation_with_logits(
     weight of 0.
 
     Gradients: of feature_maps, key_points, projection and logits, each in its input's dtype; differentiable twice. A point
-    nearer than 1e-5 has no gradient along its depth. Autograd saves only the inputs, neither locations nor weights.
-    Arithmetic is in float32 (float64 if an input is float64), and bitwise repeatable on a CPU for any number of
-    threads.
+    nearer than 1e-5 has no gradient along its depth. Autograd saves only the inputs, neither locations nor weights. Arithmetic
+    is in float32 (float64 if an input is float64), and bitwise repeatable on a CPU for any number of threads.
 
     Returns:
         [bs, anchor, c], feature_maps' dtype (float32 under autocast).
