@@ -1,6 +1,6 @@
 """The deformable sampling operators of Ascend DrivingSDK, for every machine that has PyTorch.
 
-In this package's comments, Ascend is "the vendor", and DrivingSDK "the vendor's library". Its module is mx_driving, too.
+In this package's comments, Ascend is "the vendor", and DrivingSDK "the vendor's library". Its module is also named mx_driving.
 """
 
 import sys as _sys

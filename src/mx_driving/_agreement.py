@@ -7,8 +7,8 @@ inputs that are rounded to the dtype, so only the arithmetic is judged:
   term is a product of at most five factors. 16 + 2 sqrt(n) ulps cover the sum and the products;
 - a position is a product and a difference: its error of about an ulp of the map's size moves weight from a corner to the next,
   so the error of the result grows with the largest extent in pixels;
-- the result is rounded once to its own dtype: half an ulp of the result. This ulp is that of the entry's own power of two, not
-  the dtype's largest relative error: a factor of 1.001 moves some entries of bfloat16 over a rounding boundary, and is found.
+- the result is rounded once to its own dtype: half an ulp of the result. Take the ulp at the entry's power of two, not the
+  dtype's largest relative error: so a factor of 1.001 is found, which moves some bfloat16 entries over a rounding boundary.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 ULPS = 16  # the allowed rounding error of a product of at most five factors, in ulps
 _LEAST_SCALE = 1e-3  # the least scale of a tensor, as a fraction of the largest magnitude of all of a model's tensors
 _CHANGED = 1e-3  # a query has changed if it differs by more than this fraction of the output's largest magnitude
-_MOST_TIES = 50  # at most one query of so many changes its rank, or two queries
+_MOST_TIES = 50  # ties may change the ranks of two queries, or of one query in so many
 
 
 def rounding_limit(
     result_dtype: torch.dtype, compute_dtype: torch.dtype, magnitude: Any, scale: float, terms: int, extent: int
 ) -> Any:
-    """Return the allowed difference of each entry from float64 truth: a float64 tensor, or a float if nothing is rounded.
+    """Return the allowed difference of each entry from float64 truth: a float64 tensor, or a float if the two dtypes are equal.
 
     Args:
         result_dtype: the dtype of the result.
@@ -87,7 +87,7 @@ def model_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> floa
 
 
 def _are_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    """Return whether both have tensors of the same names, shapes and dtypes. A gradient may be missing."""
+    """Return whether both have tensors of the same names, shapes and dtypes. Return False if a tensor of `ours` is None."""
     pairs = [(ours.get(name), t) for name, t in theirs.items()]
     return ours.keys() == theirs.keys() and all(
         isinstance(mine, Tensor) and (mine.shape, mine.dtype) == (t.shape, t.dtype) for mine, t in pairs
@@ -95,7 +95,7 @@ def _are_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, int]:
-    """Return the largest difference of outputs [bs, queries, ..], and the number of queries that near ties leave out.
+    """Return the largest difference of outputs [bs, queries, ..], and the number of queries left out because of near ties.
 
     Two-stage models rank queries by scores. If two scores nearly tie, a rounding error exchanges their ranks. Ranks that nearly
     tie are neighbours. So a tie changes at least two queries side by side, or the last query alone, whose rival has no rank.
@@ -111,7 +111,7 @@ def difference_beside_ties(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -
         items = [[{name: out[[i]] for name, out in outs.items()} for outs in (ours, theirs)] for i in range(len(first))]
         differences, counts = zip(*(difference_beside_ties(*item) for item in items), strict=True)
         return max(differences), sum(counts)
-    # rows: the numbers of each query, as fractions of the largest magnitude of their output
+    # `rows` has the numbers of each query, as fractions of the largest magnitude of their output
     scales = {name: largest_magnitude(out) or 1.0 for name, out in theirs.items()}
     rows = [
         torch.cat([(_to_floating(out[0]).double() / scales[name]).flatten(1) for name, out in outs.items()], 1)

@@ -186,7 +186,7 @@ def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterat
         yield "normalised", names.locations, "be pixels of each level", fact
         return
     off, swapped = (_fraction(~_on_map(call, sides)) for sides in (sizes, sizes.flip(-1)))
-    # the largest x / H and the largest y / W: the fractions of the swapped maps that samples reach; the smaller of the two
+    # how far samples reach into the swapped maps: the largest x / H or the largest y / W, whichever is smaller
     reach = (locations / sizes.flip(-1)).flatten(0, -2).amax(0).min()
     if off > 0.05 and swapped < 0.1 * off and reach > 0.75:
         fact = f"{_percent(off)} of samples off their maps, and {_percent(swapped)} if the shapes were (W, H)"
@@ -196,8 +196,8 @@ def _find_pixels_off_maps(call: SamplingInputs, names: SamplingInputs) -> Iterat
 
 
 def _find_swapped_shapes(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find shapes that look swapped: a pyramid that has a wide and a high level, although all levels show the same picture; or
-    neighbours that differ more than usual at row ends of (W, H), and not at those of (H, W)."""
+    """Find shapes that look swapped: a pyramid with a wide and a high level, although all levels show the same picture; or
+    neighbours in value that differ more than usual at the row ends of (W, H), and not at those of (H, W)."""
     for levels in call.shapes.view(-1, *call.shapes.shape[-2:]).tolist():
         aspects = [math.log(width / height) for height, width in levels]
         if min(aspects) < -_OBLONG and max(aspects) > _OBLONG:
@@ -211,7 +211,7 @@ def _find_swapped_shapes(call: SamplingInputs, names: SamplingInputs) -> Iterato
         return
     _, height, width, start = max(oblong)
     steps, swapped = (_steps_at_ends(call.value, start, *size) for size in ((height, width), (width, height)))
-    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # False where a row of (W, H) ends, too
+    not_shared = torch.arange(1, height, device=steps.device) * width % height != 0  # False where a row of (W, H) also ends
     if steps[not_shared].mean() < _NO_STEP and swapped.mean() > _STEP:
         fact = f"({height}, {width}), while rows of {names.value} seem to end every {height}"
         yield "swapped", names.shapes, "be (H, W)", fact
@@ -228,10 +228,10 @@ def _steps_at_ends(value: Tensor, start: int, height: int, width: int) -> Tensor
 
 
 def _find_misplaced_maps(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find maps that overlap while rows of value are in no map: starts may be wrong. One without the other may be intended.
+    """Find maps that overlap while rows of value are in no map: starts may be wrong. Overlap or gaps alone may be intended.
 
-    Find maps of several cameras that are stored scale by scale, not camera by camera: neighbours differ more than usual at the
-    row ends of the first order, and not at those of the second.
+    Find maps of several cameras that are stored scale by scale, not camera by camera: neighbours in value differ more than
+    usual at the row ends of the first order, and not at those of the second.
     """
     maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
     begins, ends = maps.unique(dim=0).unbind(1)  # count a map only once, even if cameras share it
@@ -263,7 +263,7 @@ def _find_misplaced_maps(call: SamplingInputs, names: SamplingInputs) -> Iterato
 
 
 def _find_missing_softmax(call: SamplingInputs, names: SamplingInputs) -> Iterator[Finding]:
-    """Find weights without a softmax: negative weights look like logits, and other weights do not sum to 1."""
+    """Find weights without a softmax: many weights are negative, as logits are, or the weights do not sum to about 1."""
     name, weights = names.weights, call.weights.double()
     if (fraction := _fraction(weights < 0)) > _SOME:
         yield "no softmax", name, "come from a softmax, 0..1", f"{_percent(fraction)} below 0, as if they were logits"

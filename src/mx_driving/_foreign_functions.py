@@ -1,7 +1,7 @@
 """The table of foreign functions: functions of the vendor's library and of compiled extensions, and the autograd functions that
-call these. `compat`, `patch`, `ops` and `replay` read it.
+call these. `compat`, `_foreign`, `_patch` and `_replay` read the table.
 
-The functions stand in record.py, which also runs on machines without this package and needs them there.
+The table is in record.py, which also runs on machines without this package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class AutogradFunction(NamedTuple):
-    """An autograd function of a repository, which calls one of these functions. `patch` replaces it.
+    """An autograd function of a repository. It calls a function of the table. `patch` replaces the autograd function.
 
     pattern: a regular expression for the function's name.
     parameters: the function's own names of its parameters, without ctx.

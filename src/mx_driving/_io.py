@@ -19,7 +19,7 @@ from typing import Any
 
 from ._operator.rules import Problem, first_line
 
-_LONGEST = 200  # characters of a library's message: numpy quotes whole headers
+_LONGEST = 200  # most characters of a library's message: numpy quotes whole headers
 
 
 def open_console(title: str) -> Any:

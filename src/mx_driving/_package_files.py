@@ -1,5 +1,5 @@
-"""The files of the package that are no modules: the native library and texts. A tool that packs a program may lose them. Also
-the commands that install missing packages.
+"""The package's files that are not modules: the native library and texts. A tool that packs a program may lose them. Also the
+commands that install missing packages.
 
 These functions are not in config.py, because `python -m mx_driving.config` warns if config.py is imported already.
 """
@@ -24,7 +24,7 @@ def library_path() -> pathlib.Path:
 
 
 def why_absent(path: pathlib.Path) -> str:
-    """Return a sentence: a file of the package is not there, and why."""
+    """Return a sentence that says that a file of the package is absent, and why."""
     reason = "it was not built or not installed"
     if getattr(sys, "frozen", False):
         reason = "the program was frozen without it; with PyInstaller, --collect-all mx_driving adds it"
@@ -49,7 +49,7 @@ def pip_install(*packages: str) -> str:
     """Return the command that installs packages. A name such as "[demo]" is an extra of ours."""
     import importlib.metadata  # here, because few programs lack a package
 
-    # In a clone, the package runs from a source tree, or was installed from a folder, editable or not.
+    # Say "." in a clone: there the package runs from the source tree, or was installed from the folder, editable or not.
     try:
         direct_url = importlib.metadata.distribution(_OURS).read_text("direct_url.json")
         ours = "." if "dir_info" in json.loads(direct_url or "{}") else _OURS

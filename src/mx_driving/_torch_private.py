@@ -53,7 +53,7 @@ def without_gradients(t: Tensor) -> Tensor:
 
 
 def without_transforms(t: Tensor) -> Tensor:
-    """Return the tensor inside all wrappers of torch.vmap and torch.func, with the axes of all entries."""
+    """Return the tensor inside all wrappers of torch.vmap and torch.func, including the axes that vmap maps over."""
     while is_transformed(t):
         t = _functorch.get_unwrapped(t)
     return t
@@ -88,8 +88,8 @@ def is_forward_mode_active() -> bool:
 
 # ---- exporters and compilers
 
-# Called with a condition and a sentence: raise the sentence when the graph runs, if the condition is 0. torch._assert would
-# read the condition during tracing.
+# assert_in_graph(condition, sentence) raises the sentence when the graph runs, if the condition is 0. torch._assert would read
+# the condition during tracing.
 assert_in_graph = torch.ops.aten._assert_async.msg
 
 
@@ -104,7 +104,7 @@ def keep_whole_in_inductor(op: Any) -> None:
     """Let inductor call the operator as it is, if inductor is imported. If CI is set in the environment, inductor refuses an
     operator that has a decomposition, unless FALLBACK_ALLOW_LIST holds its name."""
     lowering = sys.modules.get("torch._inductor.lowering")
-    if hasattr(lowering, "FALLBACK_ALLOW_LIST"):  # not while another thread executes the module
+    if hasattr(lowering, "FALLBACK_ALLOW_LIST"):  # missing while another thread executes the module
         lowering.FALLBACK_ALLOW_LIST.add(op.name())  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -119,10 +119,10 @@ def mark_as_constant(function: Any) -> None:
     function._dynamo_marked_constant = True
 
 
-# ---- the functions of torch as they were when mx_driving was imported: `patch` knows no code that calls another one
+# ---- the functions of torch as they were when mx_driving was imported: `patch` skips code that calls a replacement
 
 ORIGINALS: dict[Any, dict[str, Any]] = {space: dict(vars(space)) for space in (torch, nn.functional)}
-# Tensor inherits most of its methods. A library that restores a method sets it on Tensor itself.
+# Include the methods that Tensor inherits, because a library that restores a method sets it on Tensor itself.
 ORIGINALS[torch.Tensor] = {name: getattr(torch.Tensor, name, None) for name in dir(torch.Tensor) if name[:2] != "__"}
 
 # ---- modules: F.linear replaces calls of layers without hooks
@@ -158,7 +158,7 @@ def local_tensor(t: Any) -> Tensor:
 
 
 def cache_shardings_by_mask(op: Any, first: int) -> None:
-    """Let DTensor cache the shardings of a backward by its options and mask, too: the arguments from `first` on. The mask
+    """Let DTensor's cache of a backward's shardings also compare options and mask: the arguments from `first` on. The mask
     matters, because a gradient that is not needed is empty, and has another sharding."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo

@@ -6,8 +6,8 @@
     status = synchronize(stream)
 
 Phase one checks and returns a status; it does not raise where CANN returns a status. `recent_error()` is the sentence that
-belongs to the status. Phase two runs the call and returns. Only the data show that a level does not fit in num_keys; then the
-stream remembers a status, and `synchronize` returns it. The header
+belongs to the status. Phase two runs the call and returns. Phase one reads no data, so only phase two finds a level that does
+not fit in num_keys: the stream remembers a status, and `synchronize` returns it. The header
 native/include/aclnnop/aclnn_multi_scale_deformable_attention_grad.h is the reference. Its names are in camelCase, as are the
 names in the sentences of errors.
 """
@@ -92,7 +92,7 @@ def _library() -> ctypes.CDLL:
 
 
 def recent_error() -> str | None:
-    """Return the sentence of this thread's last failure, and forget it: *name* must *rule*; got *fact*."""
+    """Return the sentence of this thread's last failure (*name* must *rule*; got *fact*), and forget the failure."""
     message = _library().aclGetRecentErrMsg()
     return message.decode() if message is not None else None
 
@@ -291,7 +291,7 @@ def multi_scale_deformable_attention_grad_out(
     """Both phases and `synchronize` in one call. It takes the arguments of phase one, and raises instead of returning statuses.
 
     Args:
-        grad_value, grad_location, grad_attn_weight: overwritten and returned; None makes one, of the inputs' dtype
+        grad_value, grad_location, grad_attn_weight: overwritten and returned; None allocates one of the inputs' dtype
 
     Raises:
         TypeError: a dtype, or None. ValueError: a shape, a limit, a level that does not fit. MemoryError: no memory.

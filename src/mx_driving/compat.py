@@ -4,17 +4,17 @@ After `mx_driving.compat.install()` these imports give the operators of this pac
 package that would hold the compiled file (`from . import deformable_aggregation_ext`):
 
 - `MultiScaleDeformableAttention` (Deformable-DETR, DINO, Mask2Former, Mask DINO, ...): ms_deform_attn_forward, _backward;
-  TrackFormer's and TransTrack's without level starts, too. If `torch.ops.load_library` loads a file of this name, as NVIDIA TAO
-  does, it defines torch.ops.nvidia.MultiscaleDeformableAttnPlugin_TRT and DMHA_backward
-- `deformable_aggregation_ext` (Sparse4D, SparseDrive; its older interface, too: GaussianFormer, Far3D):
+  also as TrackFormer and TransTrack call them, without level starts. If `torch.ops.load_library` loads a file of this name, as
+  NVIDIA TAO does, it defines torch.ops.nvidia.MultiscaleDeformableAttnPlugin_TRT and DMHA_backward
+- `deformable_aggregation_ext` (Sparse4D, SparseDrive; also its older interface: GaussianFormer, Far3D):
   deformable_aggregation_forward, _backward
 - `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
 - `bev_pool_v2_ext` (BEVDet, FlashOcc, FB-BEV): bev_pool_v2_forward, _backward, _backward_opt
 - `bev_pool_ext` (BEVFusion): bev_pool_forward, _backward; FlashOCC's: bev_sum_pool_forward, _backward
 - `voxel_pooling_train_ext`, `voxel_pooling_inference_ext` and the older `voxel_pooling_ext` (BEVDepth, BEVStereo): their
   _forward_wrapper
-- only where nobody compiled them: `mmcv._ext` (mmcv-lite), `detrex._C`, `adet._C` (DeepSolo), `groundingdino._C`:
-  ms_deform_attn_forward, _backward; `deformable_aggregation_with_depth_ext` (SparseDrive): nothing yet
+- only if no compiled module exists: `mmcv._ext` (mmcv-lite), `detrex._C`, `adet._C` (DeepSolo), `groundingdino._C`:
+  ms_deform_attn_forward, _backward; `deformable_aggregation_with_depth_ext` (SparseDrive): no function yet
 
 Other functions of these modules raise NotImplementedError when they are called.
 
@@ -45,7 +45,7 @@ Function = Callable[..., Any]
 
 # Last part of a module's name -> stand-ins of its functions. `import` gives these stand-ins, even if a compiled module exists.
 _EXTENSIONS: dict[str, dict[str, Function]] = {}
-# Module -> stand-ins of some of its functions. `import` gives a compiled module if it exists, because that has all functions.
+# Module -> stand-ins of some of its functions. `import` gives a compiled module if one exists, which has all functions.
 _PARTS: dict[str, dict[str, Function]] = {"deformable_aggregation_with_depth_ext": {}}
 for _entry in FUNCTIONS:
     if _entry.module != "mx_driving":
@@ -142,7 +142,7 @@ def install(what: str = "extensions") -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Undo every `install`. References that callers hold stay. Remove the operators of stand-ins for library files."""
+    """Undo every `install`, and remove the operators of stand-ins for library files. References that callers hold stay."""
     npu = sys.modules.get(f"{__package__}._vendor.npu")
     if npu is not None:
         npu.uninstall()

@@ -3,8 +3,8 @@
 Frames are right-handed and in metres. A camera looks along its z axis, with x to the right of its picture and y down. Pixels
 are (u, v): (0, 0) is the corner of the picture and (0.5, 0.5) the centre of the first pixel, as the operators count.
 
-A result has the common dtype of the tensors, under autocast, too. Tensors of whole numbers count as torch's default dtype.
-16-bit tensors are computed with in float32, and the result is rounded once.
+A result has the common dtype of the tensors, also under autocast. Tensors of whole numbers count as torch's default dtype.
+16-bit tensors are converted to float32 for the computation, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def bev_ranks(
 
 
 def _inputs(*named: tuple[str, Tensor, tuple[int | str, ...]]) -> list[Any]:
-    """Check the last axes of tensors. Return the dtype of the result, and the tensors in the dtype to compute in.
+    """Check the last axes of tensors. Return the dtype of the result, and the tensors in the dtype of the computation.
 
     An axis is a size or a name.
     """

@@ -1,6 +1,6 @@
 """The specification in plain torch: any device, any floating dtype, differentiable twice. Nobody optimises it.
 
-Arithmetic is in float64 as soon as a floating input is float64, else in float32. Index tables are never trusted: a row outside
+Arithmetic is in float64 if a floating input is float64, else in float32. Index tables are never trusted: a row outside
 `num_keys` reads as zero and receives no gradient.
 """
 
@@ -39,7 +39,7 @@ class Corners(NamedTuple):
     """The corners of samples on a map. Corner k is on the right if k & 1, and below if k & 2."""
 
     valid: Tensor
-    inside: list[Tensor]  # whether corner k lies on the map, and its row in value
+    inside: list[Tensor]  # whether corner k lies on the map, and value has its row
     row: list[Tensor]  # row of value at corner k; 0 where inside[k] is False
     right: Tensor  # fraction of a pixel between corner 0 and the sample in x
     below: Tensor  # fraction of a pixel between corner 0 and the sample in y
@@ -97,7 +97,8 @@ def _products(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
 
 
 def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the dot products of g with the sample and with its slopes in x and y. `dots`: those of g with the corners."""
+    """Return the dot products of g with the sample and with its slopes in x and y. `dots`: dot products of g with the
+    corners."""
     sample = sum(corners.coefficient(k) * dots[k] for k in range(4))
     dx = (1 - corners.below) * (dots[1] - dots[0]) + corners.below * (dots[3] - dots[2])
     dy = (1 - corners.right) * (dots[2] - dots[0]) + corners.right * (dots[3] - dots[1])

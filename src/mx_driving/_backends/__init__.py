@@ -1,6 +1,6 @@
-"""The backends: the native library on a CPU, Triton on a GPU. Kernels and `backends()` choose one of them by the same rules.
+"""The backends: the native library on a CPU, Triton on a GPU. `choose` selects the backend of a call, also for `backends()`.
 
-If torch calls the native library from C++, importing this package loads the library. Otherwise the first call loads it.
+If torch can call the native library from C++, `import mx_driving` loads the library. Otherwise the first call loads it.
 The first call on a GPU imports Triton.
 """
 
@@ -19,7 +19,8 @@ __all__ = ["backends", "choose", "native", "triton"]
 
 
 def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple[str, str]:
-    """Return (backend, reason) of a call; the reason is "" except for the reference. Without inputs, answer for usual calls."""
+    """Return (backend, reason) for a call. The reason is "" unless the backend is the reference. Without inputs, check only the
+    device."""
     if device == "cpu":
         if reason := native.why_not():
             return "reference", reason
@@ -39,7 +40,7 @@ def backends() -> dict[str, dict[str, str]]:
     """Return the kernel of each operator on each device type, and the reason if the kernel is the reference.
 
     The result has a dictionary for each device type: operator name -> a sentence. "other" stands for all other device types.
-    If the vendor's distribution is installed, too, every sentence ends with a warning about it and with advice.
+    If the vendor's distribution is also installed, every sentence ends with a warning and with advice.
 
     >>> sorted(backends())
     ['cpu', 'cuda', 'other']

@@ -42,13 +42,13 @@ _BAD_LEVEL, _BAD_RANK = 3, 7
 _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n in range(1, 7)}
 _NOT_GIVEN = struct.pack("qq96x", 0, -1)  # for an optional input that is None, or a gradient that is not needed
 
-# The most rows of value: row indices, and the exclusive bound of a range of rows, are 32-bit integers.
+# The most rows that value may have: a row's index, and the exclusive bound of a range of rows, are 32-bit integers.
 MOST_ROWS = 2**31 - 2
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """Return the library, or why it cannot be loaded. Warn once in the latter case, because the reference is slow."""
+    """Return the library, or why it cannot be loaded. In the second case, warn once, because the reference is slow."""
     library = _try_to_load(library_path())
     if isinstance(library, str):
         warnings.warn(
@@ -61,9 +61,9 @@ def _try_to_load(path: pathlib.Path) -> ctypes.CDLL | str:
     if not path.exists():
         return why_absent(path)
     try:
-        # Linux would load a library that ends too early, and kill the process when it touches a missing part. Linkers write the
-        # table of sections last. Loaders of other systems check the size themselves. Do not compare size or hash with the
-        # build's: strip, patchelf and signatures change both.
+        # Linux would load a truncated library, and kill the process when it touches a missing part. Linkers write the table of
+        # sections last, so the file must reach the table's end. Other systems' loaders check the size. Do not compare size or
+        # hash with the build's: strip, patchelf and signatures change both.
         with path.open("rb") as file:
             header = file.read(64)
         if len(header) == 64 and header[:5] == b"\x7fELF\2":
@@ -97,7 +97,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def why_by_ctypes() -> str | None:
-    """Register the kernels with torch in C++. Return None, or why this is impossible and torch calls them through Python."""
+    """Register the kernels with torch in C++. Return None; or, if torch must call the kernels through Python, the reason."""
     if _BY_CTYPES:
         return "MX_DRIVING_CTYPES is on"
     if _needs.is_older_than(_OLDEST_STABLE):
@@ -116,7 +116,8 @@ def loaded() -> ctypes.CDLL:
 
 
 def serves(value: Tensor) -> bool:
-    """Return whether indices of value's rows fit in 32 bits. Return True if value has too few axes: the kernel refuses it."""
+    """Return whether indices of value's rows fit in 32 bits. Return True if value has too few axes: the kernel refuses such a
+    value."""
     return value.dim() < 2 or value.shape[min(1, value.dim() - 2)] <= MOST_ROWS
 
 
@@ -134,7 +135,7 @@ def _pack(t: Tensor | None) -> bytes:
     return _NOT_GIVEN if t is None else _PACK[len(t.shape)](t.data_ptr(), _DTYPE[t.dtype], *t.shape, *t.stride())
 
 
-# A function (name of a C function, packed tensors, options) -> status. It calls the C function and returns its status.
+# run(name of a C function, packed tensors, options) calls the C function and returns the function's status.
 Run = Callable[[bytes, list[bytes], Sequence[int]], int]
 
 
@@ -169,7 +170,7 @@ class Kernel:
         grad, mask = (args[0], args[-1]) if self.backward else (None, ())
         args = args[1:-1] if self.backward else args
         inputs, options = args[: self.count], args[self.first_choice :]
-        for i in self.numbers:  # integer locations of a dtype that the C interface lacks
+        for i in self.numbers:  # convert integer locations of a dtype that the C interface lacks
             if inputs[i].dtype not in _DTYPE:
                 inputs = (*inputs[:i], inputs[i].to(torch.int64), *inputs[i + 1 :])
         if self.backward:
@@ -184,7 +185,7 @@ class Kernel:
         for i, (axes, factors) in self.products.items():
             t = tensors[i]
             if t is not None and t.dim() == axes:
-                # Pack the tensor as if its last axis were two axes. To make a view of the tensor would take longer.
+                # Pack the tensor as if its last axis were two axes. Making a view of the tensor would take longer.
                 sizes = checks.sizes_of(self.operator, inputs)
                 (*shape, _), (*strides, last) = t.shape, t.stride()
                 outer, inner = (sizes[factor] for factor in factors)

@@ -122,8 +122,8 @@ def bev_pool_v3(
 
 
 def find(name: str) -> Callable[..., Tensor]:
-    """Return the decomposition of an operator. That of an operator with logits calls a bare operator, which may have an ONNX
-    node."""
+    """Return the decomposition of an operator. For an operator with logits, the decomposition calls the bare operator, which
+    may have an ONNX node."""
     bare = OPERATORS[name].bare
     composed = composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
     return composed or globals()[name]

@@ -26,7 +26,8 @@ def skips_autograd() -> bool:
 
 
 def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the arguments. If one is a DTensor, wrap those at the places `shared`, such as tables, as replicated DTensors."""
+    """Return the arguments. If one is a DTensor, wrap the arguments at the indices `shared`, such as index tables, as
+    replicated DTensors."""
     # Without the default, a module that another thread is importing would raise AttributeError.
     DTensor = getattr(sys.modules.get(MODULE), "DTensor", None)
     sharded = next((a for a in args if isinstance(a, DTensor)), None) if DTensor else None
@@ -61,7 +62,7 @@ def _register() -> None:
 
 
 def _placement(dim: int | None, partial: bool = False) -> Any:
-    """Return the shard of a dimension; without a dimension, the whole tensor, or a partial sum of it."""
+    """Return the placement of a shard along `dim`; for None, of the whole tensor or of a partial sum."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return Shard(dim) if dim is not None else Partial() if partial else Replicate()

@@ -1,9 +1,9 @@
 """FLOPs for torch.utils.flop_counter: products and sums over channels, counted as for matrix products.
 
-Samples off the map count, too. Coordinates and coefficients do not count: their work does not grow with the number of
+Samples off the map also count. Coordinates and coefficients do not count: their work does not grow with the number of
 channels.
 
-The formulas are registered whenever the counter's module has been executed, because FlopCounterMode copies the registry before
+The formulas are registered after every execution of the counter's module, because FlopCounterMode copies the registry before
 any call of ours. We do not import the counter: it imports Triton if installed, which takes 74 MB and as long as importing this
 package (0.3 s of process time; 3 ms without Triton; 2026-11-29).
 """
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 class _CounterFinder(importlib.abc.MetaPathFinder):
-    """Lets the finders after it find the counter, and registers the formulas after the counter's execution."""
+    """Finds the counter by the finders after this finder, and registers the formulas after the counter's execution."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if fullname != _COUNTER:
@@ -78,7 +78,7 @@ def _count_forward(operator: Operator, *inputs: Any, **_: Any) -> int:
 
 
 def _count_backward(operator: Operator, grad: Any, *rest: Any, **_: Any) -> int:
-    """Count a forward for the gradient of value, and a forward for all other gradients, which share the products of
-    grad_output and rows."""
+    """Count one forward for the gradient of value, and one forward for all other gradients together, because they share the
+    products of grad_output and rows."""
     *inputs, mask = rest
     return _count_forward(operator, *inputs) * (bool(mask[0]) + any(mask[1:]))

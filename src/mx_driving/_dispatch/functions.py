@@ -17,14 +17,15 @@ class OperatorFunction(torch.autograd.Function):
     """An operator as an autograd function.
 
     `apply` calls the public function, unless a derived class overrides forward or backward. torch.func and forward mode support
-    the public function, and no Function whose forward takes a ctx.
+    the public function, but no autograd function whose forward takes a ctx.
     """
 
     public: Callable[..., Tensor]
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Call the public function, also with keywords. If a derived class overrides forward or backward, run these."""
+        """Call the public function; keywords are allowed. If a derived class overrides forward or backward, run its methods
+        instead."""
         base = next(c for c in cls.__mro__ if "public" in vars(c))
         if cls.forward is base.forward and cls.backward is base.backward:
             return cls.public(*args, **kwargs)

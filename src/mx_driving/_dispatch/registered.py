@@ -34,10 +34,10 @@ _library = torch.library.Library("mx_driving", "DEF")
 
 
 class Registered:
-    """An operator, its `<name>_autocast` or its `<name>_backward` in torch's dispatcher. The methods are in a call's order.
+    """An operator, its `<name>_autocast` or its `<name>_backward` in torch's dispatcher. Methods are in the order of a call.
 
-    `<name>_autocast` reads 16-bit inputs without a conversion, and returns the float32 output of converted inputs. Its backward
-    is the operator's backward, with grad_output in float32.
+    `<name>_autocast` reads 16-bit inputs without converting them, and returns the float32 output that converted inputs would
+    give. Its backward is the operator's backward, with grad_output in float32.
     """
 
     value = 0  # the index of value among the arguments: 1 in a backward, after grad_output
@@ -48,7 +48,7 @@ class Registered:
         # the indices of differentiable arguments
         self.differentiable = (0, *(i + 1 for i in operator.differentiable)) if self.value else operator.differentiable
         self.shared = tuple(self.value + i for i in operator.shared)
-        # Check the arguments of a Python kernel. C++ kernels check their arguments themselves.
+        # Python kernels call this check before they run. C++ kernels check their arguments themselves.
         self.check = functools.partial(checks.check_backward if self.value else checks.check_inputs, operator)
         tensors = (f"Tensor{'?' * t.optional} {t.name}" for t in operator.tensors)
         arguments, count = ", ".join((*tensors, *operator.options)), len(operator.differentiable)
@@ -93,15 +93,15 @@ class Registered:
         try:
             return self.map_call(info.batch_size, dims, args)
         except Exception:
-            check_entry()  # before the axis is folded, so that the sentence has the caller's sizes
+            check_entry()  # an entry is not folded, so the error has the caller's sizes
             raise
 
     def map_call(self, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
         """Return the results for all entries of the vmapped axis, and the dimension of the vmapped axis in every result.
 
-        Call the operator once, with the vmapped axis folded into the batches or queries: into the batches if an input that all
-        queries read, such as value, is vmapped or needs a gradient; else into the queries. Call the operator once per entry for
-        pooling, and if an input that batches share, such as the sizes of maps, is vmapped.
+        Fold the vmapped axis into the batches or queries, and call the operator once: fold into the batches if an input that
+        all queries read, such as value, is vmapped or needs a gradient; else into the queries. For pooling, or if an input that
+        batches share, such as the sizes of maps, is vmapped, call the operator once per entry.
 
         Args:
             size: the size of the vmapped axis.
@@ -148,7 +148,7 @@ class Registered:
         """
         args = distributed.prepare(args, self.shared)
         transformed = _torch_private.are_transforms_active()
-        # a compiled torch.func.jvp is only seen in `transformed`: it sets no level in forward_ad
+        # only `transformed` shows a compiled torch.func.jvp, which sets no level in forward_ad
         if (transformed or _torch_private.is_forward_mode_active()) and any(
             isinstance(a, Tensor) and forward_ad.unpack_dual(a, level=0).tangent is not None for a in args
         ):

@@ -41,7 +41,7 @@ def _make_absent(module: str, name: str) -> Any:
 
 
 def explain_missing(module: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`. For a name that neither library has, perhaps a typo, it lists our operators."""
+    """Return a module's `__getattr__`. For a name that neither library has, perhaps a typo, the error lists our operators."""
 
     def __getattr__(name: str) -> Any:
         if name in OTHERS:

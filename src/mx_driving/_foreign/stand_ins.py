@@ -1,5 +1,5 @@
-"""Functions that replace compiled extensions and their autograd functions. The table of foreign functions has several layouts
-of arguments, which are converted here to those of our functions. The extensions do not check shapes.
+"""Functions that replace compiled extensions and their autograd functions. They convert the argument layouts of the table of
+foreign functions to those of our functions. The extensions do not check shapes.
 
 `deformable_aggregation_ext` is the name of two interfaces. In the older interface (Sparse4D v1 and v2, GaussianFormer, Far3D)
 feature maps have an axis of cameras. Far3D passes attention weights with levels and points in one axis.
@@ -106,7 +106,7 @@ def sampling_inputs(operator: str, facts: Mapping[str, Any]) -> Inputs:
 
 
 def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> None:
-    """Check that the caller's outputs have the shapes and devices of the results. A copy to a meta tensor would lose them."""
+    """Check that the caller's outputs have the results' shapes and devices. A copy to a meta tensor would lose the result."""
     for (name, out), result in zip(outputs.items(), results, strict=True):
         need_tensors((name, out))
         need_dtype(name, out, FLOATING, FLOATING_RULE)
@@ -121,7 +121,7 @@ def check_outputs(results: Sequence[Tensor | None], outputs: dict[str, Any]) -> 
 def bev_pool_forward(
     feat: Tensor, geom_feat: Tensor, interval_lengths: Any, interval_starts: Any, b: int, d: int, h: int, w: int
 ) -> Tensor:
-    """Return [b, d, h, w, c]."""
+    """Return sums, [b, d, h, w, c]."""
     _check_intervals(interval_lengths, interval_starts)
     return _v1(feat, geom_feat, b, d, h, w).permute(0, 2, 3, 4, 1)
 
@@ -154,7 +154,7 @@ def bev_pool_v2_forward(
     h: int,
     w: int,
 ) -> Tensor:
-    """Return [b, d, h, w, c]."""
+    """Return sums, [b, d, h, w, c]."""
     need_tensors(("feat", feat))
     if feat.dim() == 0:
         fail(ValueError, "feat", "have shape (..., C)", ())
@@ -168,7 +168,7 @@ def bev_pool_v2_forward(
 def bev_pool_v3_forward(
     depth: Any, feat: Tensor, ranks_depth: Any, ranks_feat: Any, ranks_bev: Tensor, b: int, d: int, h: int, w: int
 ) -> Tensor:
-    """Return [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
+    """Return sums, [b, d, h, w, c]. If depth is None, c is feat.shape[1], else feat.shape[-1]."""
     need_tensors(("feat", feat))
     if feat.dim() < (2 if depth is None else 1):
         fail(ValueError, "feat", f"have shape {'(n, C)' if depth is None else '(..., C)'}", tuple(feat.shape))
@@ -202,8 +202,8 @@ def _view_points(geom_xyz: Tensor, *sizes: int) -> Tensor:
 
 
 def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return [B, C, Y, X]. coords is [B, cams, D, H, W, 3], depth [B * cams, D, H, W] and feat [B * cams, C, H, W]. Compute the
-    ranks of the points inside the grid as BEVDepth does in inference."""
+    """Return the output [B, C, Y, X]. coords is [B, cams, D, H, W, 3], depth [B * cams, D, H, W] and feat [B * cams, C, H, W].
+    Compute the ranks of the points inside the grid as BEVDepth does in inference."""
     bins, pixels = coords.shape[2], coords.shape[3] * coords.shape[4]
     points, cells = _pooling.points_inside(coords, sizes)
     rows = points // (bins * pixels) * pixels + points % pixels
@@ -212,11 +212,11 @@ def _lift_frustum(coords: Tensor, depth: Tensor, feat: Tensor, sizes: Sequence[i
 
 
 def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
-    """Return the results of a compiled pooling function. Its parameters say which layout of arguments it has."""
+    """Return the results of a compiled pooling function. The function's parameters say which layout its arguments have."""
     names = entry.names
     if "geom_feat" in names or "geom_xyzb" in names:
         if "geom_xyzb" in names:
-            # FlashOCC's cells are (x, y, z, b), and those of bev_pool begin with H. So exchange x and y.
+            # FlashOCC's cells are (x, y, z, b), those of bev_pool (h, w, d, b). So exchange x and y.
             places = arguments["geom_xyzb"]
             need_tensors(("geom_xyzb", places))
             need_shape("geom_xyzb", places, "n, 4", None, 4)
@@ -232,7 +232,7 @@ def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
         return bev_pool_v2_forward(*inputs, *arguments["output"].shape[:4])
 
     if "memo" in names:
-        # Return [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3].
+        # Return sums, [B, Y, X, C]. Write (batch, y, x) of the points inside the grid to the memo [B, n, 3].
         B, n, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:6], "six", "B, n, C, X, Y, Z")
         coords, memo = _view_points(arguments["geom_xyz"], B, n), arguments["memo"]
         need_tensors(("input_features", arguments["feat"]))
@@ -248,7 +248,7 @@ def _pool_as_extension(entry: Function, arguments: Arguments) -> Any:
         memo.view(-1, 3)[inside] = torch.stack(torch.unravel_index(cells, (B, Y, X)), 1).to(memo.dtype)
         return pooled
 
-    # Return [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W].
+    # Return sums, [B, Y, X, C]. Depth is [B * cams, D, H, W], feat [B * cams, C, H, W].
     axes = "B, cams, D, H, W, C, X, Y, Z"
     B, *pixels, C, X, Y, Z = _pooling.sizes_of("sizes", list(arguments.values())[:9], "nine", axes)
     coords, depth, feat = _view_points(arguments["geom_xyz"], B, *pixels), arguments["depth"], arguments["feat"]
@@ -338,7 +338,7 @@ def _pool(depth: Any = None, feat: Any = None, voxel_num: Any = (), **places: An
 @functools.cache
 def differentiable(entry: AutogradFunction) -> Callable[..., Tensor]:
     """Return a differentiable function that takes the arguments of this entry's autograd function."""
-    # Read the entry's attributes here, because torch 2.6 cannot compile that in `run`.
+    # Read the entry's attributes here, because torch 2.6 cannot compile reading them in `run`.
     names, operator, is_last = entry.words.split(), entry.operator, entry.layout == "BDHWC"
 
     def run(*args: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """The definition of the operators: descriptions, checks, limits, geometry and composition. There are no kernels here.
 
-Nearly every module imports this package first. So it raises ImportError if `mx_driving/__init__.py` is the vendor's or is
-missing: see the package mx_driving_portable.
+Nearly every module imports this package first, so the check is here: raise ImportError if `mx_driving/__init__.py` is the
+vendor's or is missing (see the package mx_driving_portable).
 """
 
 import sys as _sys

@@ -1,7 +1,7 @@
-"""Check operators' inputs against their descriptions, and inputs of modules; rules.py writes the sentences.
+"""Check the inputs of operators and of modules against descriptions. rules.py raises the errors.
 
-Every call runs a quick check. After a violation, a second pass writes the sentence: it takes the majority size of every axis,
-and names the first input with another size.
+Every call runs a quick check. If the call breaks a rule, a second pass writes the sentence of the error: it takes the majority
+size of every axis, and names the first input with another size.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ELEMENTS = {
     "index": (INDEX, INDEX_RULE),
     "number": (_NUMBER, "have a floating or an integer dtype"),
 }
-_NO_DISPATCH = vars(Tensor)["__torch_dispatch__"]  # a class that overrides it, as FakeTensor and DTensor, may have no numbers
+_NO_DISPATCH = vars(Tensor)["__torch_dispatch__"]  # classes that override it, such as FakeTensor, may have no numbers
 _MOST_ELEMENTS = 2**48  # no memory holds an output of so many elements
-_HASHED = (int, str, type(None))  # the types of sizes, options and omitted tensors, which the cache of `_fit` can hash
+_HASHED = (int, str, type(None))  # types of sizes, options and omitted tensors: the cache of `_fit` can hash them
 
 Sizes = dict[str, Any]
 Options = dict[str, str]
@@ -48,7 +48,7 @@ Shapes = Sequence[tuple[Input, tuple[int, ...]]]
 
 
 def check_inputs(operator: Operator, *args: Any) -> None:
-    """Check inputs, sizes and options; raise the sentence about the first rule that the call breaks. Kernels check again,
+    """Check inputs, sizes and options; raise an error about the first rule that the call breaks. Kernels repeat the check,
     because callers of torch.ops bypass the public function."""
     if _keeps_rules(_fit, operator, args):
         return
@@ -94,7 +94,7 @@ def _keeps_rules(fit: Any, operator: Operator, args: Sequence[Any]) -> bool:
             call.append(a)
         else:
             # Symbols cannot be hashed. So bypass the cache for a SymInt, and for a tensor subclass, whose sizes may be symbols.
-            # No operator reads a MaskedTensor. `fit` returns False for it, because it is passed in place of its shape.
+            # No operator reads a masked or nested tensor: append the tensor itself, for which `fit` returns False.
             plain, has_shape = False, isinstance(a, Tensor) and kind.__name__ != "MaskedTensor" and not a.is_nested
             call.append((a.shape, a.dtype, a.device) if has_shape else a)
     return fit(operator, *call) if plain else fit.__wrapped__(operator, *call)
@@ -143,12 +143,12 @@ def _axes(t: Input, shape: Sequence[int]) -> Sequence[str]:
 
 
 def _fits(axes: Sequence[str], shape: Sequence[int], sizes: Sizes, options: Options) -> bool:
-    """Return whether the axes may have the sizes of `shape`. `2 or 4` allows both, `8 or more` at least 8, `a * b` the product,
-    and an unknown axis any size."""
+    """Return whether the axes may have the sizes of `shape`. `2 or 4` allows both, `8 or more` at least 8, `a * b` the product.
+    An axis that is not in `sizes` may have any size."""
     if len(axes) != len(shape):
         return False
     for axis, size in zip(axes, shape, strict=True):
-        if axis == "R":  # the reference points of a query, in multi_scale_deformable_attn_with_logits
+        if axis == "R":  # number of a query's reference points, in multi_scale_deformable_attn_with_logits
             if "num_levels" in sizes and "num_points" in sizes:
                 by_level = options["reference_axis"] == "level"
                 if not (size in (sizes["num_levels"], 1) if by_level else size > 0 and sizes["num_points"] % size == 0):
@@ -218,7 +218,7 @@ def check_shapes(fixed: Sizes, **inputs: tuple[Any, str]) -> Sizes:
             if axis.isidentifier():
                 sizes.setdefault(axis, size)
         if not _fits(axes, t.shape, sizes, {}):
-            if torch.compiler.is_compiling():  # torch.compile cannot trace cached properties, and so no remarks
+            if torch.compiler.is_compiling():  # torch.compile cannot trace cached properties: raise without a remark
                 fail_shape(name, t, texts[name], tuple(sizes.get(axis) for axis in axes))
             shapes = [(Input(name, "floating", texts[name]), tuple(t.shape)) for name, t in tensors.items()]
             sizes = _majority(shapes) | fixed
@@ -236,7 +236,7 @@ def _need_shape(
     options: Options,
     fixed: Sizes | None = None,
 ) -> None:
-    """Check a shape. The sentence shows the sizes of the other inputs, and a remark if axes or arguments look swapped."""
+    """Check a shape. The error shows the sizes that other inputs have, and a remark if axes or arguments look swapped."""
     if _fits(axes, shape, sizes, options):
         return
     numbers = {axis: size for axis, size in sizes.items() if not any(axis in t.factors for t, _ in shapes)}
@@ -308,7 +308,8 @@ def is_readable(t: Tensor) -> bool:
 
 
 def has_numbers(t: Tensor) -> bool:
-    """Return whether t is a strided tensor that has numbers to read, outside of compilation, tracing, transforms and modes."""
+    """Return whether t is a strided tensor that has numbers to read. Return False under compilation, tracing, transforms or
+    modes."""
     kind: Any = type(t)
     if torch.compiler.is_compiling() or kind.__torch_dispatch__ is not _NO_DISPATCH:
         return False
@@ -319,7 +320,7 @@ def has_numbers(t: Tensor) -> bool:
 
 
 def check_call(operator: Operator, *inputs: Any) -> None:
-    """Repeat a kernel's checks: of the inputs, and of the numbers in index tensors if these are readable."""
+    """Run a kernel's checks from outside: check the inputs, and the numbers in index tensors if they are readable."""
     check_inputs(operator, *inputs)
     check_readable_numbers(operator, inputs)
 
@@ -357,7 +358,7 @@ def check_numbers(operator: Operator, inputs: Sequence[Any]) -> None:
 def check_levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:
     """Check that every map lies inside num_keys rows. Reading the index tables is free only on a CPU.
 
-    If the map would fit into `channels` rows, the sentence adds that the axes of feature_maps look swapped.
+    If a map that lies outside would fit into `channels` rows, the sentence adds that the axes of feature_maps look swapped.
     """
     sizes, begins = shapes.tolist(), starts.tolist()
     if starts.dim() > 1:

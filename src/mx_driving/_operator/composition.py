@@ -1,9 +1,9 @@
 """The operators with logits, as compositions: compute locations and weights from the outputs of linear layers, and
 call a bare operator.
 
-References, kernels and exporters share this program and differ in the bare operator. The dtype is float64 as soon as a floating
-input is float64, else float32. The backward propagates the gradients of locations and weights to the inputs. The gradients of
-an invalid sample are exactly 0. Whatever multiplies such a gradient is made finite first, because 0 x infinity is NaN.
+References, kernels and exporters share this program and differ in the bare operator. Computations are in float64 if a floating
+input is float64, else in float32. The backward propagates the gradients of locations and weights to the inputs. The gradients
+of an invalid sample are exactly 0. Make every factor of such a gradient finite first, because 0 x infinity is NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def autocasts(device: str) -> bool:
 
 
 def without_autocast(function: F) -> F:
-    """Decorate a function: it leaves autocast, so that it computes in the dtypes of its tensors."""
+    """Decorate a function, so that it runs outside autocast and computes in the dtypes of its tensors."""
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -177,7 +177,7 @@ class Geometric:
 
     @staticmethod
     def pixels(shapes: Tensor, reference: Tensor, window: Tensor) -> Tensor:
-        """Return [bs, queries, heads, levels, points, 2]."""
+        """Return the pixels, [bs, queries, heads, levels, points, 2]."""
         centre = reference[:, :, :, None] * shapes.flip(-1).to(reference.dtype)
         return (centre[..., None, :] + window).round()
 
@@ -226,7 +226,8 @@ def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the backward as a function of grad_output, the inputs and output_mask. It calls `bare`, the bare operator's."""
+    """Return the backward as a function of grad_output, the inputs and output_mask. `bare` is the backward of the bare
+    operator."""
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, mask = args

@@ -99,8 +99,8 @@ class Operator:
 
     @cached_property
     def axes(self) -> dict[str, tuple[int | None, ...]]:
-        """Return the dimensions of every axis of `sharded` in the inputs and in the output. None for an input: every process
-        needs the whole input. None for the output: the output is a sum over the axis."""
+        """Return, for every axis of `sharded`, its dimension in each input and in the output. None for an input means that
+        every process needs the whole input. None for the output means that the output is a sum over the axis."""
         dimensions = {}
         for axis in self.sharded:
             # An axis that divides the channels into blocks is sharded with the channels.

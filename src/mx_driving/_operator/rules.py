@@ -1,4 +1,4 @@
-"""The form of all errors, *name* must *rule*; got *fact*, and the rules of checks.
+"""Checks, and the errors that they raise. Every error is one sentence: *name* must *rule*; got *fact*.
 
 A check is a plain `if ...: raise`, which torch.compile accepts with static and dynamic shapes. The sentence is formatted only
 after a comparison fails.
@@ -64,7 +64,7 @@ def need_tensors(*named: Named) -> None:
             fail(ValueError, name, rule, "a nested tensor")
         if type(t).__name__ == "MaskedTensor":
             fail(TypeError, name, "be a torch.Tensor without a mask, as get_data() gives it", "MaskedTensor")
-        # In a backward, torch.compile can read the layout of a nested tensor only.
+        # In a backward, torch.compile can read `layout` only of a nested tensor.
         if (t.is_nested or not torch.compiler.is_compiling()) and t.layout != torch.strided:
             fail(ValueError, name, "have the layout torch.strided", t.layout)
 
@@ -118,14 +118,14 @@ def flag(name: str, default: bool = False) -> bool:
 
 
 class SettingError(ValueError):
-    """The error for a wrong word in the environment, raised when the package is imported."""
+    """The error for a wrong value of an environment variable, raised when the package is imported."""
 
     is_of_setting = True  # for callers that cannot import this class, because the package's import failed
 
 
 def fail_setting(name: str, rule: str, word: str) -> NoReturn:
-    """Raise SettingError for a word in the environment. Exit instead under `python -m mx_driving`, which imports the package
-    before its main can catch errors. At that time sys.argv[0] is "-m", and only sys.orig_argv has the module's name."""
+    """Raise SettingError for the value of an environment variable. Exit instead under `python -m mx_driving`, which imports the
+    package before its main can catch errors. At that time sys.argv[0] is "-m", and only sys.orig_argv has the module's name."""
     module = sys.orig_argv[-len(sys.argv)].removeprefix("-m") if sys.argv[:1] == ["-m"] else ""
     if module.partition(".")[0] == "mx_driving":
         print(f"mx-driving: {name} must {rule}; got {word!r}", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""What attention modules share: feature pyramids in the layout of the operators, checks of settings and dtypes, initial values,
-layers, and fast paths that replace calls of unmodified layers."""
+"""Shared code of attention modules: feature pyramids in the layout of the operators, checks of settings and dtypes, initial
+values, layers, and fast paths that replace calls of unmodified layers."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def check_dropout_rates(**rates: Any) -> None:
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return whether the layer is unmodified, so that other code may replace its call. Examples of modified layers have hooks,
-    a forward that is not their class's (accelerate sets one), or a weight of a Tensor subclass (quantisers set one)."""
+    """Return whether the layer is unmodified, so that other code may replace its call. A modified layer has, for example,
+    hooks, a forward that is not its class's (accelerate sets one), or a weight of a Tensor subclass (quantisers set one)."""
     if type(layer) is not kind or getattr(layer.forward, "__func__", None) is not _FORWARDS.get(kind, kind.forward):
         return False
     if _torch_private.is_compiled_in_place(layer) or kind.__call__ is not _CALL:  # some libraries set __call__

@@ -26,7 +26,7 @@ class KeyPoints(nn.Module):
         point = centre + R(yaw) * (scale * size)        scale: fix_scale, and sigmoid(learnable_fc(feature)) - 1/2
 
     An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); later numbers are not read. Points of a 16-bit anchor
-    are float32: it holds the anchor's numbers exactly, and rounding at every step would move a point by centimetres.
+    are computed in float32, because 16-bit rounding at every step would move a point by centimetres.
     """
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
@@ -41,7 +41,7 @@ class KeyPoints(nn.Module):
         elif num_learnable_pts < 1:
             fail(ValueError, "fix_scale", f"hold a point where num_learnable_pts is {num_learnable_pts}", "none")
         self.fix_scale = nn.Parameter(points.reshape(-1, 3).clone(), requires_grad=False)
-        # On the device meta the parameter has no numbers.
+        # Keep the numbers: on the device meta the parameter has none.
         self._fixed = [[float(number) for number in row] for row in fix_scale]
         self.num_learnable_pts = num_learnable_pts
         self.num_pts = len(self.fix_scale) + num_learnable_pts
@@ -49,7 +49,7 @@ class KeyPoints(nn.Module):
             self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
 
     def reset_parameters(self) -> None:
-        """Initialise as Sparse4D does. Set the fixed points, too: a module built on the device meta has none."""
+        """Initialise as Sparse4D does. Also set the fixed points: a module built on the device meta has none."""
         _layers.fill(self.fix_scale, torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
         if self.num_learnable_pts:
             _layers.initialise(nn.init.xavier_uniform_, self.learnable_fc)
@@ -208,7 +208,7 @@ class DeformableFeatureAggregation(nn.Module):
     def weights(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
         """Return the weights of each anchor, for inspection.
 
-        `forward` does not call this method: its operator computes the weights. In training, every call leaves out other pairs,
+        `forward` does not call this method: its operator computes the weights. In training, each call leaves out new pairs,
         drawn from torch's generator; `mx_driving.viz.recording()` keeps the weights that a `forward` used.
 
         Args:

@@ -69,7 +69,7 @@ class GeometricKernelAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as MapTR does: all weights are equal. Set the window, too: a module built on the device meta has none."""
+        """Initialise as MapTR does: all weights are equal. Also set the window: a module built on the device meta has none."""
         x, y = ((torch.arange(n) - n // 2) * self.dilation for n in reversed(self.kernel_size))
         _layers.fill(self.grid_offsets, torch.cartesian_prod(x, y).view(-1, 2))
         _layers.initialise(nn.init.zeros_, self.attention_weights)

@@ -30,7 +30,7 @@ class MultiScaleDeformableAttention(DeformableLayers):
         embed_dims: channels of queries, values and output; a multiple of num_heads.
         num_heads, num_levels, num_points: heads, levels of the pyramid, points per head and level.
 
-    Initially every query reads up to num_points pixels far in num_heads directions, with equal weights (Deformable-DETR's
+    Initially every query reads up to num_points pixels away in num_heads directions, with equal weights (Deformable-DETR's
     initialisation).
 
     Source: Zhu et al., "Deformable DETR", ICLR 2021.

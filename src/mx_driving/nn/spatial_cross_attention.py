@@ -42,7 +42,7 @@ class MSDeformableAttention3D(_layers.DeformableLayers):
     Source: Li et al., "BEVFormer", ECCV 2022; its module's parameter names.
     """
 
-    _samples_cameras_in_turn = True  # viz.recording() gives the looks of one call one number
+    _samples_cameras_in_turn = True  # viz.recording() counts the operator calls of a forward as one
 
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8) -> None:
         super().__init__(embed_dims, num_heads, num_levels, num_points, output=False)
@@ -109,9 +109,9 @@ class SpatialCrossAttention(nn.Module):
         feature_cam = deformable_attention(query + query_pos, pillar in cam, value of cam)       for cameras that see the pillar
         out         = query + dropout(output_proj(sum of feature_cam / number of these cameras))
 
-    A camera sees a pillar if it sees a point of the pillar. A cell that no camera sees gets the projection of zero. Only the
-    cells that a camera sees sample this camera, without padding. Each scene of a batch has its own cameras. BEVFormer's code
-    uses the cells of the first scene for all scenes; for a single scene both agree.
+    A camera sees a pillar if it sees a point of the pillar. A cell that no camera sees gets the projection of zero. Each camera
+    is sampled only by the cells that it sees, without padding. Each scene of a batch has its own cameras. BEVFormer's code uses
+    the cells of the first scene for all scenes; for a single scene both agree.
 
     BEVFormer's checkpoints (`SpatialCrossAttention` around `MSDeformableAttention3D`) load as they are:
     `deformable_attention.sampling_offsets`, `deformable_attention.attention_weights`, `deformable_attention.value_proj`,
@@ -211,9 +211,10 @@ class SpatialCrossAttention(nn.Module):
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Sample no other cameras for it."""
+        """Return the mean over the cameras that see a query, [bs, num_queries, embed_dims]. Sample only these cameras for the
+        query."""
         bs, cams, queries = seen.shape
-        if bs * cams == 0:  # in _mean_of_all, the layers still get gradients, of zero
+        if bs * cams == 0:  # in _mean_of_all, the layers still get gradients: zeros
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
         inner = self.deformable_attention
         pairs = seen.flatten().nonzero()[:, 0]  # indices in [bs, cam, num_queries]

@@ -32,7 +32,7 @@ class TemporalSelfAttention(_layers.DeformableLayers):
         num_heads, num_levels, num_points: heads, levels of a map, points per head and level of each map.
         dropout: in training, the dropout rate of the projected output.
 
-    Initially every query reads up to num_points pixels far in num_heads directions, with equal weights.
+    Initially every query reads up to num_points pixels away in num_heads directions, with equal weights.
 
     Gradients: of query, query_pos, value, reference_points and all parameters.
 
@@ -106,7 +106,7 @@ class TemporalSelfAttention(_layers.DeformableLayers):
         samples = samples.unflatten(0, (-1, _QUEUE))
         if samples.requires_grad or _layers.is_exported():
             mean = samples.mean(1)
-        else:  # in place, because the page faults of a new tensor take longer than the sum; the sum of two float16 may overflow
+        else:  # in place, to save the page faults of a new tensor; halved first, because the sum of two float16 may overflow
             mean = samples[:, 0].mul_(0.5).add_(samples[:, 1], alpha=0.5)
         return _layers.project_and_add(mean, self.output_proj, self.dropout, query)
 

@@ -1,7 +1,7 @@
 """The operators under the vendor's paths. Each public function has the other names of its module as attributes.
 
-`from mx_driving.ops import multi_scale_deformable_attn` gives a function, as torchvision's and mmcv's ops are. The vendor has
-a module of that name, so `mx_driving.ops.multi_scale_deformable_attn.MultiScaleDeformableAttnFunction` works here, too. A
+`from mx_driving.ops import multi_scale_deformable_attn` gives a function, as in torchvision.ops and mmcv.ops. In the vendor's
+library it gives a module, so `mx_driving.ops.multi_scale_deformable_attn.MultiScaleDeformableAttnFunction` must also work. A
 module with a `__call__` would not do: torch.compile and type checkers do not accept a module as a function.
 """
 

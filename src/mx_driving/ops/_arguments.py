@@ -18,7 +18,7 @@ from .._operator.description import SAMPLING, Operator
 from .._operator.rules import fail
 
 F = TypeVar("F", bound=Callable[..., Any])
-CALL_CHECKS: list[Callable[..., None]] = []  # of legal calls, with the name and the inputs of an operator; usually empty
+CALL_CHECKS: list[Callable[..., None]] = []  # called with the operator's name and inputs if a call is legal; usually empty
 
 
 def prepare(operator: Operator, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -34,13 +34,13 @@ def prepare(operator: Operator, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def explain_arguments(public: F, check: Callable[..., None] | None = None) -> F:
     """Decorate a public function: every wrong argument raises a TypeError or a ValueError with the argument's name.
 
-    Check the names and the number of arguments here, because Python's messages would name the wrong argument. Leave all other
-    checks to the kernel. After an error of the kernel, run `check` to raise the sentence about the wrong argument.
+    Check the names and the number of arguments here, because Python's messages would blame another argument. Leave all other
+    checks to the kernel. After an error of the kernel, run `check`, whose error names the wrong argument.
 
     Args:
-        check: Takes the arguments of `public`, and raises the sentence. It includes the checks that `public` itself makes, in
-            their order. If an operator has the name of `public`, the default is the check of this operator, and the decorator
-            prepares the call, too.
+        check: Takes the arguments of `public`, and raises the error. It includes the checks that `public` itself makes, in
+            their order. If `public` has the name of an operator, the decorator uses the operator's check instead, and also
+            calls `prepare`.
     """
     signature, operator = inspect.signature(public), SAMPLING.get(public.__name__)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
@@ -98,7 +98,7 @@ def _check_binding(
             fail(TypeError, name, "be given once", f"argument {names.index(name) + 1} of {function} and the name {name}")
     if all(name in named for name in names[len(args) : required]):
         return
-    # The caller has probably left out the first argument that does not fit its parameter.
+    # Find the first argument that does not fit its parameter: the caller has probably left out this parameter.
     operator = SAMPLING.get(function.removeprefix("npu_").removesuffix("_function"))
     pairs = zip(operator.tensors, args, strict=False) if operator else ()
     gap = len(args)

@@ -24,8 +24,8 @@ _SEQUENCES = (tuple, list, torch.Size)
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> tuple[Any, ...]:
     """Return the inputs of the operator. The operator takes feat first, because all operators sum rows of their first input.
 
-    With depth and plain ints, check nothing first: this function and the kernel refuse every wrong call. After such an error,
-    `check` finds the sentence.
+    With depth and plain ints, run no checks first: this function and the kernel refuse every wrong call, and `check` then finds
+    the error for the wrong argument.
     """
     plain = depth is not None and type(bev_feat_shape) in _SEQUENCES and not torch.compiler.is_compiling()
     if not plain or [*map(type, bev_feat_shape)] != _FIVE_INTS:
@@ -80,7 +80,8 @@ def sizes_of(name: str, argument: Any, count: str, axes: str) -> list[int]:
 
 
 def cells(voxels: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
-    """Return the cells of voxels (h, w, d, b). Return -1 for a voxel outside the grid: it could seem to lie in another cell."""
+    """Return the cells of voxels (h, w, d, b); -1 for a voxel outside the grid, because its number could be that of another
+    cell."""
     (h, w, d, b), outside = _clamp_voxels(voxels, H, W, D, B)
     cell = ((b * D + d) * H + h) * W + w
     return cell - outside * (cell + 1)

@@ -47,8 +47,8 @@ def bev_pool_v3(
         ranks_bev: [n], the cell of each point. int32 or int64. Without depth [n, 4], its (h, w, d, b).
         bev_feat_shape: (B, D, H, W, C) of the bird's-eye view.
 
-    Gradients: of depth and feat, each in its input's dtype; differentiable twice. Sums are in float32 (float64 as soon as one
-    input is float64), and bitwise repeatable on a CPU for any number of threads. NaN and infinity propagate to their cells.
+    Gradients: of depth and feat, each in its input's dtype; differentiable twice. Sums are in float32 (float64 if an input is
+    float64), and bitwise repeatable on a CPU for any number of threads. NaN and infinity propagate to their cells.
 
     Returns:
         [B, C, D, H, W], contiguous, in feat's dtype (float32 under autocast). A cell without points is zero.

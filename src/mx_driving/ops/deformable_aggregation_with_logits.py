@@ -43,13 +43,13 @@ def deformable_aggregation_with_logits(
         pair_scale: [bs, anchor, cam, pts], a factor of the weights, or None. Dropout of pairs in training passes 0 or
             1 / (1 - p). Any floating dtype.
 
-    Outside: as for `deformable_aggregation`: a camera that does not see a point (strictly 0 < x < 1 and 0 < y < 1; NaN and
-    infinity are not seen) contributes exactly 0, but its logits count in softmax. A logit of -inf gives a weight of 0.
+    Outside: as for `deformable_aggregation`: a camera sees a point if 0 < x < 1 and 0 < y < 1, strictly, and never NaN or
+    infinity. A camera that does not see a point contributes exactly 0, but its logits count in softmax. A logit of -inf gives a
+    weight of 0.
 
     Gradients: of feature_maps, key_points, projection and logits, each in its input's dtype; differentiable twice. A point
-    nearer than 1e-5 has no gradient along its depth. Autograd saves only the inputs, neither locations nor weights.
-    Arithmetic is in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of
-    threads.
+    nearer than 1e-5 has no gradient along its depth. Autograd saves only the inputs, neither locations nor weights. Arithmetic
+    is in float32 (float64 if an input is float64), and bitwise repeatable on a CPU for any number of threads.
 
     Returns:
         [bs, anchor, c], feature_maps' dtype (float32 under autocast).

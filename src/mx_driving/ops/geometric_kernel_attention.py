@@ -37,7 +37,7 @@ def geometric_kernel_attention(
     Outside: a location is clamped to the border before it becomes an integer; NaN and -inf go to 0, +inf to the last pixel.
 
     Gradients: of value and attention_weights, each in its input's dtype; differentiable twice; none for
-    sampling_locations. Both directions truncate (the vendor's backward rounds half to even, so that on fractional
+    sampling_locations. Forward and backward truncate (the vendor's backward rounds half to even, so that on fractional
     locations its gradient belongs to another pixel; on integral locations all agree). A float32 sum stops growing at 2**24
     times its addend: if more than 2**24 contributions meet in one pixel, use float64.
 

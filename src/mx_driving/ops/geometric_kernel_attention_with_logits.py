@@ -39,8 +39,8 @@ def geometric_kernel_attention_with_logits(
     0; a row of -inf gives NaN, as softmax does.
 
     Gradients: of value and attention_logits, each in its input's dtype; differentiable twice; none for reference_points,
-    because rounding is flat everywhere. Autograd saves only the inputs, neither pixels nor weights. Arithmetic is in
-    float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads.
+    because rounding is flat everywhere. Autograd saves only the inputs, neither pixels nor weights. Arithmetic is in float32
+    (float64 if an input is float64), and bitwise repeatable on a CPU for any number of threads.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).

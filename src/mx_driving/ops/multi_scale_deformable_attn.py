@@ -44,10 +44,10 @@ def multi_scale_deformable_attn(
     Outside: a corner beyond the border counts as zero; a NaN or infinite location samples nothing, and a sample that is
     off the map contributes exactly 0 to the output and to every gradient, even where other inputs are NaN.
 
-    Gradients: of value, sampling_locations and attention_weights, each in its input's dtype; differentiable twice. Sums are
-    in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
-    on a GPU, value's gradient is repeatable under torch.use_deterministic_algorithms(True). A float32 sum stops growing at
-    2**24 times its addend: if more than 2**24 contributions meet in one pixel, use float64.
+    Gradients: of value, sampling_locations and attention_weights, each in its input's dtype; differentiable twice. Sums are in
+    float32 (float64 if an input is float64), and bitwise repeatable on a CPU for any number of threads; on a GPU, value's
+    gradient is repeatable under torch.use_deterministic_algorithms(True). A float32 sum stops growing at 2**24 times its
+    addend: if more than 2**24 contributions meet in one pixel, use float64.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).

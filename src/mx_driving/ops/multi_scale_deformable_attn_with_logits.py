@@ -46,8 +46,8 @@ def multi_scale_deformable_attn_with_logits(
     counts in softmax. A logit of -inf gives a weight of 0; a row of -inf gives NaN, as softmax does.
 
     Gradients: of value, reference_points, sampling_offsets and attention_logits, each in its input's dtype; differentiable
-    twice. Autograd saves only the inputs, neither locations nor weights. Arithmetic is in float32 (float64 as soon as one
-    input is float64), and bitwise repeatable on a CPU for any number of threads.
+    twice. Autograd saves only the inputs, neither locations nor weights. Arithmetic is in float32 (float64 if an input is
+    float64), and bitwise repeatable on a CPU for any number of threads.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).

@@ -40,9 +40,9 @@ def deformable_aggregation(
     exactly 0 to the output and to every gradient. Within, a corner beyond the border counts as zero.
 
     Gradients: of feature_maps, sample_locations and weight, each in its input's dtype; differentiable twice. Sums are in
-    float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
-    on a GPU, feature_maps's gradient is repeatable under torch.use_deterministic_algorithms(True). A float32 sum stops growing
-    at 2**24 times its addend: if more than 2**24 contributions meet in one pixel, use float64.
+    float32 (float64 if an input is float64), and bitwise repeatable on a CPU for any number of threads; on a GPU,
+    feature_maps's gradient is repeatable under torch.use_deterministic_algorithms(True). A float32 sum stops growing at 2**24
+    times its addend: if more than 2**24 contributions meet in one pixel, use float64.
 
     Returns:
         [bs, anchor, c], feature_maps' dtype (float32 under autocast).

@@ -18,7 +18,7 @@ from ... import _needs
 from ..._operator import rules
 
 _ON = rules.flag("MX_DRIVING_TRITON", default=True)
-# AMD GPUs that the kernels compile for. benchmarks/machine_code.py reads the code of gfx942, gfx950 and gfx1100.
+# AMD GPUs that the kernels compile for. benchmarks/machine_code.py reads the machine code for gfx942, gfx950 and gfx1100.
 AMD = {
     "gfx942": "CDNA 3", "gfx950": "CDNA 4", "gfx90a": "CDNA 2", "gfx1100": "RDNA 3", "gfx1101": "RDNA 3", "gfx1102": "RDNA 3",
     "gfx1200": "RDNA 4", "gfx1201": "RDNA 4",

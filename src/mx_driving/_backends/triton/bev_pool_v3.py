@@ -82,7 +82,7 @@ def _walk(
         )
         if SUMS:
             total += factor.to(tl.float32) * values.to(tl.float32)
-            ends = target != next_target  # after the last point, next_target is -1, so the last run ends, too
+            ends = target != next_target  # after the last point, next_target is -1, so the last run also ends
             add(sums + target.to(tl.int64) * CHANNELS + c, total, ends & here & (c < CHANNELS))
             total = tl.where(ends, 0.0, total)
         if DOTS:
@@ -112,11 +112,11 @@ def _sorted_sums(
     rows, depth, ranks_row, ranks_depth, order, starts, others, sums, dots, num_rows, num_depth,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """sums[target] = sum of depth * row over a target's points; dots[point] = dot product of its row and others[target].
+    """sums[target] = sum of depth * row over a target's points; dots[point] = dot product of row and others[target].
 
-    A rank that does not exist contributes zero. The order gives a point, the point's rank gives a row: three reads, each of
-    which needs the read before. So a round reads its rows, the ranks of the next round, and the order of the round after that.
-    Then it waits for a single read instead of three.
+    A rank that does not exist contributes zero. `order` gives a point, the point gives ranks, and a rank gives a row: three
+    reads, each of which needs the read before. So a round reads its rows, the ranks of the next round, and the order of the
+    round after that. Then a round waits for a single read instead of three.
     """
     target = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)[None, :]
@@ -190,7 +190,8 @@ class _Points(NamedTuple):
     others: Tensor
 
     def walk(self, sums: Tensor, dots: Tensor) -> None:
-        """Run `_walk`: add to the float32 tensors sums [targets, channels] and dots [depth]. Skip a tensor without elements."""
+        """Run `_walk`, which adds products of points to float32 `sums` [targets, channels] and `dots` [depth]. Skip an empty
+        tensor."""
         options = _options(self.others.shape[1], self.rows.element_size(), launch.gpu().lanes, True)
         numbers = len(self.ranks_row), len(self.rows), len(self.depth), len(self.others)
         programs = -(-len(self.ranks_row) // (options["ROWS"] * options["LENGTH"]))
@@ -198,7 +199,7 @@ class _Points(NamedTuple):
             launch.run(_walk, programs, (*self, sums, dots), numbers, options, SUMS=sums.numel() > 0, DOTS=dots.numel() > 0)
 
     def sum_sorted(self, sums: Tensor, dots: Tensor) -> None:
-        """Run `_sorted_sums`: write sums [targets, channels] and dots [points]. Skip a tensor without elements."""
+        """Run `_sorted_sums`, which writes `sums` [targets, channels] and `dots` [points]. Skip an empty tensor."""
         # Sort the points by rank, and find where the points of each rank start. Points of ranks without a row are left out.
         rows, ranks = len(self.others), self.ranks_target
         if rows < 1 << 15:

@@ -3,7 +3,7 @@ operator's kernel computes weights from logits, only for samples that a camera s
 
 In the backward, a third kernel computes the gradients of key points and logits from those of locations and weights. A program
 of the first or third kernel has an anchor and up to 64 of the anchor's groups. Plain torch computes the gradient of projection,
-which few models need, and in deterministic mode the weights.
+which few models need. In deterministic mode, plain torch also computes the weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launch kernels from C++ if MX_DRIVING_GPU_LAUNCH=1: those of the bare attention operators, and the forwards of the attention
 operators with logits. This code has never run on a GPU.
 
-Triton compiles the kernels. native/src/torch/gpu.cpp caches them by dtypes, sizes, device and mask, and launches them.
-If the kernel of a call is not cached, or tensors are not contiguous, C++ calls the Python operator of the same name in
+Triton compiles the kernels. native/src/torch/gpu.cpp caches them by dtypes, sizes, device and mask, and launches them. If the
+kernel of a call is not cached, or C++ cannot serve the call (`is_usual`), C++ calls the Python operator of the same name in
 torch.ops.mx_driving_triton. Then `launch.run` hands the kernel over to C++.
 """
 
@@ -38,7 +38,7 @@ _library: Any = None
 
 @functools.cache
 def why_not() -> str | None:
-    """Turn launches from C++ on. Return why they are off, or None."""
+    """Turn launches from C++ on. Return None, or why they stay off."""
     if not _ON:
         return "MX_DRIVING_GPU_LAUNCH is not set"
     if sys.platform != "linux" or torch.version.hip or not torch.version.cuda:
@@ -55,7 +55,7 @@ def why_not() -> str | None:
 
 
 def describe() -> str:
-    """Return what `backends()` says about launches from C++: the end of its sentence."""
+    """Return the end of the sentence of `backends()`: whether C++ launches kernels, or why not."""
     if not _ON:
         return ""
     reason = why_not()
@@ -67,7 +67,7 @@ def address_of(function: Any) -> int:
 
 
 def start(addresses: Sequence[int]) -> str | None:
-    """Let C++ serve calls on CUDA from now on. Return why it cannot, or None."""
+    """Let C++ serve calls on CUDA from now on. Return None, or why C++ cannot."""
     global keep_kernel
     library = native.loaded()
     library.mxd_launch_on_gpu.restype = ctypes.c_char_p

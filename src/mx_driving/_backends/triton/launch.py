@@ -19,8 +19,9 @@ from ... import _data_checks
 from ..._operator import checks
 from . import from_cpp
 
-# The most channels that a thread of a backward kernel holds. Eight would be 16 bytes of a 16-bit dtype, but the rows of four
-# corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
+# The most channels that a thread of a backward kernel holds. Eight channels would fill a read of 16 bytes in a 16-bit dtype,
+# but the rows of four corners, their products and the gradient would then take more than 64 registers, which leaves less than
+# half of the occupancy.
 MOST_PER_THREAD = 4
 _MOST_THREADS = 512  # threads of a program; more threads would have too few registers
 
@@ -47,7 +48,7 @@ class Layout(NamedTuple):
     """The layout of value in memory."""
 
     lane: int  # neighbouring elements that a thread reads at once: 16 bytes if strides allow
-    key: int  # elements from a row to the next, if the model's sizes determine this number; 0: kernels take it from `strides`
+    key: int  # elements from row to row, if the model's sizes determine this number; 0: kernels take it from `strides`
     strides: tuple[int, ...]  # strides of all axes but channels, in units of `lane`, so that the compiler knows the alignment
 
 
@@ -75,7 +76,7 @@ def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: 
 
 
 class Plan(NamedTuple):
-    """The parameters of a launch. Plans are cached by layout, because computing one takes a third of a small call's time."""
+    """The parameters of a launch. Plans are cached by layout, because computing a plan takes a third of a small call's time."""
 
     queries: int  # queries of a program
     parts: int  # programs that share these queries: a program for each head, or for each point
@@ -154,7 +155,7 @@ def run(
             from_cpp.keep_kernel(compiled, options)
         stream, handles = driver.active.get_current_stream(device), (compiled.function, compiled.packed_metadata)
         return compiled.run(programs, 1, 1, stream, *handles, None, None, None, *tensors, *numbers, *constants)
-    # Ask for fused multiply-add: Triton 3.10 has turned it off by default, which takes 27 % more float instructions.
+    # Ask for fused multiply-add: Triton 3.10 has turned it off by default, and 27 % more float instructions run without it.
     compiled = kernel[(programs,)](*tensors, *numbers, **options, **flags, enable_fp_fusion=True)
     if usual and triton.__version__.startswith(_LAUNCHES_ALIKE) and gpu() is _NVIDIA and isinstance(compiled, CompiledKernel):
         names = kernel.arg_names[len(tensors) + len(numbers) :]

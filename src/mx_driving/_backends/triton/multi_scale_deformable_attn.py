@@ -102,8 +102,8 @@ def _backward(
     top, scale, zero = start_row(weights, row, c, REFERENCES, LEVELS * POINTS, ROWS, COLUMNS)
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
     if REFERENCES:
-        # Coordinates are combined with `zero` (see `start_row`). That zero has a copy per channel, so ptxas would compute each
-        # coordinate twice. The zero of this line has no copies: it comes from `g`, summed within threads.
+        # Coordinates are combined with `zero` (see `start_row`). The `zero` of `start_row` has a copy per channel, so ptxas
+        # would compute each coordinate twice. Replace it by a `zero` without copies, from `g` summed within threads.
         zero = (tl.sum(by_lane(g, ROWS, COLUMNS, LANE), 1, keep_dims=True).to(tl.int32, bitcast=True) & 1) >> 1
     thread = threads(COLUMNS, LANE)
     for l in range(LEVELS):

@@ -21,10 +21,10 @@ from .sampling import ADDED, NOT_NEEDED, RECORDED
 # ---- The two attention operators: a program computes neighbouring queries of a head, as a tile [rows, channels]. A thread has
 # a few neighbouring channels.
 
-# Warps of the forward exchange no data, so a program may have several.
+# Warps of the forward exchange no data, so a program may have several warps.
 _FORWARD_WARPS = 4
 # (whether it is the backward, bytes of an element of value) -> most registers of a thread. Without a limit, the float32 forward
-# uses only 40 registers and is slower (see launch.plan). The 16-bit forward spills on sm_80. The backward uses 65 to 70
+# uses only 40 registers and is slower (see launch.plan); the 16-bit forward spills on sm_80; the backward uses 65 to 70
 # registers on some targets, too many for half of the GPU's occupancy.
 _MOST_REGISTERS = {(False, 2): 64, (False, 4): 56, (True, 2): 64, (True, 4): 64}
 # With one warp per program, sums over channels are shuffles, and stores need no exchange through shared memory.
@@ -90,7 +90,7 @@ def _ordered_sums(
     PER_SAMPLE: tl.constexpr, PER_ROW: tl.constexpr, GROUPS: tl.constexpr,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum coefficient * weight * grad over the corners of a row of value, one after the other. Every program has a row.
+    """Sum coefficient * weight * grad over the corners at a row of value, one after the other. Every program sums one row.
 
     Corner c belongs to sample c // PER_SAMPLE. Sample s belongs to row s // PER_ROW of grad.
     """
@@ -111,7 +111,8 @@ def _ordered_sums(
 
 
 class Sums:
-    """The gradient of `value`: the buffers that the operator's kernel writes, and `how`: what it does with the terms."""
+    """The gradient of `value`: the buffers that the operator's kernel writes. `how` says what the kernel does with the
+    terms."""
 
     def __init__(self, value: Tensor, needed: bool, per_sample: int, samples: int) -> None:
         """Allocate memory for `samples` samples of `per_sample` corners."""
@@ -157,7 +158,7 @@ class Samples(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The kernels of an operator, and their launches. `tables` below are value, shapes and starts."""
+    """The kernels of an operator, and their launches. The argument `tables` is (value, shapes, starts)."""
 
     operator: Operator
     forward: Any
@@ -251,8 +252,8 @@ def _differentiate(logits, grad_weights, grad_logits, rows, SAMPLES: tl.constexp
 
 
 def weights_are_needed(samples: Samples, mask: Sequence[bool]) -> bool:
-    """Return whether a backward needs the weights as a tensor: sampler.py reads them, and so does plain torch, which
-    differentiates the softmax of rows of logits that are too long for this kernel."""
+    """Return whether a backward needs the weights as a tensor: in deterministic mode for `Sums`; and if rows of logits are too
+    long for `_differentiate`, because plain torch then differentiates the softmax."""
     return (mask[0] and torch.are_deterministic_algorithms_enabled()) or math.prod(samples.sizes[1:]) > _MOST_SAMPLES
 
 

@@ -1,10 +1,10 @@
 """Shared code of the GPU kernels: a level of the pyramid, the bilinear sample and its gradient, the softmax of a row of logits.
 
-Coordinates, rows and coefficients are tensors [rows, 1] (a sample for each row of a tile) or [1, 1] (a sample for the program).
-They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
+Coordinates, row indices and coefficients are tensors [rows, 1] (a sample for each row of a tile) or [1, 1] (a sample for the
+program). They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
 
-The four corners are 00, 01 (right), 10 (below) and 11. They are separate arguments, because torch 2.6 installs Triton 3.2,
-whose functions take no tuples. Triton 3.6 compiles a NamedTuple to the same machine code.
+The four corners are 00, 01 (right), 10 (below) and 11. They are separate arguments: Triton 3.6 compiles a NamedTuple to the
+same machine code, but functions of Triton 3.2 take no tuples.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def exists(row, num_keys):
 
 @triton.jit
 def bilinear(x, y, height, width, start, num_keys, LEAST: tl.constexpr = False):
-    """Return whether the sample at pixel (x, y) is valid, the row of corner 00, the distances from corner 00 to the right and
-    down, and a mask for each corner: whether the corner may be read."""
+    """Return whether the sample at pixel (x, y) is valid, the row of corner 00, how far the sample is right of and below corner
+    00, and a mask for each corner: whether the corner may be read."""
     # LEAST: compare min(x, y), so that three comparisons suffice. Triton 3.7.1 packs four comparisons into a vector of bits,
     # which takes up to 9 more instructions per sample. Aggregation compares four times: with three, it spills on sm_100.
     above = tl.minimum(x, y) > -1 if LEAST else (x > -1) & (y > -1)
@@ -115,7 +115,7 @@ def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s1
 
 @triton.jit
 def record(targets, parts, at, first, step, row, width, right, below, in00, in01, in10, in11):
-    """Record the four rows that sample `at` adds to, as indices in all of value, and their coefficients."""
+    """Record the four rows to which sample `at` adds, as row indices in all of value, and the coefficients of the rows."""
     s00, s01, s10, s11 = coefficients(right, below, 1.0)
     record_one(targets, parts, 4 * at, first, step, row, s00, in00)
     record_one(targets, parts, 4 * at + 1, first, step, row + 1, s01, in01)
@@ -131,8 +131,8 @@ def record_one(targets, parts, at, first, step, row, coefficient, inside):
 
 @triton.jit
 def threads(COLUMNS: tl.constexpr, LANE: tl.constexpr):
-    """Return the indices of a row's threads, [1, threads]. Adding `0 * threads` to a sum gives it the layout of the reduction,
-    so that thread 0 stores the sum without a layout conversion (Triton 3.7.1 converts otherwise)."""
+    """Return the indices of a row's threads, [1, threads]. Adding `0 * threads` to a sum gives the sum the layout of the
+    reduction, so that thread 0 stores the sum without a layout conversion (Triton 3.7.1 converts otherwise)."""
     PER_THREAD: tl.constexpr = LANE if LANE < _MOST_PER_THREAD else _MOST_PER_THREAD
     return tl.arange(0, COLUMNS // PER_THREAD)[None, :]
 
@@ -160,8 +160,8 @@ def dots(v00, v01, v10, v11, g, right, below, ROWS: tl.constexpr, COLUMNS: tl.co
     return tl.sum(sample, 1, keep_dims=True), tl.sum(dx, 1, keep_dims=True), tl.sum(dy, 1, keep_dims=True)
 
 
-# ---- For kernels that take logits and offsets. A kernel first reads a row of logits as tiles, for the greatest logit and the
-# sum. Then it reads the row sample by sample.
+# ---- For kernels that take logits and offsets. A kernel reads a row of logits twice: first as tiles, for the greatest logit
+# and the sum, then sample by sample.
 
 
 @triton.jit
@@ -181,12 +181,12 @@ def power(logit, top):
 
 @triton.jit
 def start_row(weights, row, c, LOGITS: tl.constexpr, SAMPLES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the greatest logit of each row, the inverse of the sum of the row's powers, and an integer that is always zero.
-    Without LOGITS, return zeros.
+    """Return the greatest logit of each row, the inverse of the sum of exp(logit - greatest), and an integer that is always
+    zero. Without LOGITS, return zeros.
 
     The tile has as many columns as the tile of channels, so that both have the same layout. Triton does not know that the
-    integer is zero. A bitwise or of the bits of a coordinate and the integer gives the coordinate the tile's layout, so that no
-    thread computes it twice. LLVM removes the bitwise or.
+    integer is zero. Combining a coordinate's bits with the integer by a bitwise or gives the coordinate the tile's layout, so
+    that no thread computes the coordinate twice. LLVM removes the or.
     """
     if LOGITS:
         greatest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
