@@ -128,8 +128,41 @@ def repeat_an_output(model):
     model.graph.node[1].output[0] = model.graph.node[0].output[0]
 
 
+def in_circles(model):
+    """Take the weights from one of two Identity nodes that read each other."""
+    product = next(node for node in model.graph.node if node.op_type == "ReduceSum").input[0]
+    (product,) = (node for node in model.graph.node if product in node.output)
+    product.input[1] = "one"
+    model.graph.node.extend(onnx.helper.make_node("Identity", names, names[::-1]) for names in (["one"], ["two"]))
+    model.graph.node[-1].output[0], model.graph.node[-2].output[0] = "one", "two"
+    model.graph.node[-1].input[0], model.graph.node[-2].input[0] = "two", "one"
+
+
+def of_one_input(model):
+    next(node for node in model.graph.node if node.op_type == "GridSample").input.pop()
+
+
+def of_another_version(model, version=7):
+    node = onnx.helper.make_node("multi_scale_deformable_attn", [""] * 5, ["ours"], domain="mx_driving")
+    model.graph.node.append(node)
+    model.opset_import.append(onnx.helper.make_opsetid("mx_driving", version))
+
+
+def read_nowhere(model):
+    model.graph.node[-1].input[0] = "nowhere"
+
+
+INVALID = "path_in must be an ONNX file; got .*"
 BROKEN = {
-    "two nodes with one output": (repeat_an_output, "path_in must be an ONNX file; got .*: Output '.*' is redeclared"),
+    "a cycle": (in_circles, f"{INVALID}: its nodes have a cycle, two, one"),
+    "one input": (of_one_input, f"{INVALID}GridSample.* has input size 1"),
+    "an opset": (lambda model: setattr(model.opset_import[0], "version", -3), f"{INVALID} domain_version of -3"),
+    "no opset": (lambda model: model.opset_import.pop(), f"{INVALID} must specify opset_import"),
+    "our version": (of_another_version, "path_in must hold nodes of version 1 of mx_driving; got .*, of version 7"),
+    "no such tensor": (read_nowhere, rf"{INVALID}: no node or input gives nowhere, which \w+ \(.+\) reads"),
+    "no type": (lambda model: model.graph.input[1].ClearField("type"), f"{INVALID}: the input l has no type"),
+    "no dtype": (lambda model: model.graph.input[1].type.tensor_type.ClearField("elem_type"), f"{INVALID}: l has no dtype"),
+    "two nodes with one output": (repeat_an_output, f"{INVALID}: Output '.*' is redeclared"),
     **{
         f"{key} {text}": (set_place(key, text), f"path_in must have its weights beside it; got .*, where the {key} of .* is ")
         for key in ("offset", "length")
@@ -139,15 +172,29 @@ BROKEN = {
 }
 
 
+def save_broken(name, path):
+    """Write a broken file, and return what is refused in it."""
+    change, sentence = BROKEN[name]
+    writings.export(writings.Projected(), path, "older")
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
+    model = onnx.load(path, load_external_data=False)
+    change(model)
+    path.write_bytes(model.SerializeToString())
+    return sentence
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_refused_with_its_innermost_reason(name, mx, before, after):
-    change, sentence = BROKEN[name]
-    writings.export(writings.Projected(), before, "older")
-    onnx.save(onnx.load(before), before, save_as_external_data=True, location="weights", size_threshold=0)
-    model = onnx.load(before, load_external_data=False)
-    change(model)
-    before.write_bytes(model.SerializeToString())
+    sentence = save_broken(name, before)
     for command in (("fuse", before, after), ("verify", before, "--runtime", "onnxruntime")):
         status, _, problem = mx(*command)
         assert (status, problem.count("\n")) == (2, 1)
         assert re.match(f"mx-driving: {sentence}", problem), problem
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_no_library_prints_something_about_a_broken_file(name, before, capfd):
+    sentence = save_broken(name, before)
+    capfd.readouterr()
+    writings.assert_refused(before, f"^{sentence}[^\n]*$")
+    assert capfd.readouterr() == ("", "")

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -10,7 +9,22 @@ import onnx
 import onnx_writings as writings
 import pytest
 import torch
-from onnx_writings import WRITINGS, Calls, Cut, Joined, Stacked, Summed, assert_refused, export, inputs, kinds, masked, run
+from onnx_graphs import CHANGED, CONSTANTS, GRAPHS, Fixed
+from onnx_writings import (
+    WRITINGS,
+    Calls,
+    Cut,
+    Joined,
+    Stacked,
+    Summed,
+    assert_refused,
+    export,
+    inputs,
+    kinds,
+    masked,
+    run,
+    verified,
+)
 from tolerance import allowed
 from torch.nn.functional import grid_sample
 
@@ -18,68 +32,42 @@ import mx_driving.onnx
 from mx_driving.onnx import _find
 
 
-class Chosen(torch.nn.Module):
-    """The older exporter lets the file compute the paddings of Pad, so onnx infers no size behind Pad. onnxruntime's inference
-    stops at ReduceMax and TopK."""
-
-    def forward(self, value, locations, weights):
-        value = torch.nn.functional.pad(value[:, :-2], (0, 0, 0, 0, 0, 2))
-        best = weights.amax((2, 3)).topk(3).indices
-        return Stacked()(value, locations, weights)[:, best[0]]
-
-
-class Case(NamedTuple):
-    """A module, its export, and nodes that the file must have. Opset 20 renamed GridSample's mode "bilinear"."""
-
-    module: torch.nn.Module
-    exporter: str = "older"
-    opset: int = 17
-    nodes: tuple[str, ...] = ("GridSample",)
-    dtype: torch.dtype = torch.float32
-    sizes: tuple[int, int] = (2, 7)  # batch and queries of the export
-
-
-FLOOR = ("Floor",)
-CASES = {
-    **{f"{name}, dynamo": Case(module, "free sizes") for name, module in WRITINGS.items()},
-    "fixed sizes": Case(Stacked(), "fixed sizes"),
-    "opset 16": Case(Stacked(), opset=16),
-    "our samples": Case(Calls(), "our samples"),
-    "sizes that the file computes": Case(Chosen(), "older, fixed sizes", 18, ("GridSample", "Pad", "ReduceMax", "TopK")),
-    "as many queries as heads": Case(Stacked(), "fixed sizes", sizes=(1, 4)),  # shapes do not tell which axis is which
-    **{f"{f.__name__}, dynamo": Case(Stacked(f), "fixed sizes", nodes=FLOOR) for f in writings.GATHERS},
-    # Opsets 11 to 15 have no GridSample.
-    **{f.__name__: Case(Stacked(f), "older", n, FLOOR) for f, n in zip(writings.GATHERS, (11, 13, 15, 11), strict=True)},
-    "gathers, unequal points": Case(Joined([2, 4], masked), "older", 13, FLOOR),
-    "gathers, float64": Case(Stacked(masked), "older, fixed sizes", 20, FLOOR, torch.float64),
-    **{f"torch's default, {sizes}": Case(Calls(), sizes, nodes=FLOOR) for sizes in ("fixed sizes", "free sizes")},
-    "torch's default, float16": Case(Calls(), "fixed sizes", nodes=FLOOR, dtype=torch.float16),
-    "torch's default, logits": Case(writings.Logits(), "free sizes", nodes=FLOOR),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_writing_becomes_the_node(name, before, after):
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_becomes_the_node(name, before, after):
     """The old and the new file are within rounding of the module in float64."""
-    case, before, after = CASES[name], before, after
-    example = tuple(t.to(case.dtype) for t in inputs(*case.sizes))
-    export(case.module, before, case.exporter, case.opset, example)
+    graph = GRAPHS[name]
+    graph.save(before)
     report = mx_driving.onnx.fuse(before, after)
     assert (len(report.replaced), report.left) == (1, {})
     points = "2 + 4" if "unequal" in name else "3"
     assert list(report.replaced.values()) == [f"4 heads of 8 channels, {points} points on maps of 6 x 5, 3 x 4"]
-    assert set(case.nodes) <= set(kinds(before))
+    assert set(graph.nodes) <= set(kinds(before))
     assert not {"GridSample", "Floor"} & set(kinds(after))
     assert kinds(after).count("multi_scale_deformable_attn") == 1
-    for sizes in (case.sizes,) if "fixed sizes" in case.exporter else ((3, 11), (1, 40)):
-        value, locations, weights = (t.to(case.dtype) for t in inputs(*sizes))
-        if type(case.module) is Calls:
+    (names,) = report.nodes.values()
+    assert set(names) <= {node.name for node in onnx.load(before).graph.node}
+    assert any(name.startswith("nothing/") for name in names) == ("change nothing" in name or "paddle" in name)
+    for sizes in (graph.sizes,) if "fixed sizes" in graph.exporter else (graph.sizes, (3, 11), (1, 40)):
+        value, locations, weights = (t.to(graph.dtype) for t in inputs(*sizes))
+        if type(graph.module) is Calls:
             weights = weights.softmax(-1)
-        true = case.module.double()(value.double(), locations.double(), weights.double()).numpy()
+        true = graph.compute((value, locations, weights))
         scale = np.full_like(true, 1.5)  # values are at most 1.5, and the weights of a query sum up to 1
-        limit = allowed(case.dtype, case.dtype, true, scale, 24, 6)
-        for path in (before, after):
+        limit = allowed(graph.dtype, graph.dtype, true, scale, 24, 6) if graph.atol is None else graph.atol
+        for path in (before, after) if graph.atol is None else (after,):
             assert (np.abs(run(path, (value, locations, weights)) - true) <= limit).all()
+
+
+@pytest.mark.parametrize("name", [*CONSTANTS, *CHANGED])
+def test_verify_finds_the_match(name, before):
+    GRAPHS[name].save(before)
+    report = verified(before, inputs(*GRAPHS[name].sizes))
+    assert (report.right, len(report.comparisons)) == (True, 2)
+
+
+def add_to_itself(model):
+    (total,) = (node for node in model.graph.node if node.op_type == "Add" and "ReduceSum" in node.input[0] + node.input[1])
+    total.input[1] = total.input[0]
 
 
 NEAR_MISSES = {
@@ -94,13 +82,17 @@ NEAR_MISSES = {
     "gathers, padding": (Stacked(writings.at_the_border), "it computes something else"),
     "gathers, values": (Stacked(writings.of_capped_values), "Where ("),
     "nearest": (Joined([2, 4], writings.nearest), 'its samples are nearest rows ("discrete"); the operator interpolates'),
+    "a level twice": (Summed(), "", add_to_itself),
 }
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_a_near_miss_stays(name, before):
-    module, why = NEAR_MISSES[name]
+    module, why, *changes = NEAR_MISSES[name]
     export(module, before, "older, fixed sizes")
+    with writings.edit(before) as model:
+        for change in changes:
+            change(model)
     assert_refused(before, f"path_in must hold deformable attention made of GridSample or gathers; .*{re.escape(why)}")
 
 
@@ -190,9 +182,48 @@ def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, size, n
         assert "Expand" in kinds(after)
 
 
-def test_a_sum_that_is_added_to_itself_stays(before, after):
-    export(WRITINGS["summed"], before, "older")
-    with writings.edit(before) as model:
-        (total,) = (node for node in model.graph.node if node.op_type == "Add" and "ReduceSum" in node.input[0] + node.input[1])
-        total.input[1] = total.input[0]
-    assert_refused(before, "path_in must hold deformable attention")
+class Twice(torch.nn.Module):
+    """Two attentions of unequal constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Fixed(Stacked(), "l", 2), Fixed(Summed(), "lw", 2)
+        self.second.fixed_l += 0.1
+
+    def forward(self, value, locations, weights):
+        return self.first(value, locations, weights) + self.second(value, locations, weights)
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+def test_constants_of_two_attentions(before, after):
+    arguments = inputs()
+    export(Twice(), before, "fixed sizes")
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
+    np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-5)
+    report = verified(before, arguments)
+    assert (report.right, len(report.comparisons)) == (True, 4)
+
+
+class Both(Fixed):
+    """The first is deformable attention, the second is not, because its corners are aligned."""
+
+    def forward(self, value, locations, weights):
+        other = Stacked(align_corners=True)
+        return super().forward(value, locations, weights) + other(value, self.fixed_l, weights)
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+def test_constants_of_what_stays_are_untouched(before, after):
+    module, arguments = Both(Summed(), "l"), inputs(1)
+    export(module, before, "fixed sizes", arguments=arguments)
+    report = mx_driving.onnx.fuse(before, after)
+    assert len(report.replaced) == 1
+    assert ["align_corners is 1" in why for why in report.left.values()] == [True]
+    assert "align_corners is 1" in str(report)
+    checked = verified(before, arguments)
+    assert (checked.right, len(checked.comparisons), checked.left) == (True, 2, report.left)
+    samplers = [node for node in onnx.load(after).graph.node if node.op_type == "GridSample"]
+    old, new = ({t.name: t.SerializeToString() for t in onnx.load(path).graph.initializer} for path in (before, after))
+    assert len(samplers) == 2
+    assert all(new[node.input[1]] == old[node.input[1]] for node in samplers)
+    np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-5)

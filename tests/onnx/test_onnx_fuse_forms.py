@@ -4,6 +4,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto
+from onnx_graphs import CHANGED, Graph
 from onnx_stand_ins import run_form
 from onnx_writings import WRITINGS, Calls, Joined, Logits, Stacked, assert_refused, edit, export, feeds, inputs, kinds, masked
 
@@ -15,6 +17,13 @@ NODES = {"onnxruntime": "multi_scale_deformable_attn", "npu": "MultiScaleDeforma
 NODES["tensorrt"] = "MultiscaleDeformableAttnPlugin_TRT"
 
 
+IN_EACH_FORM = {
+    **{name: Graph(module) for name, module in WRITINGS.items()},
+    **{f"gathers, opset {opset}": Graph(Joined([2, 4], masked), opset=opset) for opset in (11, 13)},
+    **CHANGED,
+}
+
+
 def judge(path, form, writing):
     for sizes in ((2, 7), (3, 11), (1, 40)):
         expected = writing(*inputs(*sizes)).numpy()
@@ -22,15 +31,17 @@ def judge(path, form, writing):
 
 
 @pytest.mark.parametrize("form", FUSED_FORMS)
-@pytest.mark.parametrize("writing", WRITINGS)
-def test_each_form_gives_the_same(writing, form, before, after):
-    export(WRITINGS[writing], before, "older")
-    assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
+@pytest.mark.parametrize("name", IN_EACH_FORM)
+def test_each_form_gives_the_same(name, form, before, after):
+    IN_EACH_FORM[name].save(before)
+    report = mx_driving.onnx.fuse(before, after, form=form)
+    assert (len(report.replaced), report.left) == (1, {})
     assert "GridSample" not in kinds(after)
     nodes = [node for node in onnx.load(after).graph.node if node.domain]
     assert [node.op_type for node in nodes] == ([NODES[form]] if form in NODES else [])
-    assert {o.domain for o in onnx.load(after).opset_import} == {"", *(node.domain for node in nodes)}
-    judge(after, form, WRITINGS[writing])
+    old, new = ({o.domain for o in onnx.load(path).opset_import} for path in (before, after))
+    assert new == old | {node.domain for node in nodes}
+    judge(after, form, IN_EACH_FORM[name].module)
 
 
 @pytest.mark.parametrize("old", FUSED_FORMS)
@@ -81,22 +92,6 @@ def test_a_near_miss_of_gathers_stays(name, before, after, tmp_path):
     assert_refused(before, f"path_in must hold deformable attention made of .*{why}")
 
 
-@pytest.mark.parametrize("opset", [11, 13])
-def test_gathers_in_older_opsets(opset, before, after):
-    """Before opset 13 ReduceSum has its axes as an attribute."""
-    export(Joined([2, 4], masked), before, "older", opset)
-    mx_driving.onnx.fuse(before, after, form="gather")
-    judge(after, "gather", Joined([2, 4], masked))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-@pytest.mark.parametrize("form", FUSED_FORMS)
-def test_other_dtypes(form, dtype, before, after):
-    arguments = tuple(t.to(dtype) for t in inputs())
-    torch.onnx.export(Stacked(), arguments, before, dynamo=False, opset_version=20, input_names=["v", "l", "w"])
-    judge_dtypes(before, after, form, Stacked(), arguments)
-
-
 def judge_dtypes(before, after, form, writing, arguments):
     """Other nodes than ours have no float64, and a cast to float32 would lose digits. The sentence names the tensor."""
     double = any(t.dtype == torch.float64 for t in arguments)
@@ -109,12 +104,12 @@ def judge_dtypes(before, after, form, writing, arguments):
     np.testing.assert_allclose(output, true, rtol=0, atol=4e-3 if arguments[0].dtype == torch.float16 else 2e-6)
 
 
-MIXED = [(16, 32, 32), (16, 32, 16), (32, 16, 16), (32, 32, 64), (64, 32, 32), (16, 64, 32)]
+DTYPES = [(16, 16, 16), (64, 64, 64), (16, 32, 32), (16, 32, 16), (32, 16, 16), (32, 32, 64), (64, 32, 32), (16, 64, 32)]
 
 
-@pytest.mark.parametrize("bits", MIXED)
+@pytest.mark.parametrize("bits", DTYPES)
 @pytest.mark.parametrize("form", ["gather", "npu", "tensorrt"])
-def test_a_node_of_mixed_dtypes(form, bits, before, after, tmp_path):
+def test_a_node_of_other_dtypes(form, bits, before, after, tmp_path):
     """`bits` are of value, locations and weights. The output has the dtype of value in each form."""
     arguments = tuple(t.to(getattr(torch, f"float{n}")) for t, n in zip(inputs(), bits, strict=True))
     export(Calls(), before, "our nodes", arguments=arguments)
@@ -122,6 +117,55 @@ def test_a_node_of_mixed_dtypes(form, bits, before, after, tmp_path):
     if form == "gather":
         again = tmp_path / "again.onnx"
         judge_dtypes(after, again, "onnxruntime", Calls(), arguments)
+
+
+def save_dynamo(path, dtype, opset):
+    arguments = tuple(t.to(dtype) for t in inputs())
+    torch.onnx.export(Stacked(), arguments, path, dynamo=True, opset_version=opset, verbose=False, input_names=["v", "l", "w"])
+    return arguments
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+@pytest.mark.parametrize("opset", [18, 20])
+@pytest.mark.parametrize("form", FUSED_FORMS)
+def test_half_files_of_torch_s_exporter(form, opset, before, after):
+    """The exporter writes sums in float32, so NVIDIA's node is in float32, too."""
+    arguments = save_dynamo(before, torch.float16, opset)
+    assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
+    assert "GridSample" not in kinds(after)
+    true = Stacked()(*(t.double() for t in arguments)).numpy()
+    model, output = onnx.load(after), run_form(after, form, feeds(arguments))
+    if form in ("npu", "tensorrt"):
+        (node,) = (node for node in model.graph.node if node.domain)
+        casts = {cast.output[0]: cast.attribute[0].i for cast in model.graph.node if cast.op_type == "Cast"}
+        assert [casts[node.input[index]] for index in (0, 3, 4)] == [TensorProto.FLOAT] * 3
+    assert output.dtype == np.float16
+    np.testing.assert_allclose(output, true, rtol=0, atol=4e-3)
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+@pytest.mark.parametrize("form", FUSED_FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_files_that_onnxruntime_cannot_run(dtype, form, before, after):
+    """onnxruntime has no GridSample of bfloat16, and none of float64 before opset 20."""
+    save_dynamo(before, dtype, 18)
+    if dtype == torch.float64 and form in ("npu", "tensorrt"):
+        return assert_refused(before, "its tensors are float64; ", form)
+    report = mx_driving.onnx.fuse(before, after, form=form)
+    assert list(report.replaced.values()) == ["4 heads of 8 channels, 3 points on maps of 6 x 5, 3 x 4"]
+    (output,) = onnx.load(after).graph.output
+    assert output.type.tensor_type.elem_type == (TensorProto.BFLOAT16 if dtype == torch.bfloat16 else TensorProto.DOUBLE)
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+def test_a_near_miss_in_16_bits_stays(before, after):
+    """A trial in float16 would have a tolerance of a fifth of the output."""
+    arguments = tuple(t.half() for t in inputs())
+    names = {"input_names": ["v", "l", "w"], "verbose": False}
+    torch.onnx.export(Stacked(factor=2.0625), arguments, before, dynamo=True, opset_version=18, **names)
+    assert_refused(before, "its grid is not 2")
+    torch.onnx.export(Stacked(masked, factor=2.0078125), arguments, before, dynamo=True, opset_version=18, **names)
+    assert_refused(before, "it computes something else")
 
 
 def test_what_is_not_on_the_map_contributes_zero(before, after):
@@ -184,14 +228,14 @@ def beside(path, name, kind, dtype, numbers):
 def test_a_file_that_cannot_run_is_refused_in_each_form(form, before, after, tmp_path):
     """The file has a Slice along axis 1 of a tensor with one axis."""
     export(Stacked(), before, "fixed sizes")
-    beside(before, "cut", "Slice", onnx.TensorProto.INT64, [1])
+    beside(before, "cut", "Slice", TensorProto.INT64, [1])
     assert_refused(before, r"^path_in must be a file that can be run .*Unexpected axis value: 1", form)
 
 
 @pytest.mark.parametrize("form", FUSED_FORMS)
 def test_another_runtime_may_have_a_kernel_that_onnxruntime_lacks(form, before, after):
     export(Stacked(), before, "fixed sizes")
-    beside(before, "error", "Erf", onnx.TensorProto.BFLOAT16, [1.0])
+    beside(before, "error", "Erf", TensorProto.BFLOAT16, [1.0])
     report = mx_driving.onnx.fuse(before, after, form=form)
     assert len(report.replaced) == 1
     assert after.is_file()

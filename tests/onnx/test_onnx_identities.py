@@ -1,6 +1,5 @@
 """`mx_driving.onnx.fuse` on files with nodes that change nothing. paddle2onnx writes such nodes everywhere."""
 
-import itertools
 import re
 
 import numpy as np
@@ -9,62 +8,10 @@ import onnx_ir
 import onnx_nodes
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_writings import Calls, Joined, Stacked, Summed, edit, export, feeds, inputs, kinds, masked, run, verified
+from onnx_writings import Stacked, export, feeds, verified
 
 import mx_driving.onnx
 from mx_driving.onnx import _file, _graph
-
-WRITTEN = {"stacked": Stacked(), "summed": Summed(), "unequal points": Joined([2, 4])}
-WRITTEN |= {"gathers": Stacked(masked), "one table": Calls()}
-# Name -> kind of a node, and its inputs: x, or a number of x's dtype.
-NOTHING = {
-    "Identity": ("Identity", "x"),
-    "product by 1": ("Mul", 1, "x"),
-    "sum with 0": ("Add", "x", 0),
-    "difference to 0": ("Sub", "x", 0),
-    "quotient by 1": ("Div", "x", 1),
-    "Cast": ("Cast", "x"),
-    "Dropout": ("Dropout", "x"),
-    "Concat": ("Concat", "x"),
-}
-NUMERIC = {TensorProto.FLOAT: np.float32, TensorProto.INT64: np.int64}
-
-
-def write_nothing(path, names=tuple(NOTHING)):
-    """Write nodes of these kinds in turn, which change nothing, behind each node of floats or integers."""
-    model, names = onnx.shape_inference.infer_shapes(onnx.load(path)), itertools.cycle(names)
-    dtypes = {v.name: v.type.tensor_type.elem_type for v in (*model.graph.value_info, *model.graph.output)}
-    scalars = {v.name for v in model.graph.value_info if not v.type.tensor_type.shape.dim}
-    nodes = []
-    for node in model.graph.node:
-        nodes.append(node)
-        dtype, old = dtypes.get(node.output[0]), node.output[0]
-        if dtype not in NUMERIC:
-            continue
-        kind, *operands = NOTHING[next(names)]
-        while (kind == "Dropout" and dtype != TensorProto.FLOAT) or (kind == "Concat" and old in scalars):
-            kind, *operands = NOTHING[next(names)]
-        node.output[0] = f"{old}/raw"
-        numbers = {str(x): numpy_helper.from_array(np.array(x, NUMERIC[dtype]), f"{old}/{x}") for x in operands if x != "x"}
-        model.graph.initializer.extend(numbers.values())
-        read = [node.output[0] if x == "x" else numbers[str(x)].name for x in operands]
-        attributes = {"Cast": {"to": dtype}, "Concat": {"axis": 0}}.get(kind, {})
-        nodes.append(helper.make_node(kind, read, [old], name=f"nothing/{old}", **attributes))
-    del model.graph.node[:], model.graph.value_info[:]
-    model.graph.node.extend(nodes)
-    onnx.save(model, path)
-
-
-@pytest.mark.parametrize("writing", WRITTEN)
-def test_nodes_that_change_nothing_are_passed(writing, before, after):
-    export(WRITTEN[writing], before, "older, fixed sizes" if writing != "one table" else "fixed sizes")
-    write_nothing(before)
-    assert set(kinds(before)) >= {kind for kind, *_ in NOTHING.values()}
-    report = mx_driving.onnx.fuse(before, after)
-    assert (len(report.replaced), report.left) == (1, {})
-    (names,) = report.nodes.values()
-    assert any(node.startswith("nothing/") for node in names)  # to be excluded from int8, too
-    np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), rtol=0, atol=2e-6)
 
 
 def test_the_rest_of_the_file_stays_as_it_is(before, after):
@@ -123,36 +70,3 @@ def test_what_a_node_returns(node, same, tmp_path):
 def test_dropout_of_older_opsets(opset, attributes, same):
     node = onnx_ir.node("Dropout", [onnx_ir.val("x")], attributes)
     assert (_graph.find_returned(node, opset) is not None) == same
-
-
-def test_sizes_of_paddle2onnx(before, after):
-    """The file computes bs * heads as int(float(bs) * 4.0 + 0), as a scalar, and records a size that contradicts the nodes."""
-    export(Stacked(), before, "older")
-    model, tensor = onnx.load(before), numpy_helper.from_array
-    scale, zero = (tensor(np.array([x], np.float32), f"scale/{x}") for x in (4, 0))
-    model.graph.initializer.extend([scale, zero, tensor(np.empty(0, np.int64), "scalar")])
-    nodes = []
-    for node in model.graph.node:
-        is_product = node.op_type == "Mul" and node.input[0] == "/Gather_output_0"  # bs * heads
-        nodes += scale_in_floats(*node.input[:1], *node.output) if is_product else [node]
-    assert len(nodes) > len(model.graph.node)
-    del model.graph.node[:], model.graph.value_info[:]
-    model.graph.node.extend(nodes)
-    onnx.save(model, before)
-    write_nothing(before, ["Identity"])
-    with edit(before) as model:
-        false = helper.make_tensor_value_info("/Reshape_output_0", TensorProto.FLOAT, ["a", "b", 9, "c", "d"])
-        model.graph.value_info.append(false)
-    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
-    np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), rtol=0, atol=2e-6)
-
-
-def scale_in_floats(size, product):
-    names = [f"{product}/{number}" for number in range(4)]
-    return [
-        helper.make_node("Cast", [size], names[:1], to=TensorProto.FLOAT),
-        helper.make_node("Mul", [names[0], "scale/4"], names[1:2]),
-        helper.make_node("Add", [names[1], "scale/0"], names[2:3]),
-        helper.make_node("Cast", [names[2]], names[3:], to=TensorProto.INT64),
-        helper.make_node("Reshape", [names[3], "scalar"], [product]),
-    ]

@@ -13,7 +13,7 @@ import onnx
 import onnx_writings as writings
 import pytest
 import torch
-from test_onnx_casts import compute_in
+from onnx_graphs import compute_in
 
 from mx_driving.onnx import _check, _find, _outputs, _runtimes, _trial
 from mx_driving.onnx._file import load
@@ -72,9 +72,8 @@ def file_of(dtype):
         module = writings.Stacked(writings.masked) if dtype == "float64" else writings.Stacked()
         writings.export(module, path, "older, fixed sizes", arguments=inputs_of(dtype))
         if dtype == "bfloat16":
-            model = onnx.shape_inference.infer_shapes(onnx.load(path))
-            compute_in(model, ("ReduceSum", "Mul", "Add"), onnx.TensorProto.BFLOAT16)
-            onnx.save(model, path)
+            with writings.edit(path) as model:
+                compute_in(model, ("ReduceSum", "Mul", "Add"), onnx.TensorProto.BFLOAT16)
         return path.read_bytes()
 
 

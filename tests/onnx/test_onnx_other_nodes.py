@@ -5,6 +5,7 @@ import onnx
 import onnx_other_nodes as others
 import onnx_writings as writings
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx_other_nodes import DL4AGX, FORK, MMDEPLOY, PLUGIN, TABLES, draw_pool, feeds, save_aggregation, save_pool
 from onnx_stand_ins import AGGREGATES, run_form, run_plugins, swap_axes
@@ -139,7 +140,17 @@ def test_verify_judges_aggregation(bad, before):
     report = check(before, run_plugins, fed)
     assert (report.right, len(report.comparisons), report.left) == (True, 2, {})
     assert ("2 of 20" in report.comparisons[0].why or "1 of 10" in report.comparisons[0].why) == bad
-    assert not any(one.right for one in check(before, swap_axes(run_plugins), fed).comparisons)
+    for precision in (None, torch.float16):
+        assert not any(one.right for one in check(before, swap_axes(run_plugins), fed, precision).comparisons)
+
+    def run_in_half(path, arrays):
+        return {name: (1.0005 * a).astype(np.float16).astype(a.dtype) for name, a in run_plugins(path, arrays).items()}
+
+    report = check(before, run_in_half, fed)
+    assert not report.right
+    report = check(before, run_in_half, fed, torch.float16)
+    assert (report.right, [one.inputs for one in report.comparisons]) == (True, ["in the file"] * 2)
+    assert all("its error is typical of float16" in one.why for one in report.comparisons)
 
 
 @pytest.mark.parametrize("intervals", ["runs", "any", "none"])
@@ -210,35 +221,3 @@ def test_verify_runs_attention_beside_a_pool(before, tmp_path):
     assert report.right
     assert [output.name for output in report.outputs] == ["output", "cells"]
     assert report.left == {"pool": "it is a pool, mmdeploy::bev_pool_v2; attention is verified"}
-
-
-@pytest.mark.parametrize("form", FUSED_FORMS)
-def test_grid_sample_of_onnxruntime_s_domain(form, before, after):
-    """Before opset 16 GridSample was a node of onnxruntime."""
-    writings.export(writings.Stacked(), before, "older")
-    with writings.edit(before) as model:
-        for node in model.graph.node:
-            node.domain = "com.microsoft" * (node.op_type == "GridSample")
-        model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
-    assert "GridSample" not in writings.kinds(after)
-    if form in ("onnxruntime", "gather"):
-        arguments = writings.inputs()
-        true = writings.Stacked()(*(t.double() for t in arguments)).numpy()
-        np.testing.assert_allclose(writings.run(after, arguments), true, rtol=0, atol=2e-6)
-
-
-def test_a_function_with_a_node_in_it(before, after):
-    kind, domain, attributes, *_ = MMDEPLOY
-    others.save(before, MMDEPLOY)
-    true = run_plugins(before, feeds(MMDEPLOY))["output"]
-    with writings.edit(before) as model:
-        inner = helper.make_node(kind, list("abcde"), ["o"], domain=domain, **attributes)
-        opsets = [helper.make_opsetid("", 17), helper.make_opsetid(domain, 1)]
-        model.functions.append(helper.make_function("local", "Attention", list("abcde"), ["o"], [inner], opsets))
-        model.opset_import.append(helper.make_opsetid("local", 1))
-        for node in model.graph.node:
-            if node.domain == domain:
-                node.CopyFrom(helper.make_node("Attention", node.input, node.output, domain="local"))
-    assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
-    np.testing.assert_allclose(run_form(after, "onnxruntime", feeds(MMDEPLOY)), true, rtol=0, atol=2e-5)

@@ -14,9 +14,8 @@ from .error_bound import ErrorBound, compute, compute_by_kernel
 from .known_mistakes import list_suspicions
 
 RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
-# A result is coarse, not wrong, if sums in 16 bits explain it: at least _COMMON of the nonzero entries are off, up as often as
-# down, so the best common factor is within _BIAS ulps of 1.
-_COMMON, _BIAS = 0.1, 2
+_COMMON = 0.1  # sums in 16 bits move at least this fraction of the entries that are not zero by more than rounding
+_STANDARD_ERRORS = 4  # a factor that differs from 1 by more than these is no chance
 _ALIKE = 2  # up to this many wrong entries may be the truth times a common factor by chance
 _JUMPS = 1e-3  # the fraction of entries for which float32 and float64 may be on different sides of a jump
 _SOME = 121  # in a large call, try a suspected mistake on this many wrong queries before computing all
@@ -72,14 +71,12 @@ def judge(call: RecordedCall) -> Verdict:
         narrow = next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
         for judged in [judged for judged in results if judged.verdict == WRONG]:
             name = judged.result
-            device, truth, wrong = call.results[name], bound.truth[name], bound.wrong[name]
+            truth, wrong = bound.truth[name], bound.wrong[name]
             judged.why = reasons[name] or f"nothing known explains it; {describe_place(call, name, wrong, 'wrong')}"
-            if not reasons[name] and narrow and bool((bound.error(name, device, truth, narrow) <= 1).all()):
-                is_common = bool(wrong.sum() >= _COMMON * truth.count_nonzero())
-                factor = float((device.double() * truth).nansum() / truth.square().nansum().clamp_min(1e-300))
-                if is_common and abs(factor - 1) <= _BIAS * torch.finfo(narrow).eps:
-                    words = f"error typical of sums in {str(narrow).removeprefix('torch.')}"
-                    judged.verdict, judged.why = COARSE, f"{words}; the operator's rules have sums in float32"
+            is_common = bool(wrong.sum() >= _COMMON * truth.count_nonzero())
+            if not reasons[name] and narrow and is_common and find_coarse_factor(bound, name, narrow) == 1:
+                words = f"error typical of sums in {str(narrow).removeprefix('torch.')}"
+                judged.verdict, judged.why = COARSE, f"{words}; the operator's rules have sums in float32"
     nans, infinities = _count_not_finite(call.inputs)
     notes = [
         f"our own {judged.result} is off by {judged.ours:.3g} units: please report it, with the file"
@@ -89,6 +86,26 @@ def judge(call: RecordedCall) -> Verdict:
     if (nans or infinities) and any(j.verdict == RIGHT and (j.nans or j.infinities) for j in results):
         notes.append("its NaN and infinities come from the inputs: float64 has the same")
     return Verdict(call, nans, infinities, results, notes)
+
+
+def find_coarse_factor(bound: ErrorBound, name: str, narrow: torch.dtype) -> float | None:
+    """Return 1.0 if the errors of a result are those of sums in 16 bits, and so the result is coarse and not wrong.
+
+    An entry's bound is that of `_agreement.rounding_limit` for sums in `narrow` and exact positions: 16 + 2 sqrt(n) ulps for a
+    sum of n terms. Return None if an error is larger. A common factor can hide in such errors. But rounding moves entries up as
+    often as down, and truncation makes them smaller by up to an ulp. So the factor that fits all entries best must be 1, except
+    for an ulp and for four standard errors of the fit, which a few random errors explain. Else return this factor.
+    """
+    device, truth = bound.call.results[name], bound.truth[name]
+    if not bool((bound.error(name, device, truth, narrow) <= 1).all()):
+        return None
+    finite = device.isfinite() & truth.isfinite()
+    a, b = device[finite].double(), truth[finite]
+    squares = b.square().sum().clamp_min(1e-300)
+    factor = (a * b).sum() / squares
+    standard_error = ((a - factor * b).square().mean() / squares).sqrt()
+    is_chance = abs(factor - 1) <= torch.finfo(narrow).eps + _STANDARD_ERRORS * standard_error
+    return 1.0 if is_chance or not b.any() else float(factor)
 
 
 def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:

@@ -14,26 +14,18 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from .._agreement import largest_magnitude, rounding_limit
 from .._io import temporary_folder
+from .._operator.description import SAMPLING
 from .._operator.rules import Problem, first_line
 from .._replay.calls import RecordedCall
 from .._replay.error_bound import ErrorBound
-from .._replay.judge import COARSE, RIGHT, WRONG, Judged, judge
+from .._replay.judge import COARSE, RIGHT, WRONG, Judged, find_coarse_factor, judge
 from . import _file, _outputs
 from ._forms import OURS
 from ._graph import Unfit, add_outputs, list_outputs, read_constant
-from ._matches import (
-    Match,
-    draw_across_borders,
-    find_again,
-    find_matches,
-    read_bare_inputs,
-    write_match,
-)
+from ._matches import Match, draw_across_borders, find_again, find_matches, read_bare_inputs, write_match
 from ._nodes import find_nodes, name_unknown, restore_plugins, use_our_nodes
 from ._runtimes import Arrays, Failed, Run, make_inputs, open_with_library, run_session
-from ._trial import find_factor
 
 _FAR = -10.0  # off every map
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
@@ -157,7 +149,18 @@ class _Checker:
                     feeds = {role: drawn[str(v.name)] for role, v in match.inputs.items()}
                     run = functools.partial(self.run, file, feeds)
                     report.comparisons.append(self.compare(match, words, drawn, run, "output"))
-        report.outputs = self.compare_outputs(names, fed, true, finite)
+        # Judge the outputs of the whole file. `finite` has finite locations in place of NaN and infinite ones.
+        eps, near = torch.finfo(self.precision).eps if self.precision else 0.0, []
+        for moved in _outputs.change_by_ulps(model, fed, eps):
+            with contextlib.suppress(Problem):  # a file with changed weights may not run
+                near.append(self.run_reference(moved)[1])
+        try:
+            outputs = self.run(self.path, fed)
+            for name in [name for name in names if isinstance(true[name], np.ndarray)]:  # without outputs that are sequences
+                changed = [arrays[name] for arrays in near]
+                report.outputs.append(_outputs.judge(name, true[name], changed, outputs.get(name), finite.get(name), eps))
+        except Failed as failed:
+            report.outputs = [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
         if not report.right and all(comparison.right for comparison in report.comparisons):
             # Run the whole file with the inputs and outputs of all matches as graph outputs, and judge each match.
             model, file = _file.load(self.path).model, self.folder / "within.onnx"
@@ -215,49 +218,23 @@ class _Checker:
             if left_out.any():
                 count = f"{int(left_out.sum())} of {left_out.numel()} queries are left out"
                 notes = [f"{count}: their locations are NaN or infinite, {self.origin}"]
-        call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
+        operator = SAMPLING[match.operator].bare or match.operator
+        call = RecordedCall(match.name, {"operator": operator}, inputs, {"output": output.to(inputs[0].dtype)})
         (judged,) = judge(call).results
         if judged.verdict != RIGHT and (narrow := self.precision or match.narrow_dtype):
-            judged = _judge_in(narrow, call, judged)
+            # Judge again with the error of sums in 16 bits, from locations as they are and as files and runtimes round them in
+            # 16 bits: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2.
+            value, shapes, starts, locations, weights = inputs
+            located, sides = [locations := locations.float()], shapes.flip(-1)[:, None].float()
+            for grids in ((2 * locations).to(narrow) - 1, (2 * locations - 1).to(narrow)):
+                located.append((grids.float() + 1) / 2)
+                if shapes.dim() == 2:  # Aggregation has a map for each camera and scale, and locations for all scales.
+                    located.append(((((grids + 1) * sides).to(narrow) - 1).float() / 2 + 0.5) / sides)
+            for rounded in located:
+                bound = ErrorBound(replace(call, inputs=(value, shapes, starts, rounded, weights)))
+                if (factor := find_coarse_factor(bound, "output", narrow)) == 1:
+                    why = f"its error is typical of {str(narrow).removeprefix('torch.')}, in which the file is computed"
+                    judged = replace(judged, verdict=COARSE, why=why)
+                    break
+                judged = replace(judged, verdict=WRONG, why=f"it is {factor:.4g} times the truth") if factor else judged
         return Comparison(match, words, judged, "; ".join([judged.why] * bool(judged.why) + notes))
-
-    def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays, finite: Arrays) -> list[_outputs.Output]:
-        """Judge the whole file's outputs. `finite`: its outputs with finite locations in place of NaN and infinite ones."""
-        eps = torch.finfo(self.precision).eps if self.precision else 0.0
-        near = []
-        for moved in _outputs.change_by_ulps(self.file.model, fed, eps):
-            with contextlib.suppress(Problem):  # a file with changed weights may not run
-                near.append(self.run_reference(moved)[1])
-        try:
-            outputs = self.run(self.path, fed)
-        except Failed as failed:
-            return [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
-        arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # without outputs that are sequences
-        near_by_name = {name: [outputs[name] for outputs in near] for name in arrays}
-        return [_outputs.judge(n, true[n], near_by_name[n], outputs.get(n), finite.get(n), eps) for n in arrays]
-
-
-def _judge_in(narrow: torch.dtype, call: RecordedCall, judged: Judged) -> Judged:
-    """Judge again with the error of 16 bits in sums and in positions: it is coarse, unless it has a common factor."""
-
-    def to_narrow(t: torch.Tensor) -> torch.Tensor:
-        return t.to(narrow).float()
-
-    value, shapes, starts, locations, weights = call.inputs
-    # Locations as they are, and as files round them: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2.
-    located, sides = [locations := locations.float()], shapes.flip(-1)[:, None].float()
-    for grids in (to_narrow(to_narrow(2 * locations) - 1), to_narrow(2 * locations - 1)):
-        pixels = to_narrow(to_narrow(to_narrow(grids + 1) * sides) - 1) / 2
-        located += [(grids + 1) / 2, (pixels + 0.5) / sides]
-    for rounded in located:
-        bound = ErrorBound(replace(call, inputs=(value, shapes, starts, rounded, weights)))
-        output, truth = call.results["output"], bound.truth["output"]
-        if bool((bound.error("output", output, truth, narrow) <= 1).all()):
-            terms, eps = 4 * math.prod(weights.shape[2:]), torch.finfo(narrow).eps
-            limit = rounding_limit(output.dtype, narrow, truth.abs(), largest_magnitude(truth), terms, 0)
-            factor = find_factor(output.double(), truth, limit, value.shape[-1])
-            if abs(factor - 1) <= eps:
-                words = f"its error is typical of {str(narrow).removeprefix('torch.')}, in which the file is computed"
-                return replace(judged, verdict=COARSE, why=words)
-            judged = replace(judged, verdict=WRONG, why=f"it is {factor:.4g} times the truth")
-    return judged

@@ -1,7 +1,7 @@
 """Load an ONNX file: read it, sort its nodes, check it, and infer the shapes of its tensors.
 
 onnx's checker has rules that onnxruntime lacks: sorted nodes, shapes of inputs and outputs, a name of the graph. Files that
-break these rules are loaded, too. onnx_ir's CheckerPass refuses them (`EASED` of tests/onnx/test_onnx_order.py), and its
+break these rules are loaded, too. onnx_ir's CheckerPass refuses them (`EASED` of tests/helpers/onnx_graphs.py), and its
 TopologicalSortPass names no node of a cycle.
 """
 
@@ -149,20 +149,26 @@ def load(path: Path, name: str = "path_in") -> LoadedFile:
     return LoadedFile(path, model, shapes, defaults, merged)
 
 
-def _check_tensors(proto: onnx.ModelProto, refuse: Callable[[str, str], Problem]) -> None:
-    """Refuse tensors that onnx_ir does not read: sparse ones, and places in other files that are no whole numbers."""
+def _walk_graphs(proto: onnx.ModelProto) -> Iterator[tuple[Any, list[Any], list[onnx.TensorProto]]]:
+    """Yield graphs, subgraphs and functions, with their pairs (node, attribute) and their tensors in other files."""
     todo: list[Any] = [proto.graph, *proto.functions]
     while todo:
         graph = todo.pop()
         attributes = [(node, attribute) for node in graph.node for attribute in node.attribute]
         todo += [subgraph for _, a in attributes for subgraph in (a.g, *a.graphs) if subgraph.node]
+        tensors = [*getattr(graph, "initializer", ()), *(t for _, a in attributes for t in (a.t, *a.tensors))]
+        yield graph, attributes, [t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
+
+
+def _check_tensors(proto: onnx.ModelProto, refuse: Callable[[str, str], Problem]) -> None:
+    """Refuse tensors that onnx_ir does not read: sparse ones, and places in other files that are no whole numbers."""
+    for graph, attributes, external in _walk_graphs(proto):
         sparse = [tensor.values.name for tensor in getattr(graph, "sparse_initializer", ())]
         sparse += [node.output[0] for node, a in attributes if a.HasField("sparse_tensor") or a.sparse_tensors]
         if sparse:
             raise refuse("have dense tensors", f", where {', '.join(sparse)} is sparse")
-        tensors = [*getattr(graph, "initializer", ()), *(t for _, a in attributes for t in (a.t, *a.tensors))]
-        for tensor in tensors:
-            for entry in tensor.external_data if tensor.data_location == onnx.TensorProto.EXTERNAL else ():
+        for tensor in external:
+            for entry in tensor.external_data:
                 if entry.key in ("offset", "length") and not (entry.value.isascii() and entry.value.isdigit()):
                     fact = f"{entry.key} of {tensor.name or 'a tensor'} is {entry.value[:50]!r}, no whole number"
                     raise refuse("have its weights beside it", f", where the {fact}")
@@ -242,7 +248,7 @@ def check_file(path: Path, proto: onnx.ModelProto, has_changed: bool = False) ->
     if not (has_changed or any(map(_lacks_shape, (*proto.graph.input, *proto.graph.output))) or not proto.graph.name):
         onnx.checker.check_model(path)
         return
-    # Give a copy a name and shapes, and inputs instead of external tensors, whose files the checker would open.
+    # Give a copy a name and shapes. Empty its tensors in other files, which the checker would open.
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     graph = copy.graph
@@ -250,13 +256,8 @@ def check_file(path: Path, proto: onnx.ModelProto, has_changed: bool = False) ->
     for value in filter(_lacks_shape, (*graph.input, *graph.output)):
         dtype = value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT
         value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, dtype, []))
-    names = {value.name for value in graph.input}
-    outside = {t.name: t for t in graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL}
-    inputs = [onnx.helper.make_tensor_value_info(n, t.data_type, t.dims) for n, t in outside.items() if n not in names]
-    inside = [t for t in graph.initializer if t.name not in outside]
-    del graph.initializer[:]
-    graph.initializer.extend(inside)
-    graph.input.extend(inputs)
+    for tensor in (tensor for *_, external in _walk_graphs(copy) for tensor in external):
+        tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=[0]))
     onnx.checker.check_model(copy)
 
 
@@ -271,8 +272,10 @@ def _lacks_shape(value: onnx.ValueInfoProto) -> bool:
 def infer_shapes(model: ir.Model) -> tuple[ir.Model, set[str]]:
     """Infer shapes with onnx, then with onnxruntime, then from constants and from names of sizes.
 
-    Return the model, and the names of sizes that are equal if the nodes fit each other.
+    Return the model, and the names of sizes that onnxruntime merged: they are equal if the nodes fit each other.
     """
+    from onnxscript.optimizer import fold_constants
+
     model = _infer_with_onnx(model)
     nodes = (node for node in model.graph if node.domain.startswith("com.microsoft"))
     if unknown := {v.name: v for node in nodes for v in node.outputs if v.shape is None or v.dtype is None}:
@@ -292,27 +295,9 @@ def infer_shapes(model: ir.Model) -> tuple[ir.Model, set[str]]:
                     # [] means a scalar, or an unknown number of axes: keep the shape.
                     value.shape = ir.Shape(answer.shape) if answer.shape else value.shape
             model = _infer_with_onnx(model)
-    return model, set() if _all_sizes_are_fixed(model) else _follow_sizes(model)
-
-
-def _infer_with_onnx(model: ir.Model) -> ir.Model:
-    """Infer shapes with onnx. Inference stops at a plugin: set the shape of the plugin's output and repeat."""
-    model = ShapeInferencePass()(model).model
-    while [node for node in model.graph if give_shape(node)]:
-        model = ShapeInferencePass()(model).model
-    return model
-
-
-def _all_sizes_are_fixed(model: ir.Model) -> bool:
-    return all(value.shape is not None and are_fixed(dims(value)) for value in list_outputs(model))
-
-
-def _follow_sizes(model: ir.Model) -> set[str]:
-    """Add sizes that onnx does not infer because the file computes a shape from constants or from a named batch.
-
-    Return the names of sizes that onnxruntime merged.
-    """
-    from onnxscript.optimizer import fold_constants
+    if _all_sizes_are_fixed(model):
+        return model, set()
+    # Add sizes that onnx does not infer because the file computes a shape from constants or from a named batch.
 
     def is_small_table(node: ir.Node) -> bool | None:
         """Return True for a table that onnxscript would not fold, such as paddings; None leaves the choice to onnxscript."""
@@ -334,13 +319,23 @@ def _follow_sizes(model: ir.Model) -> set[str]:
             for value in list_outputs(copy):
                 value.shape = recorded.get(value.name) if value.shape is None else value.shape
     except Exception:  # Any node may fail. Sizes then stay unknown, and attention without sizes is not replaced.
-        return set()
+        return model, set()
     _add_sizes(model, {str(value.name): list(dims(value)) for value in list_outputs(copy)})
-    if _all_sizes_are_fixed(copy):
-        return set()
-    sizes, merged = _infer_from_names(copy)
+    sizes, merged = ({}, set()) if _all_sizes_are_fixed(copy) else _infer_from_names(copy)
     _add_sizes(model, sizes)
-    return merged
+    return model, merged
+
+
+def _infer_with_onnx(model: ir.Model) -> ir.Model:
+    """Infer shapes with onnx. Inference stops at a plugin: set the shape of the plugin's output and repeat."""
+    model = ShapeInferencePass()(model).model
+    while [node for node in model.graph if give_shape(node)]:
+        model = ShapeInferencePass()(model).model
+    return model
+
+
+def _all_sizes_are_fixed(model: ir.Model) -> bool:
+    return all(value.shape is not None and are_fixed(dims(value)) for value in list_outputs(model))
 
 
 def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:

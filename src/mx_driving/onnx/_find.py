@@ -6,14 +6,14 @@ upstream from a sum to tensors that may be the operator's inputs. `_trial.py` th
 Exporters fold nodes that do not depend on an input. Then each level has a constant map, grid or weights, and `_find_constants`
 concatenates the constants of all levels to one tensor for the operator. This tensor is outside the graph: only a replacement
 writes it into the file. A trial runs the file's own constants. onnx_ir and onnxscript fold nodes, but join no levels: a file of
-tests/onnx/test_onnx_fuse_constants.py is refused without `_find_constants`, also after onnxscript's optimiser.
+tests/helpers/onnx_graphs.py (`CONSTANTS`) is refused without `_find_constants`, also after onnxscript's optimiser.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +24,12 @@ from onnx.reference import ReferenceEvaluator
 from ._file import LoadedFile
 from ._graph import (
     MOVES,
-    PAIRS,
     VIEWS,
     Unfit,
     are_fixed,
     bypass_identities,
     dims,
+    extract,
     find_producer,
     intersect,
     is_node,
@@ -40,23 +40,12 @@ from ._graph import (
     walk_sources,
 )
 from ._nodes import find_nodes
-from ._samples import (
-    Candidates,
-    Sampling,
-    are_of_one_table,
-    find_gather,
-    list_factors,
-    list_weights,
-    read_level,
-    read_table,
-    split_levels,
-)
+from ._samples import Candidates, Pairs, Sampling, find_sums, find_tables, list_weights, read_level, read_table, split_levels
 from ._trial import prove
 
 _LIKELIEST = 24  # at most so many candidates are tried; in all known files the right candidate is among the first five
 _MAPS = 1000  # at most so many combinations of level sizes are tried. No tensor has the number of keys of most of them.
 Array = np.ndarray[Any, Any]
-Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 
 
 def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str, Sampling | str]]:
@@ -88,9 +77,9 @@ def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str,
         except Unfit as unfit:
             yield name, str(unfit) + name_unshaped(node.outputs[0])
             continue
-        part = sampling.extract()
-        inputs = dict.fromkeys(str(v.name) for node in part for v in node.inputs if v is not None)
-        names = *(str(node.name) for node in part), *(node for value in inputs for node in bypassed.get(value, ()))
+        part = sampling.extract(copy.model)
+        inputs = dict.fromkeys(str(v.name) for node in part.graph for v in node.inputs if v is not None)
+        names = *(str(node.name) for node in part.graph), *(node for value in inputs for node in bypassed.get(value, ()))
         # Take the tensors of the file's model that have the same names. An end that the model lacks stays.
         values = ir.convenience.create_value_mapping(file.model.graph, include_subgraphs=False)
         value, locations, weights = (values.get(str(end.name), end) for end in sampling.ends)
@@ -113,7 +102,7 @@ def _prove_first(file: LoadedFile, node: ir.Node, corners: list[ir.Node] | None,
         return is_cast + (sum(size != expected for size, expected in pairs) if corners is None else 0)
 
     reasons = []
-    for constants in _find_constants(pairs) if corners is None else [{}]:
+    for constants in _find_constants(file.model, pairs) if corners is None else [{}]:
         try:
             if corners is None:
                 levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
@@ -141,8 +130,21 @@ def _find_single_samplers(graph: ir.Graph, sums: dict[ir.Node, Pairs]) -> list[i
     return [node for node in graph if is_node(node, "GridSample") and node not in seen]
 
 
-def _find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
-    """For each possible batch, yield role -> constant tensor of all levels. Then yield an empty dictionary."""
+def _compute_constant(model: ir.Model, value: ir.Value) -> Array | None:
+    """Return the array of a constant, or of a part or a view of a constant; else None."""
+    if (array := read_constant(value)) is not None or read_constant([*walk_sources(value, *MOVES)][-1]) is None:
+        return None if array is None else array.copy()  # copied, because the file of weights is closed later
+    try:
+        return ReferenceEvaluator(ir.serde.serialize_model(extract(model, [], value))).run(None, {})[0]  # pyright: ignore
+    except Exception:  # a node after the constant reads an input or is invalid; onnx raises dozens of classes
+        return None
+
+
+def _find_constants(model: ir.Model, pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
+    """For each possible batch, yield role -> constant tensor of all levels. Then yield an empty dictionary.
+
+    The tensors have the operator's layout: separate axes for batch and heads, and one axis of keys for height and width.
+    """
     nodes = [find_producer(part, *MOVES) for samples, _ in pairs for part in split_levels(samples)]
     samplers = [node for node in nodes if is_node(node, "GridSample")]
     values = {
@@ -150,7 +152,7 @@ def _find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
         "locations": [node.inputs[1] for node in samplers],
         "weights": [weights for _, weights in pairs],
     }
-    arrays = {role: [_compute_constant(v) for v in tensors if v is not None] for role, tensors in values.items()}
+    arrays = {role: [_compute_constant(model, v) for v in tensors if v is not None] for role, tensors in values.items()}
     for index, (samples, _) in enumerate(pairs):  # broadcast weights to [batch * heads, 1, queries, points]
         array, sizes = arrays["weights"][index], dims(samples)
         if array is not None and len(sizes) == 4 and are_fixed(sizes):
@@ -162,76 +164,27 @@ def _find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
     }
     sizes = {size for tensors in values.values() for v in tensors for s in walk_sources(v, *MOVES) for size in dims(s)[:1]}
     for batch in sorted({1, *(size for size in sizes if isinstance(size, int) and size > 0)}) if whole else ():
-        joined = {role: _join_levels(numbers, batch, role) for role, numbers in whole.items()}
-        name = pairs[0][0].name
-        if constants := {role: ir.val(f"{name}/{role}", const_value=t) for role, t in joined.items() if t is not None}:
+        constants = {}
+        for role, levels in whole.items():
+            if any(a.ndim != 4 or a.size == 0 or a.shape[0] % batch for a in levels):
+                continue
+            dtype, axis = levels[0].dtype, 1 if role == "value" else 3
+            if role == "value":
+                blocks = [a.reshape(batch, -1, a.shape[1], a.shape[2] * a.shape[3]).transpose(0, 3, 1, 2) for a in levels]
+            elif role == "locations":
+                blocks = [((a.astype(float) + 1) / 2).reshape(batch, -1, *a.shape[1:]).transpose(0, 2, 1, 3, 4) for a in levels]
+                dtype = np.float32 if dtype.itemsize == 2 else dtype  # (grid + 1) / 2 would lose digits in 16 bits
+            else:
+                blocks = [a.reshape(batch, -1, *a.shape[2:]).transpose(0, 2, 1, 3) for a in levels]
+            if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) == 1:
+                tensor = ir.tensor(np.concatenate(blocks, axis).astype(dtype))
+                constants[role] = ir.val(f"{pairs[0][0].name}/{role}", const_value=tensor)
+        if constants:
             yield constants
     yield {}
 
 
-def _compute_constant(value: ir.Value) -> Array | None:
-    """Return the array of a constant, or of a part or a view of a constant; else None."""
-    if (array := read_constant(value)) is not None or read_constant([*walk_sources(value, *MOVES)][-1]) is None:
-        return None if array is None else array.copy()  # copied, because the file of weights is closed later
-    assert value.graph is not None
-    try:
-        part = ir.Model(ir.convenience.extract(value.graph, [], [value]), ir_version=10)
-        return ReferenceEvaluator(ir.serde.serialize_model(ir.external_data.load_to_model(part))).run(None, {})[0]  # pyright: ignore
-    except Exception:  # a node after the constant reads an input or is invalid; onnx raises dozens of classes
-        return None
-
-
-def _join_levels(arrays: Sequence[Array], batch: int, role: str) -> ir.TensorProtocol | None:
-    """Concatenate the constants of all levels in the operator's layout: separate axes for batch and heads, and one axis of keys
-    for height and width. Return None if their sizes do not fit the batch."""
-    if any(array.ndim != 4 or array.size == 0 or array.shape[0] % batch for array in arrays):
-        return None
-    dtype, axis = arrays[0].dtype, 1 if role == "value" else 3
-    if role == "value":
-        blocks = [a.reshape(batch, -1, a.shape[1], a.shape[2] * a.shape[3]).transpose(0, 3, 1, 2) for a in arrays]
-    elif role == "locations":
-        blocks = [((a.astype(float) + 1) / 2).reshape(batch, -1, *a.shape[1:]).transpose(0, 2, 1, 3, 4) for a in arrays]
-        dtype = np.float32 if dtype.itemsize == 2 else dtype  # (grid + 1) / 2 would lose digits in 16 bits
-    else:
-        blocks = [a.reshape(batch, -1, *a.shape[2:]).transpose(0, 2, 1, 3) for a in arrays]
-    if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) > 1:
-        return None
-    return ir.tensor(np.concatenate(blocks, axis).astype(dtype))
-
-
 # Candidates
-
-
-def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
-    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes. Leave out the terms of an Add.
-
-    A leaf is what `read_leaf` returns for a node.
-    """
-    totals: dict[ir.Node, list[Any]] = {}
-    for node in graph:
-        if first := read_leaf(node):
-            totals[node] = [first]
-        added: list[Any] = [find_producer(v, *PAIRS) for v in node.inputs] if is_node(node, "Add") else []
-        if added and all(term in totals for term in added):
-            totals[node] = [leaf for term in added for leaf in totals[term]]
-            for term in {*added}:
-                del totals[term]
-    return totals
-
-
-def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
-    """Return node -> pairs in order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
-
-    def read_pair(node: ir.Node) -> Any:
-        return next((pair for pair in itertools.permutations(list_factors(node), 2) if split_levels(pair[0])), None)
-
-    return _add_up(graph, read_pair)
-
-
-def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
-    """Return node -> the four corners' ReduceSum nodes, for the last Add of each sum of four corners."""
-    corners = _add_up(graph, lambda node: node if find_gather(node) else None)
-    return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
 
 
 def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.Value]) -> Iterator[Sampling]:

@@ -6,6 +6,8 @@ nodes that compute shapes.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ def make_tables(maps: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]],
     return [*maps], [0, *itertools.accumulate(height * width for height, width in maps)][:-1]
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager["Writer"]):
     """Writes nodes that compute a replacement of the tensor `old`. Their names begin with the name of this tensor.
 
     As a context manager, it detaches the new nodes after an exception, so that the graph is unchanged.
@@ -86,9 +88,6 @@ class Writer:
         cast = self.op("Cast", value, to=dtype.value)
         cast.dtype = dtype
         return cast
-
-    def __enter__(self) -> Writer:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for node in self.tape.nodes if kind else ():
@@ -176,13 +175,7 @@ def _write_gathers(write: Writer, call: Call) -> ir.Value:
     output_dtype = call.read_dtype()
     keys, heads, channels, points = sizes
     axes = 0, 0, heads, len(starts) * points
-
-    def write_number(x: Any) -> ir.Value:
-        return table("number", x, dtype.numpy())
-
-    def write_per_sample(numbers: Any, dtype: Any = np.int64) -> ir.Value:
-        """Return a table of one or two numbers per level, repeated for the level's points."""
-        return table("levels", numbers.repeat(points, 0), dtype)
+    write_number = functools.partial(table, "number", dtype=dtype.numpy())
 
     def to_floats(value: ir.Value, *sizes: int) -> ir.Value:
         shaped = op("Reshape", value, table("shape", sizes))
@@ -201,10 +194,10 @@ def _write_gathers(write: Writer, call: Call) -> ir.Value:
         scenes = op("Reshape", op("Range", table("first", 0), count, table("step", 1)), table("shape", [-1, 1, 1, 1]))
         bases = op("Add", op("Mul", scenes, table("rows", keys * heads)), bases)
     locations, weights = to_floats(call.locations, *axes, 2), to_floats(call.weights, *axes)
-    sides = np.array(maps)[:, ::-1]  # (width, height)
-    positions = op("Sub", op("Mul", locations, write_per_sample(sides, dtype.numpy())), write_number(0.5))
+    sides = np.array(maps)[:, ::-1].repeat(points, 0)  # (width, height) of each sample's map
+    positions = op("Sub", op("Mul", locations, table("levels", sides, dtype.numpy())), write_number(0.5))
     pixels, zero, low = op("Floor", positions), write_number(0.0), write_number(-0.5)
-    last, widths = write_per_sample(sides - 0.5, dtype.numpy()), write_per_sample(sides[:, 0] * heads)
+    last, widths = table("levels", sides - 0.5, dtype.numpy()), table("levels", sides[:, 0] * heads)
     total = None
     for offset in itertools.product((0, 1), repeat=2):
         corner = op("Add", pixels, write_number(offset))

@@ -20,12 +20,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from .. import config
 from .._operator.rules import Problem, first_line
 from ._file import LoadedFile, check_file, check_path, find_cause, first_paragraph, list_external, load, silence_libraries
-from ._find import find_samplings, find_tables
+from ._find import find_samplings
 from ._forms import DOMAIN, NODES, OURS, Call, Writer, write_attention
 from ._graph import Unfit, describe_node, dims, list_outputs, walk_nodes
 from ._nodes import find_nodes, name_unknown, restore_plugins, rewrite, use_our_nodes
 from ._runtimes import is_missing_kernel, open_session
-from ._samples import Sampling, pad_points
+from ._samples import Sampling, find_tables, pad_points
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,21 @@ def save(file: LoadedFile, path_out: Path) -> str | None:
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         path = Path(folder, path_out.name)
         ir.save(model, path, format="protobuf", external_data=weights)
-        reason, lacks_kernel = _find_refusal(model, path)
+        reason, lacks_kernel = None, False
+        try:
+            check_file(path, onnx.load(path, format="protobuf", load_external_data=False))
+        except Exception as error:  # onnx raises its own classes, and UnicodeError
+            reason = first_paragraph(error)
+        nodes = list(walk_nodes(model))
+        others = {node.domain for node in nodes if node.op_type != NODES.get(node.domain)}
+        others -= {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS, *(name[0] for name in model.functions)}
+        if not reason and not others:  # onnxruntime loads nodes of other forms as our nodes, but no nodes of other libraries
+            ours = {node.domain for node in nodes} & NODES.keys()
+            tried = path if ours <= {OURS} else with_ours(path)
+            try:
+                open_session(tried, library=str(config.library_path()) if ours else "", optimise=False)
+            except Exception as error:  # onnxruntime raises a dozen classes
+                reason, lacks_kernel = first_line(error), is_missing_kernel(error)
         if reason and not lacks_kernel:
             raise Problem(f"path_in must be a file that can be run with our node in it; got {path_in}: {reason}")
         if restore_plugins(model):
@@ -197,28 +211,6 @@ def save(file: LoadedFile, path_out: Path) -> str | None:
         for name in files:
             os.replace(Path(folder, name), path_out.with_name(name))
     return reason
-
-
-def _find_refusal(model: ir.Model, path: Path) -> tuple[str | None, bool]:
-    """Return the error of onnx's checker or of onnxruntime, or None, and whether onnxruntime lacks a kernel.
-
-    Do not load a file with nodes of other libraries. Load nodes of other forms as our nodes.
-    """
-    try:
-        check_file(path, onnx.load(path, format="protobuf", load_external_data=False))
-    except Exception as error:  # onnx raises its own classes, and UnicodeError
-        return first_paragraph(error), False
-    nodes = list(walk_nodes(model))
-    used = {node.domain for node in nodes if node.op_type != NODES.get(node.domain)}
-    if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
-        return None, False
-    used = {node.domain for node in nodes} & NODES.keys()
-    tried = path if used <= {OURS} else with_ours(path)
-    try:
-        open_session(tried, library=str(config.library_path()) if used else "", optimise=False)
-    except Exception as error:  # onnxruntime raises a dozen classes
-        return first_line(error), is_missing_kernel(error)
-    return None, False
 
 
 def with_ours(path: Path) -> Path:

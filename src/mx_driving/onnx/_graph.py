@@ -93,6 +93,12 @@ def read_constant(value: ir.Value | None) -> Any:
     return None if tensor is None else np.asarray(tensor.numpy())
 
 
+def extract(model: ir.Model, ends: Sequence[ir.Value], output: ir.Value) -> ir.Model:
+    """Return the subgraph between `ends` and `output` as a model that needs no other file."""
+    graph = ir.convenience.extract(model.graph, ends, [output])
+    return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
+
+
 def add_outputs(model: ir.Model, values: Iterable[ir.Value]) -> None:
     """Add the values to the outputs of the graph, except for constants."""
     model.graph.outputs.extend(v for v in values if read_constant(v) is None and not v.is_graph_output())
@@ -108,6 +114,14 @@ def read_number(value: ir.Value | None) -> float | None:
         elif numbers is not None and scale is not None and scale.size == 1:
             array = ((numbers.astype(np.float64) - np.float64(0 if zero is None else zero)) * scale).astype(scale.dtype)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+
+
+def read_numbers(node: ir.Node, index: int, name: str = "") -> list[Any]:
+    """Return the numbers of an input that is a constant, or a view of one; or of the attribute `name` in older opsets."""
+    if name in node.attributes or index >= len(node.inputs):
+        return list(read_attribute(node, name, ()))
+    array = next((a for v in walk_sources(node.inputs[index], *MOVES) if (a := read_constant(v)) is not None), None)
+    return [] if array is None else array.reshape(-1).tolist()
 
 
 def walk_chosen_sources(value: ir.Value) -> Iterator[ir.Value]:
@@ -203,7 +217,8 @@ def find_returned(node: ir.Node, opset: int) -> int | None:
         order = read_attribute(node, "perm")
         returns = order is not None and list(order) == sorted(order)
     elif op_type == "Pad":
-        returns = not np.any(_read_table(node, 1, "pads", 1))
+        pads = read_numbers(node, 1, "pads")
+        returns = bool(pads) and not any(pads)
     else:  # nodes that reshape, repeat or slice return an input of the output's shape
         before, after = dims(value), dims(node.outputs[0])
         if value.shape is None or node.outputs[0].shape is None or len(before) != len(after):
@@ -212,15 +227,7 @@ def find_returned(node: ir.Node, opset: int) -> int | None:
         if op_type in _RESHAPE:  # the size of one free axis follows from the others
             returns = not free or (len(free) == 1 and not are_fixed(free[0]) and 0 not in before)
         elif op_type == "Slice":
-            returns = not free and (len(node.inputs) < 5 or bool(np.all(_read_table(node, 4, "steps", 0) == 1)))
+            returns = not free and (len(node.inputs) < 5 or {*read_numbers(node, 4)} == {1})
         else:
             returns = op_type in _REPEAT and not free
     return 0 if returns else None
-
-
-def _read_table(node: ir.Node, index: int, name: str, default: int) -> np.ndarray | int:
-    """Return the table of an input, or of an attribute in older opsets; the default if the input is not a constant."""
-    if name in node.attributes:
-        return np.array(node.attributes[name].value)
-    array = read_constant(node.inputs[index]) if index < len(node.inputs) else None
-    return default if array is None else array

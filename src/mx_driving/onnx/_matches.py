@@ -14,7 +14,7 @@ from .._operator import composition
 from .._operator.description import SAMPLING
 from . import _file, _find, _trial
 from ._forms import NODES, OURS
-from ._graph import Unfit, describe_node
+from ._graph import Unfit, describe_node, extract
 from ._nodes import POOLS, LogitInputs, find_nodes, has_logits, name_operator, read_inputs, restore_plugins
 from ._runtimes import Arrays
 from ._samples import Sampling, make_bare_inputs
@@ -37,6 +37,7 @@ class Match:
         nodes: the names of the nodes.
         part: the model that `write_match` writes to the match's file.
         source: the sampling or the node.
+        operator: the name of our operator.
     """
 
     name: str
@@ -46,14 +47,7 @@ class Match:
     nodes: tuple[str, ...]
     part: ir.Model
     source: Sampling | ir.Node
-
-    @property
-    def operator(self) -> str:
-        return name_operator(self.source) if isinstance(self.source, ir.Node) else SCALE
-
-    @property
-    def bare(self) -> str:
-        return SAMPLING[self.operator].bare or self.operator
+    operator: str = SCALE
 
     @property
     def locations(self) -> list[str]:
@@ -84,10 +78,10 @@ def find_matches(file: _file.LoadedFile) -> tuple[list[Match], dict[str, str]]:
             left[name] = sampling
             continue
         assert sampling.part is not None
-        inputs, part = sampling.inputs, _trial.make_model(model, sampling.part)
+        inputs = sampling.inputs
         tables = {str(v.name): v for v in (*sampling.shapes, *sampling.ends) if v not in inputs.values()}
         name = str(sampling.output.name)
-        matches.append(Match(name, sampling.words, inputs, tables, sampling.nodes, part, sampling))
+        matches.append(Match(name, sampling.words, inputs, tables, sampling.nodes, sampling.part, sampling))
     for node in find_nodes(model.graph):
         if node.domain == OURS and node.op_type not in SAMPLING:
             continue
@@ -102,13 +96,13 @@ def find_matches(file: _file.LoadedFile) -> tuple[list[Match], dict[str, str]]:
         except Unfit as unfit:
             left[name] = str(unfit)
             continue
-        description = SAMPLING[SCALE if has_logits(node) else name_operator(node)]
-        roles = _LOGITS if has_logits(node) else description.inputs
+        operator = name_operator(node)
+        roles = _LOGITS if has_logits(node) else SAMPLING[operator].inputs
         tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
-        tables = {str(v.name): v for role, v in tensors.items() if role in description.tables}
+        tables = {str(v.name): v for role, v in tensors.items() if role in SAMPLING[operator].tables}
         inputs = {role: v for role, v in tensors.items() if str(v.name) not in tables}
-        part = _extract(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
-        matches.append(Match(name, f"one node {node.op_type}", inputs, tables, (str(node.name),), part, node))
+        part = extract(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
+        matches.append(Match(name, f"one node {node.op_type}", inputs, tables, (str(node.name),), part, node, operator))
     return matches, left
 
 
@@ -123,12 +117,7 @@ def find_again(match: Match, model: ir.Model) -> Match:
     if missing := [name for name in names if name not in values]:
         raise Unfit(f"it has no {missing[0]}")
     ends = [values[name] for name in (*names[:-1], *match.tables) if name in values]
-    return replace(match, part=_extract(model, ends, values[match.name]))
-
-
-def _extract(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
-    """Return the subgraph between `ends` and `output` as a model."""
-    return _trial.make_model(model, ir.convenience.extract(model.graph, ends, [output]))
+    return replace(match, part=extract(model, ends, values[match.name]))
 
 
 def write_match(match: Match, arrays: Arrays, path: Path) -> None:

@@ -30,7 +30,7 @@ _POOL_SIZES = {
     _CUMSUM: ("batch_size", "dimension", "height", "width"),
 }
 _STANDARD = {"", "ai.onnx", "ai.onnx.ml", OURS}
-_LIKE_OURS = re.compile("deform|msda|bev_?pool|voxel_?pool|cumsum", re.IGNORECASE)
+_LIKE_OURS = re.compile("(?!.*conv).*(deform|msda|bev_?pool|voxel_?pool|cumsum)", re.IGNORECASE)
 _AXES, _AGGREGATION_AXES = (4, 2, 1, 6, 5), (3, 3, 2, 5, 6)  # the number of axes of each of the five inputs
 _IGNORED = {"im2col_step", "plugin_version", "plugin_namespace"}  # attributes without influence on the result
 _FAR, _END = -10.0, 2**31 - 1
@@ -59,20 +59,17 @@ def has_logits(node: ir.Node) -> bool:
 
 
 def find_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """Return our nodes, nodes of other forms, and nodes of other libraries that compute our operators."""
-    return [node for node in graph if is_known(node)]
-
-
-def is_known(node: ir.Node) -> bool:
-    """Return whether the node is ours, or its name is, or looks like, that of another library's node for our operators."""
-    is_unknown = node.domain not in _STANDARD and "conv" not in node.op_type.lower() and _LIKE_OURS.search(node.op_type)
-    return name_operator(node) != "" or node.op_type in POOLS or bool(is_unknown)
+    """Return our nodes, and nodes whose name is, or looks like, that of another library's node for our operators."""
+    others = {node for node in graph if node.domain not in _STANDARD and _LIKE_OURS.match(node.op_type)}
+    return [node for node in graph if name_operator(node) or node.op_type in POOLS or node in others]
 
 
 def name_unknown(graph: ir.Graph) -> str:
     """Return in words the nodes that belong to no known library; "" if there are none."""
-    nodes = [node for node in graph if node.domain not in {*_STANDARD, "com.microsoft"} and not is_known(node)]
-    kinds = list(dict.fromkeys(map(describe_node, nodes)))
+    known = {*find_nodes(graph)}
+    kinds = dict.fromkeys(
+        describe_node(node) for node in graph if node.domain not in {*_STANDARD, "com.microsoft"} and node not in known
+    )
     return f"; not known: its nodes {', '.join(kinds)}" if kinds else ""
 
 
@@ -146,8 +143,18 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, plugin_version: str | Non
                 logits = write.reshape(inputs.logits, inputs.heads, len(inputs.maps) * inputs.points)
                 tensors = inputs.value, *write.tables(inputs.maps), references, offsets, logits
                 new = write.op(f"{NODES[OURS]}_with_logits", *tensors, domain=OURS, reference_axis="point")
-            else:
-                new = write_attention(write, inputs.write_call(write), form, plugin_version)
+            else:  # locations = references + offsets / (width, height), weights = softmax(logits)
+                if inputs.offsets.dtype is None:
+                    raise Unfit("the file does not say the dtypes of its tensors")
+                heads, levels, points, references = inputs.heads, len(inputs.maps), inputs.points, inputs.references_of_points
+                sides = np.array(inputs.maps)[:, ::-1].reshape(1, 1, 1, levels, 1, 1, 2)
+                offsets = write.reshape(inputs.offsets, heads, levels, points // references, references, 2)
+                moved = write.like(offsets, "Div", write.table("sides", sides, inputs.offsets.dtype.numpy()))
+                located = write.like(moved, "Add", write.reshape(inputs.references, 1, 1, 1, references, 2))
+                locations = write.reshape(located, heads, levels, points, 2)
+                weights = write.like(write.reshape(inputs.logits, heads, levels * points), "Softmax", axis=3)
+                tables, weights = write.tables(inputs.maps), write.reshape(weights, heads, levels, points)
+                new = write_attention(write, Call(inputs.value, *tables, locations, weights), form, plugin_version)
             new = write.op("Reshape", new, write.table("shape", [0, 0, inputs.heads, inputs.channels]))
         elif name_operator(node) == AGGREGATION:
             tensors = read_inputs(node)
@@ -221,19 +228,6 @@ class LogitInputs:
         samples = self.heads * len(maps) * self.points
         if (logits, offsets) != (samples, 2 * samples) or references % 2 or self.points % max(self.references_of_points, 1):
             raise Unfit("its reference points, offsets and logits do not fit each other")
-
-    def write_call(self, write: Writer) -> Call:
-        """Write locations = references + offsets / (width, height) and weights = softmax(logits)."""
-        if self.offsets.dtype is None:
-            raise Unfit("the file does not say the dtypes of its tensors")
-        levels, references = len(self.maps), self.references_of_points
-        sides = np.array(self.maps)[:, ::-1].reshape(1, 1, 1, levels, 1, 1, 2)
-        offsets = write.reshape(self.offsets, self.heads, levels, self.points // references, references, 2)
-        moved = write.like(offsets, "Div", write.table("sides", sides, self.offsets.dtype.numpy()))
-        located = write.like(moved, "Add", write.reshape(self.references, 1, 1, 1, references, 2))
-        locations = write.reshape(located, self.heads, levels, self.points, 2)
-        weights = write.like(write.reshape(self.logits, self.heads, levels * self.points), "Softmax", axis=3)
-        return Call(self.value, *write.tables(self.maps), locations, write.reshape(weights, self.heads, levels, self.points))
 
 
 def _read_fixed_sizes(value: ir.Value, first: int) -> Sequence[int]:

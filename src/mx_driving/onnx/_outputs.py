@@ -35,7 +35,7 @@ _FURTHER = 16.0  # allowed error as a multiple of the usual change. Changes of a
 _SOME = 0.02  # the share of an output's numbers that may be off because of near ties in a ranking
 _FEW = 8  # `compare` takes the columns of an output apart if there are at most so many
 _INSTEAD = 0.37  # replaces NaN and infinity. The location is on every map, and no implementation samples there for NaN.
-# `_find_origin` runs the model at most _RUNS times, and reads at most _NEAREST tensors in a run.
+# The search for the source of NaN runs the model at most _RUNS times, and reads at most _NEAREST tensors in a run.
 _NEAREST, _RUNS = 64, 16
 _SAME = 1e-5  # `compare` does not look for NaN locations if outputs differ by less than this share of the magnitude
 
@@ -71,24 +71,25 @@ class Output:
 
 
 def change_by_ulps(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
-    """Change the model's weights in place, and yield changed inputs. An ulp is the dtype's, or `eps` if that is larger."""
+    """Change the model's weights in place, and yield changed inputs. An ulp is the dtype's, or `eps` if that is larger.
+
+    Integers and arrays of fewer than two axes stay unchanged.
+    """
     weights = {v: np.asarray(v.const_value.numpy()) for v in model.graph.initializers.values() if v.const_value is not None}
     for seed in range(_SEEDS):
-        random = np.random.default_rng(seed)
-        for value, array in weights.items():
-            if (moved := _move(array, random, eps)) is not array:
-                value.const_value = ir.tensor(moved, name=value.name)
-        yield {name: _move(array, random, eps) for name, array in arrays.items()}
-
-
-def _move(array: Array, random: np.random.Generator, eps: float) -> Array:
-    """Move each number by a few ulps. Return integers and arrays of fewer than two axes unchanged."""
-    if array.dtype.kind != "f" or array.ndim < 2:
-        return array
-    eps = max(eps, float(np.finfo(array.dtype).eps))
-    with np.errstate(over="ignore"):
-        moved = (array * (1 + _ULPS * eps * random.uniform(-1, 1, array.shape))).astype(array.dtype)
-    return np.where(np.isfinite(moved), moved, array)
+        random, changed = np.random.default_rng(seed), dict(arrays)
+        for key, array in (*weights.items(), *arrays.items()):
+            if array.dtype.kind != "f" or array.ndim < 2:
+                continue
+            ulps = _ULPS * max(eps, float(np.finfo(array.dtype).eps))
+            with np.errstate(over="ignore"):
+                moved = (array * (1 + ulps * random.uniform(-1, 1, array.shape))).astype(array.dtype)
+            moved = np.where(np.isfinite(moved), moved, array)
+            if isinstance(key, ir.Value):
+                key.const_value = ir.tensor(moved, name=key.name)
+            else:
+                changed[key] = moved
+        yield changed
 
 
 def judge(
@@ -281,7 +282,22 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
 
 def run_with_finite(model: ir.Model, names: list[str], run: Callable[[ir.Model], Arrays]) -> tuple[Arrays, str]:
     """Replace NaN and infinity in these tensors by finite numbers. Return the outputs, and the source of the NaN in words."""
-    origin, changed = _find_origin(model, names[0], run), model.clone()
+    value = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)[names[0]]
+    for _ in range(_RUNS):  # walk upstream to the first tensor with NaN or infinity
+        near = [v for v in itertools.islice(walk_back(value, lambda _: True), _NEAREST) if v.dtype not in INTEGER]
+        arrays, start = _compute_arrays(model, near, run), value
+        is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
+        while node := value.producer():
+            bad = [v for v in node.inputs if v is not None and v.name in arrays and is_bad(arrays[str(v.name)]).any()]
+            if not bad:
+                break
+            value = bad[0]
+        if value is start or node is None or all(v is None or v.name in arrays or v.dtype in INTEGER for v in node.inputs):
+            break
+    origin = f"as in the file's {'input' if value.is_graph_input() else 'constant'} {value.name}"
+    if (node := value.producer()) is not None and node.op_type != "Constant":
+        origin = f"first from {node.op_type} ({node.name})"
+    changed = model.clone()
     values = ir.convenience.create_value_mapping(changed.graph, include_subgraphs=False)
     for value in (values[name] for name in names):
         uses, tape, producer = list(value.uses()), ir.tape.Tape(), value.producer()
@@ -300,25 +316,6 @@ def run_with_finite(model: ir.Model, names: list[str], run: Callable[[ir.Model],
         else:
             changed.graph.insert_after(producer, tape.nodes)
     return run(changed), origin
-
-
-def _find_origin(model: ir.Model, name: str, run: Callable[[ir.Model], Arrays]) -> str:
-    """Return in words the source of a tensor's NaN or infinity."""
-    value = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)[name]
-    for _ in range(_RUNS):
-        near = [v for v in itertools.islice(walk_back(value, lambda _: True), _NEAREST) if v.dtype not in INTEGER]
-        arrays, start = _compute_arrays(model, near, run), value
-        is_bad = np.isnan if np.isnan(arrays[str(value.name)]).any() else np.isinf
-        while node := value.producer():  # walk upstream to the first tensor with NaN or infinity
-            bad = [v for v in node.inputs if v is not None and v.name in arrays and is_bad(arrays[str(v.name)]).any()]
-            if not bad:
-                break
-            value = bad[0]
-        if value is start or node is None or all(v is None or v.name in arrays or v.dtype in INTEGER for v in node.inputs):
-            break
-    if (node := value.producer()) is not None and node.op_type != "Constant":
-        return f"first from {node.op_type} ({node.name})"
-    return f"as in the file's {'input' if value.is_graph_input() else 'constant'} {value.name}"
 
 
 def _compute_arrays(model: ir.Model, values: list[ir.Value], run: Callable[[ir.Model], Arrays]) -> Arrays:

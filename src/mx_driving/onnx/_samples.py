@@ -11,7 +11,7 @@ floor(location * size - 0.5), where the sizes of the maps are a constant.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from ._graph import (
     Unfit,
     are_fixed,
     dims,
+    extract,
     find_producer,
     intersect,
     is_node,
@@ -47,6 +48,7 @@ _ARITHMETIC = {"Add", "Sub", "Mul", "Sum", "ReduceSum", "Cast", "CastLike", "Whe
 _INDEXING = {"Floor", "Clip", "Min", "Max", "Div", "Neg"}
 _UNKNOWN = "the file does not fix the size of a level or its points"
 Maps = tuple[tuple[int, int], ...]
+Pairs = list[tuple[ir.Value, ir.Value]]  # samples and their weights
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Sampling:
     # Set after the trial:
     shapes: tuple[ir.Value, ...] = ()  # outputs of Shape nodes that the nodes between inputs and output read
     nodes: tuple[str, ...] = ()  # names of the nodes between inputs and output
-    part: ir.Graph | None = None  # a copy of these nodes, except for those that change nothing
+    part: ir.Model | None = None  # a copy of these nodes, except for those that change nothing
 
     @property
     def ends(self) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -78,10 +80,9 @@ class Sampling:
         ends = zip(("value", "locations", "weights"), self.ends, strict=True)
         return {role: end for role, end in ends if end.graph is not None or end.const_value is None}
 
-    def extract(self) -> ir.Graph:
+    def extract(self, model: ir.Model) -> ir.Model:
         """Return a copy of the nodes between inputs and output."""
-        assert self.output.graph is not None
-        return ir.convenience.extract(self.output.graph, [*self.inputs.values(), *self.shapes], [self.output])
+        return extract(model, [*self.inputs.values(), *self.shapes], self.output)
 
     def last_sizes(self, tensor: ir.Value) -> tuple[int, ...]:
         """Return the sizes of the axes after keys (value) or after queries (locations, weights), as in this file."""
@@ -242,25 +243,51 @@ def list_factors(node: ir.Node) -> list[ir.Value]:
     return [v for v in product.inputs if v is not None] if is_node(product, "Mul") else []
 
 
+def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
+    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes. Leave out the terms of an Add.
+
+    A leaf is what `read_leaf` returns for a node.
+    """
+    totals: dict[ir.Node, list[Any]] = {}
+    for node in graph:
+        if first := read_leaf(node):
+            totals[node] = [first]
+        added: list[Any] = [find_producer(v, *PAIRS) for v in node.inputs] if is_node(node, "Add") else []
+        if added and all(term in totals for term in added):
+            totals[node] = [leaf for term in added for leaf in totals[term]]
+            for term in {*added}:
+                del totals[term]
+    return totals
+
+
+def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
+    """Return node -> pairs in order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
+    pairs = {node: [*itertools.permutations(list_factors(node), 2)] for node in graph}
+    return _add_up(graph, lambda node: next((pair for pair in pairs[node] if split_levels(pair[0])), None))
+
+
+def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
+    """Return node -> the ReduceSum nodes of four corners, for the last Add of each sum of four corners.
+
+    The corners read one table at locations [batch, queries, heads, levels, points, 2].
+    """
+    tables = {}
+    for node, corners in _add_up(graph, lambda node: node if find_gather(node) else None).items():
+        rows = [gather for corner in corners if (gather := find_gather(corner)) is not None]
+        is_one_table = len({[*walk_sources(gather.inputs[0])][-1] for gather in rows}) == 1
+        if len(rows) == 4 and is_one_table and _find_scaled_locations(rows[0])[0]:
+            tables[node] = corners
+    return tables
+
+
 def find_gather(corner: ir.Node) -> ir.Node | None:
     """If `corner` is a ReduceSum over weighted rows, return the Gather of these rows; else return None."""
-    gathers = (_find_gather_upstream(v) for v in list_factors(corner))
-    return next((node for node in gathers if node is not None and _read_index(node)), None)
-
-
-def _find_gather_upstream(value: ir.Value | None) -> ir.Node | None:
-    node = find_producer(value, *VIEWS)
-    return node if is_node(node, "Gather") else None
-
-
-def are_of_one_table(corners: list[ir.Node]) -> bool:
-    """Return whether four corners read one table at locations [batch, queries, heads, levels, points, 2]."""
-    rows = [node for corner in corners if (node := find_gather(corner)) is not None]
-    tables = {[*walk_sources(node.inputs[0])][-1] for node in rows}
-    return len(rows) == 4 and len(tables) == 1 and bool(_find_scaled_locations(rows[0])[0])
+    producers = (find_producer(v, *VIEWS) for v in list_factors(corner))
+    return next((node for node in producers if is_node(node, "Gather") and _read_index(node)), None)
 
 
 def read_table(corners: list[ir.Node]) -> Candidates:
+    """Read the samples of all levels from the sums of their four corners."""
     gather = find_gather(corners[0])
     assert gather is not None
     assert gather.inputs[0] is not None
@@ -274,7 +301,7 @@ def read_table(corners: list[ir.Node]) -> Candidates:
 
 def list_weights(corner: ir.Node) -> list[ir.Value]:
     """Return candidates for weights: the sources of a corner's coefficient, the farthest first."""
-    shares = [v for v in list_factors(corner) if _find_gather_upstream(v) is None]
+    shares = [v for v in list_factors(corner) if not is_node(find_producer(v, *VIEWS), "Gather")]
     values = [v for share in shares for v in walk_back(share, lambda node: is_node(node, *VIEWS, "Mul", "Where", "Cast"))]
     return [v for v in reversed(values) if v.dtype not in INTEGER]
 

@@ -52,6 +52,10 @@ def _hold_in_both(condition: Any) -> Any:
     return op.And(_pick(condition, 0, -1), _pick(condition, 1, -1))
 
 
+def _write_number(number: float, like: Any) -> Any:
+    return op.CastLike(op.Constant(value_float=number), like)
+
+
 def _compute_type(*tensors: Any) -> int:
     double = any(t.dtype == _TYPE.DOUBLE for t in tensors)
     return _TYPE.DOUBLE if double else _TYPE.FLOAT
@@ -63,15 +67,11 @@ def _sample(value: Any, size: Any, start: Any, locations: Any, valid: Any) -> An
     start = op.Reshape(start, _make_shape(1))
     end = op.Add(start, op.Mul(_pick(size, [0]), _pick(size, [1])))  # ReduceProd cannot be converted to opset 17
     image = op.Reshape(op.Slice(value, start, end, _make_shape(2)), op.Concat(_make_shape(0, 0), size, axis=0))
-    outside = op.CastLike(op.Constant(value_float=_OUTSIDE), locations)
+    outside = _write_number(_OUTSIDE, locations)
     locations = op.Where(op.Unsqueeze(valid, _make_shape(-1)), locations, outside)
-    two, one = (op.CastLike(op.Constant(value_float=x), locations) for x in (2.0, 1.0))
+    two, one = (_write_number(x, locations) for x in (2.0, 1.0))
     grid = op.Sub(op.Mul(locations, two), one)
     return op.GridSample(image, grid, align_corners=0, mode="bilinear", padding_mode="zeros")
-
-
-def _zero_where_not(valid: Any, weights: Any) -> Any:
-    return op.Where(valid, weights, op.CastLike(op.Constant(value_float=0.0), weights))
 
 
 def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any) -> Any:
@@ -88,11 +88,11 @@ def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations:
         weight = op.Reshape(_pick(weights, level), _make_shape(-1, _size_of(weights, 3), _size_of(weights, 4)))
         # -1 < location * size - 0.5 < size, in x and in y
         sides = op.CastLike(op.Concat(_pick(size, [1]), _pick(size, [0]), axis=0), location)
-        half, minus_one = (op.CastLike(op.Constant(value_float=x), location) for x in (0.5, -1.0))
+        half, minus_one = (_write_number(x, location) for x in (0.5, -1.0))
         pixels = op.Sub(op.Mul(location, sides), half)
         valid = _hold_in_both(op.And(op.Greater(pixels, minus_one), op.Less(pixels, sides)))
         sampled = _sample(v, size, _pick(starts, level), location, valid)
-        share = op.Unsqueeze(_zero_where_not(valid, weight), _make_shape(1))
+        share = op.Unsqueeze(op.Where(valid, weight, _write_number(0.0, weight)), _make_shape(1))
         part = op.ReduceSum(op.Mul(sampled, share), _make_shape(-1), keepdims=0)  # [bs * heads, c, num_queries]
         out = part if out is None else op.Add(out, part)
     # [bs, heads * c, num_queries] -> [bs, num_queries, heads * c]
@@ -104,7 +104,7 @@ def deformable_aggregation(feature_maps: Any, shapes: Any, starts: Any, location
     dtype = _compute_type(feature_maps, locations, weight)
     v = op.Transpose(op.Cast(feature_maps, to=dtype), perm=[0, 2, 1])
     locations, weights = op.Cast(locations, to=dtype), op.Cast(weight, to=dtype)
-    zero, one = (op.CastLike(op.Constant(value_float=x), locations) for x in (0.0, 1.0))
+    zero, one = (_write_number(x, locations) for x in (0.0, 1.0))
     out = None
     for cam in range(starts.shape[0]):
         location = _pick(locations, cam, axis=3)
@@ -114,7 +114,8 @@ def deformable_aggregation(feature_maps: Any, shapes: Any, starts: Any, location
             sampled = _sample(v, size, start, location, seen)
             groups = op.Reshape(sampled, _make_shape(0, _size_of(weight, 5), -1, _size_of(weight, 1), _size_of(weight, 2)))
             share = op.Transpose(_pick(_pick(weights, cam, axis=3), scale, axis=3), perm=[0, 3, 1, 2])
-            share = op.Unsqueeze(_zero_where_not(op.Unsqueeze(seen, _make_shape(1)), share), _make_shape(2))
+            share = op.Where(op.Unsqueeze(seen, _make_shape(1)), share, _write_number(0.0, share))
+            share = op.Unsqueeze(share, _make_shape(2))
             part = op.ReduceSum(op.Mul(groups, share), _make_shape(-1), keepdims=0)  # [bs, group, c / group, anchor]
             out = part if out is None else op.Add(out, part)
     # [bs, c, anchor] -> [bs, anchor, c]

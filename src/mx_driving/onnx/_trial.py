@@ -23,7 +23,7 @@ from .. import ops
 from .._agreement import ULPS, entry_differences, largest_magnitude, rounding_limit
 from .._operator.rules import first_line
 from ._file import LoadedFile
-from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, are_fixed, dims, is_node, read_attribute, read_constant, walk_sources
+from ._graph import HALVES, INTEGER, MOVES, PAIRS, Unfit, are_fixed, dims, is_node, read_attribute, read_constant, read_numbers
 from ._runtimes import is_missing_kernel, open_session
 from ._samples import Sampling, make_bare_inputs
 
@@ -48,6 +48,7 @@ _ENDLESS = 2**31 - 1  # exporters write this number or more for "to the end"
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
 _SHAPED = MOVES | {"Expand", "Pad"}  # The first input of these nodes has the data. The others decide only the output's shape.
 _QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `mx-driving fuse --json` names in the float file"
+_FAILED = "a trial in onnxruntime failed: "
 _SAMPLES = 500  # at least so many samples per level are tried, for each kind of locations
 
 
@@ -146,19 +147,14 @@ def draw_inputs(sampling: Sampling, seed: int, shapes: Shapes) -> tuple[Tensor, 
     )
 
 
-def make_model(model: ir.Model, part: ir.Graph) -> ir.Model:
-    """Return a part of the model's graph as a model that needs no other file."""
-    return ir.external_data.load_to_model(ir.Model(part, ir_version=model.ir_version))
+class _DoesNotRun(Unfit):
+    """Raised if onnxruntime refuses a trial."""
 
 
 def _open_session(model: ir.Model, sampling: Sampling) -> tuple[Any, set[ir.DataType]]:
     """Return a session of the subgraph, and the dtypes that the session replaces by float32."""
-
-    def to_float32(tensor: Any) -> Any:
-        return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
-
     for dtypes in (HALVES, {*HALVES, ir.DataType.DOUBLE}):
-        part = make_model(model, sampling.extract())
+        part = sampling.extract(model)
         graph = part.graph
         for value in graph.inputs:
             graph.initializers.pop(str(value.name), None)
@@ -167,18 +163,19 @@ def _open_session(model: ir.Model, sampling: Sampling) -> tuple[Any, set[ir.Data
         for value in (*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)):
             if value.dtype in dtypes:
                 value.type = ir.TensorType(ir.DataType.FLOAT)  # a new object, because the whole file shares the old type
-                value.const_value = None if value.const_value is None else to_float32(value.const_value)
+                if value.const_value is not None:
+                    value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
         for node in graph:
             for name, attribute in list(node.attributes.items()):
                 if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in dtypes:
-                    node.attributes[name] = ir.AttrTensor(name, to_float32(attribute.value))
+                    node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.value.numpy().astype(np.float32)))
                 elif is_node(node, "Cast") and name == "to" and attribute.value in dtypes:
                     node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT.value)
         try:
             return open_session(part), dtypes
         except Exception as error:  # onnxruntime raises a dozen classes
             if dtypes is not HALVES or not is_missing_kernel(error):
-                raise _DoesNotRun(error) from None
+                raise _DoesNotRun(_FAILED + first_line(error)) from None
     raise AssertionError
 
 
@@ -205,11 +202,6 @@ def prove(file: LoadedFile, sampling: Sampling) -> Sampling:
     return replace(sampling, broadcasts=broadcasts)
 
 
-class _DoesNotRun(Unfit):
-    def __init__(self, error: Exception) -> None:
-        super().__init__(f"a trial in onnxruntime failed: {first_line(error)}")
-
-
 def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: int, shapes: Shapes) -> None:
     """Raise Unfit unless the subgraph equals the operator on random inputs.
 
@@ -227,7 +219,7 @@ def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: in
     try:
         (output,) = running.run(None, {name: array for name, array in feeds.items() if name in required})
     except Exception as error:  # onnxruntime raises a dozen classes
-        raise _DoesNotRun(error) from None
+        raise _DoesNotRun(_FAILED + first_line(error)) from None
     result = torch.from_numpy(output).double()
     dtype = max((t.dtype for t in inputs), key=lambda dtype: torch.finfo(dtype).eps)
     called = make_bare_inputs(sampling, tuple(t.double() for t in inputs))
@@ -240,20 +232,14 @@ def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: in
     if not bool((differences <= limit).all()):
         fact = f"{float(differences.max()):.1e} from the operator in a trial, {float(limit.max()):.1e} is rounding"
         raise Unfit(f"it computes something else: {fact}")
-    factor = find_factor(result, expected, limit, sampling.channels)
-    if abs(factor - 1) > ULPS * torch.finfo(dtype).eps:
+    # Errors up to the limit of random signs explain a factor. Channels of a head share positions and weights, so their errors
+    # may have one sign.
+    squares = float(expected.square().sum())
+    factor = float((result * expected).sum()) / squares if squares else 1.0
+    sums = (expected.abs() * limit).unflatten(2, (-1, sampling.channels)).sum(3)
+    is_chance = abs(factor - 1) * squares <= float(sums.square().sum().sqrt())
+    if abs(factor - 1) > ULPS * torch.finfo(dtype).eps and not is_chance:
         raise Unfit(f"it computes something else: {factor:.6g} times the operator in a trial")
-
-
-def find_factor(output: Tensor, truth: Tensor, limit: Tensor, channels: int) -> float:
-    """Return the factor between output and truth; 1.0 if errors up to `limit` of random signs explain it.
-
-    The channels of a head share positions and weights, so their errors may have one sign.
-    """
-    squares = float(truth.square().sum())
-    factor = float((output * truth).sum()) / squares if squares else 1.0
-    sums = (truth.abs() * limit).unflatten(2, (-1, channels)).sum(3)
-    return factor if abs(factor - 1) * squares > float(sums.square().sum().sqrt()) else 1.0
 
 
 # The batch and the number of queries of a trial, if a file leaves them free.
@@ -280,16 +266,13 @@ def make_shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[
     Axes (tensor, axis) in `ones`, and axes that the file fixes to 1, have size 1.
     """
     ones = {*ones, *((i, axis) for i, axis in _AXES if dims(sampling.ends[i])[axis] == 1)}
-    whole = _make_whole(sampling, bs, queries)
+    whole = broadcast(sampling, ((bs, queries),) * 3)
     return tuple(tuple(1 if (i, axis) in ones else size for axis, size in enumerate(shape)) for i, shape in enumerate(whole))
 
 
 def broadcast(sampling: Sampling, shapes: Shapes) -> Shapes:
-    """Return the shapes after broadcasting."""
-    return _make_whole(sampling, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes[1:]))
-
-
-def _make_whole(sampling: Sampling, bs: int, queries: int) -> Shapes:
+    """Return the shapes of value, locations and weights after the first two axes of these shapes are broadcast."""
+    bs, queries = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes[1:])
     first = (bs, sampling.num_keys), (bs, queries), (bs, queries)
     return tuple((*sizes, *sampling.last_sizes(tensor)) for sizes, tensor in zip(first, sampling.ends, strict=True))
 
@@ -323,8 +306,44 @@ def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
 
 
 def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
-    """Return pairs (batch, queries). Most runs of the trial use the first pair."""
-    most = max(_list_numbers(list(nodes)), default=0)
+    """Return pairs (batch, queries). Most runs of the trial use the first pair. The nodes must be in topological order."""
+    most = 0  # the largest number with which a node cuts or compares a free size, except for "to the end"
+    free: set[ir.Value] = set()  # the values that are computed from free sizes
+    for node in nodes:
+        # The numbers with which the node cuts, picks or extends axes: (axis, number). None stands for all axes.
+        axis, cuts = read_attribute(node, "axis", 0), []
+        if is_node(node, "Slice"):
+            tables = [read_numbers(node, index, name) for index, name in ((1, "starts"), (2, "ends"), (4, "steps"))]
+            axes = read_numbers(node, 3, "axes") or [*range(max(map(len, tables)))] * (len(node.inputs) < 4)
+            cuts = [pair for numbers in tables for pair in itertools.zip_longest(axes[: len(numbers)], numbers)]
+        elif is_node(node, "Split"):
+            cuts = [(axis, n) for n in (*read_numbers(node, 1, "split"), len(node.outputs))]
+        elif is_node(node, "Gather"):
+            indices = read_numbers(node, 1, "indices")
+            cuts = [(axis, n) for n in (*indices, len(indices))]
+        elif is_node(node, "Expand"):
+            cuts = [(-index, n) for index, n in enumerate(reversed(read_numbers(node, 1, "shape")), 1)]
+        elif is_node(node, "Pad", "GatherElements", "GatherND"):
+            cuts = [(None, n) for n in read_numbers(node, 1, "pads")]
+        numbers = []
+        if node.inputs and (data := node.inputs[0]) is not None:
+            sizes = dims(data)
+            for axis, number in cuts:
+                if axis is None:
+                    is_fixed = data.shape is not None and are_fixed(sizes)
+                else:
+                    is_fixed = -len(sizes) <= axis < len(sizes) and isinstance(sizes[axis], int)
+                numbers += [] if is_fixed else [number]
+        if is_node(node, *_COMPARES) and any(v in free for v in node.inputs):
+            numbers += [n for index in range(len(node.inputs)) for n in read_numbers(node, index)]
+        most = max([most, *(abs(int(n)) for n in numbers if abs(n) < _ENDLESS)])
+        inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
+        if is_node(node, "Shape", "Size"):
+            axes = slice(read_attribute(node, "start"), read_attribute(node, "end"))
+            is_free = any(v is None or v.shape is None or not are_fixed(dims(v)[axes]) for v in inputs)
+        else:
+            is_free = any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
+        free.update(node.outputs if is_free else ())
     choices = []
     for axis, few in enumerate(FEW):
         size, seen = find_fixed(sampling, axis)
@@ -341,54 +360,3 @@ def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[in
         if (elements := bs * rows * sampling.num_heads * sampling.channels) > most:
             raise Unfit(f"a trial of batch {bs} and {count} queries has {elements} elements; at most {most} are tried")
     return sizes
-
-
-def _list_numbers(nodes: list[ir.Node]) -> Iterator[int]:
-    """Yield the numbers with which nodes cut or compare a free size, except for "to the end".
-
-    The nodes must be in topological order.
-    """
-    free: set[ir.Value] = set()  # the values that are computed from free sizes
-    for node in nodes:
-        # The numbers with which the node cuts, picks or extends axes: (axis, number). None stands for all axes.
-        axis, cuts = read_attribute(node, "axis", 0), []
-        if is_node(node, "Slice"):
-            tables = [_read_numbers(node, index, name) for index, name in ((1, "starts"), (2, "ends"), (4, "steps"))]
-            axes = _read_numbers(node, 3, "axes") or [*range(max(map(len, tables)))] * (len(node.inputs) < 4)
-            cuts = [pair for numbers in tables for pair in itertools.zip_longest(axes[: len(numbers)], numbers)]
-        elif is_node(node, "Split"):
-            cuts = [(axis, n) for n in (*_read_numbers(node, 1, "split"), len(node.outputs))]
-        elif is_node(node, "Gather"):
-            indices = _read_numbers(node, 1, "indices")
-            cuts = [(axis, n) for n in (*indices, len(indices))]
-        elif is_node(node, "Expand"):
-            cuts = [(-index, n) for index, n in enumerate(reversed(_read_numbers(node, 1, "shape")), 1)]
-        elif is_node(node, "Pad", "GatherElements", "GatherND"):
-            cuts = [(None, n) for n in _read_numbers(node, 1, "pads")]
-        numbers = []
-        if node.inputs and (data := node.inputs[0]) is not None:
-            sizes = dims(data)
-            for axis, number in cuts:
-                if axis is None:
-                    is_fixed = data.shape is not None and are_fixed(sizes)
-                else:
-                    is_fixed = -len(sizes) <= axis < len(sizes) and isinstance(sizes[axis], int)
-                numbers += [] if is_fixed else [number]
-        if is_node(node, *_COMPARES) and any(v in free for v in node.inputs):
-            numbers += [n for index in range(len(node.inputs)) for n in _read_numbers(node, index)]
-        yield from (abs(int(n)) for n in numbers if abs(n) < _ENDLESS)
-        inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
-        if is_node(node, "Shape", "Size"):
-            axes = slice(read_attribute(node, "start"), read_attribute(node, "end"))
-            is_free = any(v is None or v.shape is None or not are_fixed(dims(v)[axes]) for v in inputs)
-        else:
-            is_free = any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
-        free.update(node.outputs if is_free else ())
-
-
-def _read_numbers(node: ir.Node, index: int, name: str = "") -> list[Any]:
-    """Return the numbers of an input that is a constant, or a view of one; or of the attribute `name` in older opsets."""
-    if name in node.attributes or index >= len(node.inputs):
-        return list(read_attribute(node, name, ()))
-    array = next((a for v in walk_sources(node.inputs[index], *MOVES) if (a := read_constant(v)) is not None), None)
-    return [] if array is None else array.reshape(-1).tolist()
