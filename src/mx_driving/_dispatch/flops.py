@@ -10,6 +10,7 @@ package (0.3 s of process time; 3 ms without Triton; 2026-11-29).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.abc
@@ -49,7 +50,8 @@ class _CounterFinder(importlib.abc.MetaPathFinder):
             loader, execute = spec.loader, spec.loader.exec_module
 
             def execute_and_register(module: Any) -> None:
-                del loader.exec_module  # A loader may load several modules: register after this one only.
+                with contextlib.suppress(AttributeError):  # if a shared loader was looked for twice
+                    del loader.exec_module  # A loader may load several modules: register after this one only.
                 execute(module)
                 _register_all()
 
