@@ -47,7 +47,8 @@ class _CounterFinder(importlib.abc.MetaPathFinder):
         after = itertools.islice(itertools.dropwhile(lambda finder: finder is not self, sys.meta_path), 1, None)
         spec = next((spec for finder in after if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            loader, execute = spec.loader, spec.loader.exec_module
+            loader: Any = spec.loader
+            execute = loader.exec_module
 
             def execute_and_register(module: Any) -> None:
                 with contextlib.suppress(AttributeError):  # if a shared loader was looked for twice
