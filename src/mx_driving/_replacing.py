@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.abc
 import importlib.machinery
 import sys
@@ -32,19 +33,20 @@ class Changes:
                 setattr(owner, name, value)
 
 
+@dataclasses.dataclass(eq=False)
 class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """An import finder of modules without a file. `contents(name)` returns a module's attributes, or None for other names."""
 
-    def __init__(self, contents: Callable[[str], dict[str, Any] | None], *, packages: bool = False) -> None:
-        self._contents, self._packages = contents, packages
+    contents: Callable[[str], dict[str, Any] | None]
+    packages: bool = False
 
     def find_spec(self, fullname: str, path: Any = None, target: types.ModuleType | None = None):
-        if self._contents(fullname) is None:
+        if self.contents(fullname) is None:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin="mx_driving.compat", is_package=self._packages)
+        return importlib.machinery.ModuleSpec(fullname, self, origin="mx_driving.compat", is_package=self.packages)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        vars(module).update(self._contents(module.__name__) or {})
+        vars(module).update(self.contents(module.__name__) or {})
 
     @property
     def installed(self) -> bool:

@@ -22,21 +22,19 @@ _OURS, _VENDORS = "mx-driving-portable", "mx-driving"
 _REMEDY = f"run `pip uninstall {_VENDORS} {_OURS}`, then install the one that you want"
 
 
-def _list_files(name: str) -> dict[str, importlib.metadata.PackagePath]:
-    """Return the Python files of a distribution that pip recorded, by name; no files if pip did not install it."""
-    distribution = next(iter(importlib.metadata.distributions(name=name)), None)
-    files = distribution.files if distribution else None
-    return {str(file): file for file in files or () if file.suffix == ".py" and file.parts[0] == "mx_driving"}
-
-
 @functools.cache
 def lost_files() -> tuple[str, ...]:
     """Return our files that are missing, and our files with other content at a path of the vendor's distribution.
 
     A changed file at another path is somebody's own change, such as a line for debugging.
     """
-    theirs, lost = _list_files(_VENDORS), []
-    for name, file in _list_files(_OURS).items():
+    listed, lost = [], []
+    for name in (_OURS, _VENDORS):  # the Python files that pip recorded, by name; none if pip did not install the distribution
+        distribution = next(iter(importlib.metadata.distributions(name=name)), None)
+        files = (distribution.files if distribution else None) or ()
+        listed.append({str(file): file for file in files if file.suffix == ".py" and file.parts[0] == "mx_driving"})
+    ours, theirs = listed
+    for name, file in ours.items():
         path, is_lost = pathlib.Path(file.locate()), False
         if not path.exists():
             is_lost = True

@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import dataclasses
 import functools
 import importlib.abc
 import io
@@ -216,12 +217,6 @@ def _is_ordinary(t: Any) -> bool:
     return is_plain and t.device.type != "meta" and not is_wrapper(t)
 
 
-def _is_compiling() -> bool:
-    import torch
-
-    return hasattr(torch, "compiler") and torch.compiler.is_compiling()
-
-
 def _bind(entry: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return the inputs, the tensors that the function writes to, and the sizes, by name."""
     import torch
@@ -259,15 +254,17 @@ def _bind(entry: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str,
     return bound, outputs, sizes
 
 
+@dataclasses.dataclass
 class _WrappedFunction:
     """A wrapped function and the counters of its calls."""
 
-    def __init__(self, name: str, entry: Function) -> None:
-        self.name, self.entry = name, entry
-        self.number = itertools.count()  # next() of an itertools.count is atomic
-        self.num_calls = self.num_recorded = 0
-        # num_lost counts calls and gradients that could not be recorded. last_reason says why the last of them could not.
-        self.num_lost, self.last_reason = 0, ""
+    name: str
+    entry: Function
+    number: Iterator[int] = dataclasses.field(default_factory=itertools.count)  # next() of an itertools.count is atomic
+    num_calls: int = 0
+    num_recorded: int = 0
+    num_lost: int = 0  # calls and gradients that could not be recorded
+    last_reason: str = ""  # why the last of them could not be recorded
 
     @contextlib.contextmanager
     def counting_losses(self) -> Iterator[None]:
@@ -388,11 +385,11 @@ class _GradientHooks:
                         recorder._write_call(call, gradients)
 
 
+@dataclasses.dataclass(eq=False)
 class _WrappingFinder(importlib.abc.MetaPathFinder):
     """Lets the recorder wrap the functions of a module right after the import of the module."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    recorder: Recorder
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if not self.recorder.watches(name):
@@ -551,9 +548,7 @@ class Recorder:
             # `apply` of an autograd function. Do not wrap derived classes, because they have their own forward.
             def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
                 call = super(owner, cls).apply if original is _ABSENT else original.__get__(None, cls)  # pyright: ignore
-                if cls is not owner or _is_compiling():
-                    return call(*args, **kwargs)
-                return _call_recorders(wrapper, call, args, kwargs)
+                return call(*args, **kwargs) if cls is not owner else _call_recorders(wrapper, call, args, kwargs)
 
             key = id(original) if id(original) in _wrappers else (id(owner), "apply")
             function, new, is_static = owner, classmethod(apply), False
@@ -565,7 +560,7 @@ class Recorder:
 
             @functools.wraps(function)
             def recorded(*args: Any, **kwargs: Any) -> Any:
-                return function(*args, **kwargs) if _is_compiling() else _call_recorders(wrapper, function, args, kwargs)
+                return _call_recorders(wrapper, function, args, kwargs)
 
             key, new = id(function), recorded
         if key not in _wrappers:
@@ -671,7 +666,11 @@ class Recorder:
 
 
 def _call_recorders(wrapper: Any, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call the original through each recorder that watches the wrapper."""
+    """Call the original through each recorder that watches the wrapper; directly in a graph of torch.compile."""
+    import torch
+
+    if hasattr(torch, "compiler") and torch.compiler.is_compiling():
+        return original(*args, **kwargs)
     call = original
     for recorder in list(_recorders):
         if id(wrapper) in recorder._watched:

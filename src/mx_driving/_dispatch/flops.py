@@ -10,6 +10,7 @@ package (0.3 s of process time; 3 ms without Triton; 2026-11-29).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.abc
@@ -46,10 +47,12 @@ class _CounterFinder(importlib.abc.MetaPathFinder):
         after = itertools.islice(itertools.dropwhile(lambda finder: finder is not self, sys.meta_path), 1, None)
         spec = next((spec for finder in after if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            loader, execute = spec.loader, spec.loader.exec_module
+            loader: Any = spec.loader
+            execute = loader.exec_module
 
             def execute_and_register(module: Any) -> None:
-                del loader.exec_module  # A loader may load several modules: register after this one only.
+                with contextlib.suppress(AttributeError):  # if a shared loader was looked for twice
+                    del loader.exec_module  # A loader may load several modules: register after this one only.
                 execute(module)
                 _register_all()
 

@@ -203,20 +203,15 @@ def like_inputs(
     )
 
 
-def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], *value: Tensor) -> Any:
+def _samples(operator: str, value: Any, shapes: Tensor, _starts: Any, *inputs: Any) -> Any:
     """Return the samples of an operator's inputs, in the compute dtype of inputs and value."""
-    dtype = compute_dtype(*value, *inputs)
+    dtype = compute_dtype(value, *inputs)
     return _RULES[operator](shapes, *(t.to(dtype) if isinstance(t, Tensor) else t for t in inputs))
 
 
-def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the locations and weights. `inputs` are the operator's inputs after value and the index tables."""
-    samples = _samples(operator, shapes, inputs)
-    return samples.locations, samples.weights
-
-
-def bare_inputs(operator: str, *inputs: Any) -> tuple[Tensor, ...]:
-    samples = _samples(operator, inputs[1], inputs[3:], inputs[0])
+def bare_inputs(operator: str, *inputs: Any) -> tuple[Any, ...]:
+    """Return the inputs of the bare operator. Value and starts may be None where only locations and weights matter."""
+    samples = _samples(operator, *inputs)
     return *inputs[:3], samples.locations, samples.weights
 
 
@@ -231,7 +226,7 @@ def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Ten
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         *inputs, mask = args
-        samples = _samples(operator, inputs[1], inputs[3:], inputs[0])
+        samples = _samples(operator, *inputs)
         tensors = (*inputs[:3], samples.locations, samples.weights)
         # the gradient of locations is needed for reference points and for offsets
         bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -93,25 +94,20 @@ def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) 
 # Options. Each has one help text and one effect.
 
 
-def one_of(*words: str) -> Callable[[str], str]:
-    def read(word: str) -> str:
-        if word in words:
-            return word
-        raise WrongValue(f"must be one of {', '.join(words)}; got {word!r}")
-
-    return read
+def one_of(*words: str) -> Callable[[Any], Any]:
+    return _parser(f"one of {', '.join(words)}", lambda text: text if text in words else None)
 
 
-def _number(kind: type, rule: str, most: float = sys.float_info.max) -> Callable[[Any], Any]:
-    """Return a parser of numbers from 0 to `most`."""
+def _parser(rule: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a parser. It refuses a text for which `read` returns None or raises a ValueError."""
 
-    def read(text: Any) -> Any:
+    def parse(text: Any) -> Any:
         with suppress(ValueError):
-            if 0 <= (number := kind(text)) <= most:
-                return number
+            if (value := read(text)) is not None:
+                return value
         raise WrongValue(f"must be {rule}; got {text!r}")
 
-    return read
+    return parse
 
 
 _ONLY = "Only rows whose name matches, e.g. `'*detr*'`, in either case; may be repeated."
@@ -119,13 +115,15 @@ Only = Annotated[list[str] | None, typer.Option("--only", help=_ONLY)]
 OnlyWorkloads = Annotated[list[str] | None, typer.Option("--only", "--workload", help=_ONLY)]
 _DTYPE = f"Dtype of the inputs: {', '.join(DTYPES)}; may be repeated."
 DTypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", parser=one_of(*DTYPES), help=_DTYPE)]
-_THREADS, _COUNT = "Threads; 0: as many as torch uses.", "a whole number from 0 to 4096"
-Threads = Annotated[int, typer.Option("--threads", metavar="N", parser=_number(int, _COUNT, 4096), help=_THREADS)]
+_count = _parser("a whole number from 0 to 4096", lambda text: n if 0 <= (n := int(text)) <= 4096 else None)
+_THREADS = "Threads; 0: as many as torch uses."
+Threads = Annotated[int, typer.Option("--threads", metavar="N", parser=_count, help=_THREADS)]
 Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of all inputs of the file by name; else random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")]
-_SECONDS, _TIME = "Measure each comparison about this long.", "a number of 0 or more"
-Seconds = Annotated[float, typer.Option("--seconds", metavar="N", parser=_number(float, _TIME), help=_SECONDS)]
+_time = _parser("a number of 0 or more", lambda text: n if 0 <= (n := float(text)) < math.inf else None)
+_SECONDS = "Measure each comparison about this long."
+Seconds = Annotated[float, typer.Option("--seconds", metavar="N", parser=_time, help=_SECONDS)]
 
 
 def use_threads(threads: int) -> None:

@@ -98,9 +98,9 @@ class MultiScaleDeformableAttention(DeformableLayers):
         need_dtype("reference_points", reference_points, FLOATING, FLOATING_RULE)
         need_dtype("spatial_shapes", spatial_shapes, INDEX, INDEX_RULE)
         offsets, logits = self._offsets_and_logits(query)
-        return composition.sampling(
-            "multi_scale_deformable_attn_with_logits", spatial_shapes, reference_points, offsets, logits
-        )
+        inputs = None, spatial_shapes, None, reference_points, offsets, logits
+        *_, locations, weights = composition.bare_inputs("multi_scale_deformable_attn_with_logits", *inputs)
+        return locations, weights
 
     def _check_inputs(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor, **pyramid: Any) -> None:
         check_shapes(

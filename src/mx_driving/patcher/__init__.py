@@ -17,6 +17,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .. import _operator as _operator  # first, because it checks the installation
@@ -76,15 +77,13 @@ class Patch:
         return self.priority < other.priority
 
 
+@dataclass(eq=False)
 class Patcher:
     """Applies patches at the start of a `with` block. The patches stay after the block, as the vendor's do."""
 
-    def __init__(
-        self, module_patches: dict[str, list[Patch]], blacklist: set[str], allow_internal_format: bool = False
-    ) -> None:
-        self.module_patches = module_patches
-        self.blacklist = blacklist
-        self.allow_internal_format = allow_internal_format  # the vendor's option about memory formats, without effect here
+    module_patches: dict[str, list[Patch]]
+    blacklist: set[str]
+    allow_internal_format: bool = False  # the vendor's option about memory formats, without effect here
 
     def apply(self) -> None:
         """Import the modules and apply their patches. Warn of a module that cannot be imported or patched."""

@@ -202,7 +202,9 @@ def _plan(
     width = shape[2] // groups
     layout = launch.layout(shape, stride, itemsize, width)
     per_thread = min(layout.lane, launch.MOST_PER_THREAD) if backward else layout.lane
-    tile = launch.grouped_tile(groups, width, per_thread, gpu.lanes)
+    # a tile of all groups of a row, with as many warps as it needs
+    rows, columns = triton.next_power_of_2(groups), triton.next_power_of_2(width)
+    tile = launch.Tile(rows, columns, max(1, launch.most_warps(rows * columns, per_thread, gpu.lanes)))
     sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
     if not backward:
         sizes["UNROLL"] = launch.unroll(scales)

@@ -94,16 +94,10 @@ def tile(channels: int, per_thread: int, warps: int, lanes: int) -> Tile:
     """Return a tile for `warps` warps, or for more warps if a row needs more. A thread holds `per_thread` channels of a row."""
     columns = triton.next_power_of_2(channels)
     rows = max(1, min(lanes // 2 * warps, lanes * warps * per_thread // columns))
-    return Tile(rows, columns, max(warps, _warps(columns, per_thread, lanes)))
+    return Tile(rows, columns, max(warps, most_warps(columns, per_thread, lanes)))
 
 
-def grouped_tile(groups: int, width: int, per_thread: int, lanes: int) -> Tile:
-    """Return a tile of all groups of a row, with as many warps as the tile needs."""
-    rows, columns = triton.next_power_of_2(groups), triton.next_power_of_2(width)
-    return Tile(rows, columns, max(1, _warps(rows * columns, per_thread, lanes)))
-
-
-def _warps(elements: int, per_thread: int, lanes: int) -> int:
+def most_warps(elements: int, per_thread: int, lanes: int) -> int:
     return min(_MOST_THREADS // lanes, elements // (lanes * per_thread))
 
 
