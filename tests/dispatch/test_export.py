@@ -3,6 +3,7 @@
 import cases
 import pytest
 import torch
+from attention_modules import results
 from programs import python
 from small_cases import GROWING, One
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -56,12 +57,8 @@ def test_export_saved_loaded_and_run_elsewhere(program, tmp_path):
 def test_exported_module_trains(program):
     module, original = program.module(), Three()
     for size in SIZES:
-        module.zero_grad()
-        original.zero_grad()
-        for m in (module, original):
-            sum(output.square().sum() for output in m(*inputs_of(*size))).backward()
-        (got,), (expected,) = module.parameters(), original.parameters()
-        assert torch.equal(got.grad, expected.grad)
+        pairs = zip(results(module, *inputs_of(*size)), results(original, *inputs_of(*size)), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
@@ -78,38 +75,26 @@ def test_export_keeps_the_operator_whole(operator):
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_autograd_function_trains(strict):
     inputs = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
-    vendors, gradients = Through(lambda *args: mx_driving.MultiScaleDeformableAttnFunction.apply(*args)), []
-    for run in (vendors, torch.export.export(vendors, inputs, strict=strict).module()):
-        value = inputs[0].clone().requires_grad_()
-        run(value, *inputs[1:]).square().sum().backward()
-        gradients.append(value.grad)
-    torch.testing.assert_close(*gradients)
-
-
-def trained(module, size):
-    inputs = [tuple(t.requires_grad_(t.is_floating_point()) for t in args) for args in inputs_of(*size)]
-    module.zero_grad()
-    sum(output.square().sum() for output in module(*inputs)).backward()
-    return [t.grad for args in inputs for t in args if t.grad is not None] + [p.grad for p in module.parameters()]
+    vendors = Through(lambda *args: mx_driving.MultiScaleDeformableAttnFunction.apply(*args))
+    exported = torch.export.export(vendors, inputs, strict=strict).module()
+    torch.testing.assert_close(results(exported, *inputs), results(vendors, *inputs))
 
 
 def test_training_under_inductor_never_recompiles(monkeypatch):
     """One graph, forward and backward, for every batch and number of queries. Inductor is stricter if CI is set."""
-    torch._dynamo.reset()
     monkeypatch.setenv("CI", "true")
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(Three(), fullgraph=True, dynamic=True, backend=counter)
     for size in ((6, 5), (8, 7), (9, 11)):
-        expected, got = trained(Three(), size), trained(compiled, size)
-        assert len(expected) == 9
-        torch.testing.assert_close(got, expected)
+        expected = results(Three(), *inputs_of(*size))
+        assert len(expected) == 10  # the output, and gradients of inputs and of the parameter
+        torch.testing.assert_close(results(compiled, *inputs_of(*size)), expected)
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_compiled_function_transforms(operator):
     """Gradients of each sample, or a directional derivative."""
-    torch._dynamo.reset()
     args = GROWING[operator](3, 5)
 
     def run(weights):

@@ -6,6 +6,7 @@ import functools
 import cases
 import pytest
 import torch
+from attention_modules import results
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from small_cases import GROWING, SMALL, chosen, inputs_of, loss_of
 from torch.autograd import gradcheck
@@ -148,29 +149,28 @@ def counts(profile):
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_activation_checkpointing(operator, reentrant):
     function, tensors = floating(operator)
-    results = []
+    gradients = []
     for wrapped in (function, functools.partial(checkpoint, function, use_reentrant=reentrant)):
         leaves = [t.clone().requires_grad_() for t in tensors]
         with torch.profiler.profile() as profile:
             wrapped(*leaves).square().sum().backward()
-        results.append([t.grad for t in leaves])
+        gradients.append([t.grad for t in leaves])
     assert counts(profile)[f"mx_driving::{operator}"] == 2  # the backward runs it again
     assert counts(profile)[f"mx_driving::{operator}_backward"] == 1
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_selective_checkpointing_keeps_the_operator(operator, kernel_calls):
     function, tensors = floating(operator)
     keep = functools.partial(create_selective_checkpoint_contexts, [getattr(torch.ops.mx_driving, operator).default])
-    results = []
+    found = []
     for context in ({"context_fn": keep}, {}):
         kernel_calls.clear()
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        checkpoint(lambda *t: function(*t).cos(), *leaves, use_reentrant=False, **context).sum().backward()
+        call = functools.partial(checkpoint, lambda *t: function(*t).cos(), use_reentrant=False, **context)
+        found.append(results(call, *tensors))
         assert kernel_calls.count(operator) == (1 if context else 2)
-        results.append([t.grad for t in leaves])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)

@@ -67,8 +67,7 @@ CHOSEN = [(row, dtype) for row, dtype in WICKED_DTYPES if cases.EVERY_KERNEL or 
     ("operator", "make", "dtype"), [pytest.param(o, m, dtype, id=f"{o}: {n}-{dtype}") for (o, n, m), dtype in CHOSEN]
 )
 def test_wicked(operator, make, dtype):
-    args = cases.cast(make(), dtype)
-    compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
+    compare("triton", operator, cases.cast(make(), dtype))
 
 
 @pytest.mark.parametrize("operator", [MULTI_SCALE, GEOMETRIC])
@@ -81,7 +80,7 @@ def test_value_is_read_in_place(operator, axes):
     inverse = [axes.index(i) for i in range(4)]
     value = args[0].permute(axes).contiguous().permute(inverse)
     assert not value.is_contiguous()
-    compare("triton", operator, (value, *args[1:]), cases.grad_for(operator, args).float())
+    compare("triton", operator, (value, *args[1:]))
     from mx_driving._backends.triton import launch
 
     assert launch.packed(value).data_ptr() == value.data_ptr()
@@ -155,7 +154,7 @@ def test_pairs_that_no_access_of_their_size_can_read(dtype):
     for i in (3, 4):
         args[i] = misaligned(args[i])
         assert args[i].is_contiguous()
-    compare("triton", MULTI_SCALE_LOGITS, tuple(args), cases.grad_for(MULTI_SCALE_LOGITS, tuple(args)).to(dtype))
+    compare("triton", MULTI_SCALE_LOGITS, tuple(args))
 
 
 FUSED = MULTI_SCALE_LOGITS, GEOMETRIC_LOGITS  # their forward is one kernel

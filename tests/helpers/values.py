@@ -62,13 +62,15 @@ def covering(name, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of=st
     return pytest.mark.parametrize(("implementation", name, "dtype"), rows, indirect=["implementation"])
 
 
-def compare(implementation, operator, args, grad, skip=(), some_seen=True):
-    """Compare forward and backward with the truth of these inputs. With `some_seen`, the true output must not be zero."""
+def compare(implementation, operator, args, grad=None, some_seen=True):
+    """Compare forward and backward with the truth of these inputs. Without `grad`, one is drawn in value's dtype. With
+    `some_seen`, the true output must not be zero."""
+    grad = cases.grad_for(operator, args).to(args[0].dtype) if grad is None else grad
     output = cases.forward_of(implementation, operator)(*args)
     gradients = cases.gradients_of(implementation, operator, grad, args)
     true = cases.truth_of(operator, args, grad)
     assert true.results[0].any() or not some_seen, "the true output is zero everywhere: this case tests nothing"
-    cases.assert_near(true, operator, args, (output, *gradients), skip)
+    cases.assert_near(true, operator, args, (output, *gradients))
 
 
 def skip_unless_every_kernel(implementation: str) -> None:

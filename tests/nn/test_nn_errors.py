@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from refusals import said
 
 from mx_driving import _needs, nn
 
@@ -132,16 +133,6 @@ MADE_OF_PARTS = [
 ]  # fmt: skip
 
 
-def said(call):
-    """Return the sentence of a refusal. The class of the error follows from the sentence."""
-    with pytest.raises((TypeError, ValueError)) as refused:
-        call()
-    sentence = str(refused.value)
-    assert re.match(r"\w+", sentence)[0] == refused.value.argument
-    assert refused.type is (TypeError if re.search("dtype|a torch.Tensor|a list of", sentence) else ValueError)
-    return sentence
-
-
 MATRICES = torch.rand(2, 3, 4, 4)
 # Methods for inspection: call, sentence
 INSPECTED = [
@@ -228,7 +219,6 @@ def test_legal_inputs_are_taken():
 @pytest.mark.parametrize("module", [MULTI_SCALE, GEOMETRIC, AGGREGATION, TEMPORAL], ids=lambda m: type(m).__name__)
 def test_modules_compile_and_export(module):
     """One graph, and one exported program, serve every batch and number of queries."""
-    torch._dynamo.reset()
     module.eval()
     good = GOOD[module]
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="eager")
@@ -245,7 +235,6 @@ def test_modules_compile_and_export(module):
 
 
 def test_spatial_compiles_around_its_cameras():
-    torch._dynamo.reset()
     SPATIAL.eval()
     compiled = torch.compile(SPATIAL, backend="eager")
     for mask in (GOOD[SPATIAL]["bev_mask"], ~GOOD[SPATIAL]["bev_mask"]):  # cameras see other numbers of queries
@@ -277,7 +266,6 @@ def test_inputs_are_on_one_device(module):
 
 
 def test_a_graph_refuses_a_shape_in_the_same_words():
-    torch._dynamo.reset()
     wrong = {**GOOD[MULTI_SCALE], "reference_points": torch.rand(2, 6, 2, 2)}
     sentence = "reference_points must have shape (bs=2, num_queries=5, num_levels=2, 2 or 4); got (2, 6, 2, 2)"
     assert said(functools.partial(MULTI_SCALE, **wrong)) == sentence
@@ -288,7 +276,6 @@ def test_a_graph_refuses_a_shape_in_the_same_words():
 
 
 def test_pyramids_compile():
-    torch._dynamo.reset()
     for function, maps in ((nn.flatten_levels, MAPS), (nn.flatten_cameras, CAMERAS)):
         compiled = torch.compile(function, fullgraph=True, backend="eager")
         assert all(torch.equal(a, b) for a, b in zip(compiled(maps), function(maps), strict=True))

@@ -8,6 +8,7 @@ import attention_modules as lib
 import pytest
 import torch
 from attention_modules import BARE, KEYS, MMCV, SIZES, WITH_LOGITS, arguments_for, build, close, library, operators, patched
+from values import Through
 
 import mx_driving
 from mx_driving._patch._patch import survey
@@ -190,6 +191,7 @@ LEFT = {
     "a number": (Holds, set_to("times", 2), {}),
     "a function": (Holds, set_to("held", doubled), {}),
     "a partial function": (Holds, set_to("held", functools.partial(doubled)), {}),
+    "another layer": (HoldsLayer, set_to("held", Through(doubled)), {}),
     "a hook of the core": (HoldsLayer, lambda m: m.held.register_forward_hook(lambda *a: 2 * a[2]), {}),
     "forward of the core": (HoldsLayer, lambda m: set_to("forward", doubled)(m.held), {}),
     "a mask that multiplies": (lib.Multiplies, nothing, {"value_mask": SHARES}),
