@@ -21,8 +21,8 @@ CHANNELS = 16  # channels of pooling that --quick checks, and most channels of a
 
 
 class WorkloadErrors(NamedTuple):
-    """The errors of an operator on a workload: for each result, those of the entry with the largest error / allowed error.
-    `errors` and `allowed` are relative to the largest entry of the result."""
+    """The errors of an operator on a workload. `errors` and `allowed` have an entry for each result, output or gradient: the
+    error and the allowed error where error / allowed error is largest, relative to the largest number of the result."""
 
     workload: Workload
     dtype: str
@@ -100,8 +100,8 @@ def _time_call(call: Callable[[], Any], device: str) -> float:
 
 
 def check_one(workload: Workload, dtype: str, device: str, quick: bool, timed: bool = True) -> WorkloadErrors:
-    """Return errors and times of a workload on all queries; with `quick`, on the first queries. The allowed error of an entry
-    is that of the plain reference in float32 on some queries, in ulps, plus `rounding_limit`."""
+    """Return errors and times of a workload on all queries; with `quick`, on the first queries. The allowed error is the
+    reference's own error in float32 on the first queries, in ulps of the dtype that computes, plus `rounding_limit`."""
     args, few = workload.inputs(dtype), QUICK if workload.description.kind != "pooling" else CHANNELS
     if quick:
         args = take_queries(workload.operator, args, 0, few)

@@ -19,7 +19,7 @@ from .._io import grid, write_csv
 
 Row = dict[str, Any]
 OURS = "mx_driving"
-BARE = "bare operator"  # timed beside an operator with logits; its locations and weights are computed before
+BARE = "bare operator"  # timed beside an operator with logits, on locations and weights that are computed before
 PLAIN = "plain torch"
 
 
