@@ -733,7 +733,7 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
     path, spec = os.path.join(os.getcwd(), program), None
-    importer: Any = None if module else pkgutil.get_importer(path)  # an importer of a folder or a zip application; None for a file
+    importer: Any = None if module else pkgutil.get_importer(path)  # of a folder or a zip application; None for a file
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(path))
     if module or importer:

@@ -1,4 +1,4 @@
-"""A figure and axes that notebooks show as a picture without pyplot. `_draw` imports this module late: matplotlib is optional."""
+"""A figure and axes that notebooks show as a picture, without pyplot. Imported at the first drawing: matplotlib is optional."""
 
 from __future__ import annotations
 
