@@ -57,13 +57,13 @@ class Match:
 
     @property
     def locations(self) -> list[str]:
-        """Return the names of the tensors of locations; empty for our own nodes, which define the result for NaN."""
+        """Return the names of location tensors, whose NaN is not compared; none for our own nodes, which define NaN's result."""
         is_ours = isinstance(self.source, ir.Node) and self.source.domain == OURS
         return [] if is_ours else [str(v.name) for role, v in self.inputs.items() if role in _PLACES]
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
-        """Return the dtype of 16 bits that standard operators of the match compute in; None if they compute in none."""
+        """Return float16 or bfloat16 if a tensor of the match has this dtype, so that it may compute in 16 bits; else None."""
         if isinstance(self.source, Sampling):
             values = [v for node in self.part.graph for v in (*node.inputs, *node.outputs)]
             dtypes = {None if v is None else v.dtype for v in values}

@@ -1,4 +1,4 @@
-"""Nodes of our operators in a file: ours, those of other forms, and plugins and pools of other libraries. Rewrite them."""
+"""Find and rewrite nodes of our operators: our own nodes, nodes of other forms, and plugins and pools of other libraries."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def name_operator(node: ir.Node) -> str:
 
 
 def has_logits(node: ir.Node) -> bool:
-    """Return whether the node is a plugin with offsets and logits. A node of the same type in BEVFormer_tensorrt's forks has
-    locations."""
+    """Return whether the node is a plugin with offsets and logits. In forks of BEVFormer_tensorrt, a node of the same type has
+    locations instead."""
     inputs = [v for v in node.inputs if v is not None]
     return node.op_type in _WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 

@@ -280,7 +280,7 @@ def list_weights(corner: ir.Node) -> list[ir.Value]:
 
 
 def _find_scaled_locations(gather: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
-    """A row's index is computed from locations and from constant sizes of maps. Return the candidates for both.
+    """Return candidates for the locations, and for the constant sizes of maps, from which the index of a row is computed.
 
     Candidates for locations have six axes.
     """

@@ -172,7 +172,7 @@ def _cast(tensor: Any, dtype: int) -> Any:
 
 
 def _translate_to_theirs(domain: str) -> Callable[..., Any]:
-    """Return a function that writes the node of a domain in float32. NVIDIA's node is written in float16 if all tensors are."""
+    """Return a function that writes a domain's node in float32; NVIDIA's in float16 if all floating inputs are float16."""
     halves = ["tensor(float16)"] if domain == TENSORRT else []
     types = {"floating": ["tensor(float)", *halves], "index": ["tensor(int32)"]}
     inputs = [(name, types[t.elements], False) for name, t in zip(_ATTENTION.inputs, _ATTENTION.tensors, strict=True)]
