@@ -57,7 +57,7 @@ class Match:
 
     @property
     def locations(self) -> list[str]:
-        """Return the names of location tensors, whose NaN is not compared; none for our own nodes, which define NaN's result."""
+        """Return the names of location tensors, whose NaN is not compared; none for our own nodes, which define that result."""
         is_ours = isinstance(self.source, ir.Node) and self.source.domain == OURS
         return [] if is_ours else [str(v.name) for role, v in self.inputs.items() if role in _PLACES]
 
