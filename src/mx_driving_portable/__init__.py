@@ -31,7 +31,7 @@ def _list_files(name: str) -> dict[str, importlib.metadata.PackagePath]:
 
 @functools.cache
 def lost_files() -> tuple[str, ...]:
-    """Return our files that are missing, and our files with other content at a path of the vendor's distribution.
+    """Return our files that are missing, and our files that have changed and whose path the vendor's distribution has, too.
 
     A changed file at another path is somebody's own change, such as a line for debugging.
     """

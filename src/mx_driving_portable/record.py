@@ -454,7 +454,7 @@ class Recorder:
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
         self._process = os.getpid()
-        # num_bytes counts the bytes written; reserved adds the bytes of gradients that may follow.
+        # num_bytes: the bytes that are written. reserved: the bytes of recorded calls, with gradients that may follow.
         self.num_bytes, self.reserved = 0, 0
         self.why = ""  # the reason why sampling has ended
         self.failed = self._stopped = False

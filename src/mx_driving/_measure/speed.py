@@ -32,7 +32,7 @@ def interleaved(
     Run 3 rounds, then further rounds for about `seconds`. After 3 rounds, skip a call while its total time is more than
     twice the smallest total, so that quick calls are timed often. Run a short call once before timing it, for two reasons: the
     caches then hold the call's own data, and its memory was freed recently. The host of a virtual machine may take back memory
-    that was freed seconds ago; to get this memory again is twenty times slower. Shuffle each round, because calls are slower
+    that was freed seconds ago; to get it back takes twenty times as long. Shuffle each round, because calls are slower
     for a while after a call that frees much memory. `within` makes the context of a call; entry and exit are not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}

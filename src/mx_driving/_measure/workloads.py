@@ -220,7 +220,7 @@ def _draw_sparse4d_with_logits(generator: torch.Generator, anchors: int, points:
     while is_near_jump.any():
         offsets = (torch.rand(1, anchors, points, 3, generator=generator) - 0.5) * torch.tensor([4.6, 1.9, 1.7])
         key_points = torch.where(is_near_jump[..., None], _round_to_sixteen_bits(centres + offsets), key_points)
-        # Draw points again that lie at the border of a camera's image, or within 0.002 pixel of a jump of the gradient.
+        # Replace points that lie at the border of a camera's image, or within 0.002 pixel of a jump of the gradient.
         inputs = (key_points.double(), projection.double(), logits, image_size.double())
         locations = composition.Aggregation(shapes, *inputs).locations  # [bs, anchor, pts, cam, 2]
         seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)

@@ -100,7 +100,7 @@ def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[Non
     inputs. This check computes all locations.
 
     Two limits of `deformable_aggregation` concern numbers, not shapes: the range of locations, and the sum of the maps' sizes.
-    They are checked where these numbers can be read: not in torch.compile or torch.export, nor of meta tensors.
+    These two are checked where the numbers can be read: not in torch.compile or torch.export, and not for meta tensors.
 
     The limits hold in all threads of the process. If a generator opens the block, they also hold while the generator is
     suspended.
@@ -151,7 +151,7 @@ def hold(name: str, *args: Any) -> None:
         inputs = composition.bare_inputs(name, *args) if bare != name else args
         sizes = _find_sizes(bare, *inputs)
         if bare == AGGREGATION and inputs[3].numel() and not torch.compiler.is_compiling():
-            locations = _torch_private.without_transforms(inputs[3])  # of all entries of a vmapped axis
+            locations = _torch_private.without_transforms(inputs[3])  # has all entries of a vmapped axis
             if checks.has_numbers(locations):
                 with _torch_private.outside_transforms():
                     smallest, largest = (round(number, 4) for number in torch.stack(locations.aminmax()).tolist())

@@ -2,8 +2,8 @@
 
 Rounding anywhere in a file acts like a small change of its weights and inputs. So change weights and inputs by a few ulps,
 several times: rounding may move each number of the outputs as far as these changes move it. If two scores of a ranking nearly
-tie, rounding may exchange whole rows, such as queries. So a share of the numbers may move further, if their rows are rows that
-onnxruntime's output has elsewhere, or rows of the changed files. The changed files show how large the share is.
+tie, rounding may exchange whole rows, such as queries. So a share of the numbers may move further, if their rows equal other
+rows of onnxruntime's output, or rows of the changed files' outputs. The changed files show how large the share may be.
 
 Only change arrays of two or more axes. Numbers that decide a shape, such as scales of a Resize, have fewer axes.
 """

@@ -1,9 +1,9 @@
 """The operators in ONNX for `onnx.translations`: as one GridSample per map, and as single nodes. Needs onnxscript.
 
-GridSample's coordinate ((g + 1) * W - 1) / 2 of g = 2 * location - 1 is the operators' location * W - 0.5. Map sizes are
+With g = 2 * location - 1, GridSample's coordinate ((g + 1) * W - 1) / 2 is the operators' location * W - 0.5. Map sizes are
 read from the index tables when the graph runs: Slice and Reshape take tensors.
 
-The single nodes are ours for onnxruntime (native/src/onnxruntime/operators.cpp), NVIDIA's plugin for TensorRT, and the
+The single nodes are our own for onnxruntime (native/src/onnxruntime/operators.cpp), NVIDIA's plugin for TensorRT, and the
 vendor's for its converter. TensorRT's parser reads an unknown node as the plugin of the same name. The plugin's node gets the
 domain that onnxruntime's TensorRT provider uses.
 """

@@ -33,7 +33,7 @@ class Look:
     locations: Tensor
     weights: Tensor
     layer: str = ""  # the innermost module that made the call, by its name in the outermost module that runs; "" if unknown
-    # A module that samples its cameras in turn makes several looks in one call. They have one number; 0: no such module.
+    # A module that samples its cameras in turn makes several looks in one call. The looks share this number. 0: no such module.
     _call: int = field(default=0, init=False, repr=False)
 
     def samples(self, query: int, camera: int = 0, scene: int = 0) -> tuple[Tensor, Tensor]:
@@ -125,8 +125,8 @@ class _KeepLooks(_torch_private.TorchDispatchMode):
             tensors = composition.bare_inputs(name, *inputs) if bare else inputs
             # Name the layer: the innermost running module, by its name in the outermost running module; "" outside of modules.
             # Read the modules from the stack. Hooks on all modules would turn off fast paths, such as that of
-            # TransformerEncoderLayer. To tell calls of a module that samples its cameras in turn apart, compare the dicts of
-            # its keyword arguments: torch makes a new dict for every call.
+            # TransformerEncoderLayer. Tell the calls of a module that samples its cameras in turn by the dict of its keyword
+            # arguments: torch makes a new dict for every call.
             running, call, frame = [], None, sys._getframe()
             while frame := frame.f_back:
                 if frame.f_code is _CODE_OF_A_CALL:

@@ -92,8 +92,8 @@ def make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
     """Check the argument `looks` of `page`. Return its calls.
 
     If a layer calls the operator once for each camera, join its successive looks to one call. Looks with one number `_call`
-    have all cameras of all scenes: join all of them. Join other looks, `cameras` at a time, if a single look has no batch that
-    divides into the cameras.
+    have all cameras of all scenes: join all of them. Join other looks, `cameras` at a time, if the batch of one look does not
+    divide into the cameras.
     """
     if isinstance(looks, Look):
         looks = [looks]
