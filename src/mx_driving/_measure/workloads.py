@@ -107,7 +107,7 @@ def draw_encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1, with_log
 
 
 def draw_decoder(generator: torch.Generator, sizes: Sizes, queries: int, with_logits: bool = False) -> Args:
-    """Draw object queries anywhere, with points in a box of some pixels."""
+    """Draw object queries anywhere, with points a few pixels around them."""
     draw = _draw_attention_with_logits if with_logits else _draw_attention
     return draw(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
 

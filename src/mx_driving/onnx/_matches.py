@@ -132,7 +132,7 @@ def _extract(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Mode
 
 
 def write_match(match: Match, arrays: Arrays, path: Path) -> None:
-    """Write the match as a file. Inputs are named by role and have the sizes of the arrays. The output is "output"."""
+    """Write the match as a file. Its inputs have the names of roles and the sizes of the arrays; its output is "output"."""
     graph = match.part.graph
     roles = {str(v.name): role for role, v in match.inputs.items()}
     ends = {str(v.name): v for v in graph.inputs}
