@@ -24,7 +24,7 @@ _REMEDY = f"run `pip uninstall {_VENDORS} {_OURS}`, then install the one that yo
 
 @functools.cache
 def lost_files() -> tuple[str, ...]:
-    """Return our files that are missing, and our files with other content at a path of the vendor's distribution.
+    """Return our files that are missing, and our files that have changed and whose path the vendor's distribution has, too.
 
     A changed file at another path is somebody's own change, such as a line for debugging.
     """

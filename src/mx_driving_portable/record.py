@@ -50,7 +50,7 @@ EVERY = 101  # a prime, to record the layers of a model in turn: a multiple of t
 MEGABYTES = 1000.0
 _ABSENT: Any = object()
 # A function has one wrapper, which serves all recorders of the process. An object that got the wrapper while one recorder ran
-# keeps the wrapper, and the next recorder sees its calls.
+# keeps the wrapper, and the next recorder sees calls through this object.
 _recorders: list[Recorder] = []
 _wrappers: dict[Any, tuple[Any, Any]] = {}  # id of an original or a wrapper -> (that object, its wrapper)
 _undo: list[tuple[Any, str, Any]] = []
@@ -190,7 +190,7 @@ def insert_starts(args: Any) -> list[Any]:
     return [*args[:2], None, *args[2:]] if has_locations else list(args)
 
 
-# Functions whose calls are counted, and not recorded: replay knows bare operators alone.
+# Functions whose calls are only counted, because replay knows bare operators alone.
 _COUNTED = tuple(Function("mx_driving", f"{operator}_with_logits", operator, "") for operator in DIFFERENTIABLE)
 _OPERATORS = [*DIFFERENTIABLE, *(f"{operator}_backward" for operator in DIFFERENTIABLE if operator != _POOL)]
 _OPTIONAL = ("starts", "step", "memo", "grad_value", "grad_locations", "grad_weights")
@@ -303,7 +303,7 @@ class _OpenCall:
             **{"index": index, "device": str(next(iter(self.inputs.values())).device), "caller": caller},
         }
         # name -> autograd edge (node, index) for each differentiable input. Leave out inputs that share an edge: the edge gets
-        # the sum of their gradients, which the operator does not return.
+        # only the sum of their gradients, and the operator returns a gradient for each.
         self.edges: dict[str, tuple[Any, int]] = {}
         if torch.is_grad_enabled() and not self.entry.backward:
             names = DIFFERENTIABLE[self.entry.operator]
@@ -451,7 +451,7 @@ class Recorder:
         self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
         self._process = os.getpid()
-        # num_bytes counts the bytes written; reserved adds the bytes of gradients that may follow.
+        # num_bytes: the bytes that are written. reserved: the bytes of recorded calls, with gradients that may follow.
         self.num_bytes, self.reserved = 0, 0
         self.why = ""  # the reason why sampling has ended
         self.failed = self._stopped = False
@@ -487,7 +487,7 @@ class Recorder:
         return self
 
     def is_active(self) -> bool:
-        """Return whether this process records. A forked child does not, because its files would have the parent's names."""
+        """Return whether this process records. A forked child does not record: its files would have the parent's names."""
         return not self._stopped and os.getpid() == self._process
 
     def stop(self) -> None:
@@ -679,7 +679,7 @@ def _call_recorders(wrapper: Any, original: Any, args: Any, kwargs: dict[str, An
 
 
 def _set(owner: Any, name: str, before: Any, new: Any) -> None:
-    """Set an attribute of a module or a class. A staticmethod of a wrapper is left as it is."""
+    """Set an attribute of a module or a class. Leave a staticmethod or a classmethod that has the wrapper already."""
     if new is not before and getattr(before, "__func__", None) is not getattr(new, "__func__", _ABSENT):
         setattr(owner, name, new)
         _undo.append((owner, name, before))
@@ -692,8 +692,8 @@ def start(out: Any, **options: Any) -> Recorder:
         out: the folder to make. Each process of a distributed program makes a subfolder.
         every: record the calls 0, `every`, 2 * `every`, ... of each function. The default is a prime, to record the layers of
             a model in turn.
-        nan: also record the first call with a NaN in its output or its gradients, even if the budget is used up. The recorder
-            then reads the results of all calls, and on a device the program waits for them.
+        nan: also record the first call with a NaN in its output or its gradients, even if the budget is used up. For this the
+            recorder reads the results of all calls, and on a device the program waits for them.
         megabytes: the budget: most bytes to write, in 10**6.
         functions: more functions to wrap, name -> operator, such as {"my_ops.msda": "multi_scale_deformable_attn"}. For a
             function that computes gradients, the operator ends in "_backward".
@@ -732,7 +732,7 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
     path, spec = os.path.join(os.getcwd(), program), None
-    importer: Any = None if module else pkgutil.get_importer(path)  # It imports a folder or a zip application; None for a file.
+    importer: Any = None if module else pkgutil.get_importer(path)  # of a folder or a zip application; None for a file
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if module else path if importer else os.path.dirname(os.path.realpath(path))
     if module or importer:
@@ -753,7 +753,7 @@ def _load_program(program: str, module: bool) -> tuple[types.ModuleType, Any]:
     main = types.ModuleType("__main__")
     names = {"__file__": path, "__cached__": spec and spec.cached, "__package__": spec and spec.parent}
     vars(main).update(names, __spec__=spec, __loader__=loader, __builtins__=builtins)
-    if sys.version_info < (3, 14):  # later, Python makes them when they are read
+    if sys.version_info < (3, 14):  # from 3.14 on, Python makes this dictionary at the first read
         vars(main)["__annotations__"] = {}
     return main, code
 

@@ -21,8 +21,8 @@ CHANNELS = 16  # channels of pooling that --quick checks, and most channels of a
 
 
 class WorkloadErrors(NamedTuple):
-    """The errors of an operator on a workload: for each result, those of the entry with the largest error / allowed error.
-    `errors` and `allowed` are relative to the largest entry of the result."""
+    """The errors of an operator on a workload. `errors` and `allowed` have an entry for each result, output or gradient: the
+    error and the allowed error where error / allowed error is largest, relative to the largest number of the result."""
 
     workload: Workload
     dtype: str
@@ -71,8 +71,8 @@ def _compute_in_float64(workload: Workload, args: Args, grad: Tensor) -> list[Te
 
 
 def _compare(result: Any, true: Tensor, loss: float, dtype: torch.dtype, compute: torch.dtype) -> tuple[float, float]:
-    """Return (error, allowed error) of the entry with the largest quotient of both, relative to the largest true entry. `loss`
-    is the relative error that the reference would have in the arithmetic `compute`."""
+    """Return (error, allowed error) of the entry with the largest error / allowed error, both relative to the largest true
+    entry. `loss` is the relative error that the reference would have in the arithmetic `compute`."""
     scale = largest_magnitude(true) or 1.0
     limit = loss * scale + rounding_limit(dtype, compute, true.abs() + loss * scale, scale, 0, 0)
     limit = torch.as_tensor(limit, dtype=true.dtype, device=true.device).expand_as(true).flatten()
@@ -100,8 +100,8 @@ def _time_call(call: Callable[[], Any], device: str) -> float:
 
 
 def check_one(workload: Workload, dtype: str, device: str, quick: bool, timed: bool = True) -> WorkloadErrors:
-    """Return errors and times of a workload on all queries; with `quick`, on the first queries. The allowed error of an entry
-    is that of the plain reference in float32 on some queries, in ulps, plus `rounding_limit`."""
+    """Return errors and times of a workload on all queries; with `quick`, on the first queries. The allowed error is the
+    reference's own error in float32 on the first queries, scaled to the ulp of `compute`, plus `rounding_limit`."""
     args, few = workload.inputs(dtype), QUICK if workload.description.kind != "pooling" else CHANNELS
     if quick:
         args = take_queries(workload.operator, args, 0, few)

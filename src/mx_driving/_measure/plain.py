@@ -1,8 +1,8 @@
-"""The implementations that are timed: the operators as people write them in plain torch, and ours. Correctness checks do not
-use plain torch.
+"""The implementations that are timed: our operators, and the same operators as people write them in plain torch. Correctness
+checks do not use plain torch.
 
-Multi-scale attention and aggregation use grid_sample, geometric attention a gather, and pooling index_add_. For an operator
-with logits, the bare operator is timed, too. Its locations and weights are computed before the measurement.
+In plain torch, multi-scale attention and aggregation use grid_sample, geometric attention a gather, and pooling index_add_. For
+an operator with logits, the bare operator is timed, too, on locations and weights that are computed before.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .._io import grid, write_csv
 
 Row = dict[str, Any]
 OURS = "mx_driving"
-BARE = "bare operator"  # timed beside an operator with logits; its locations and weights are computed before
+BARE = "bare operator"  # timed beside an operator with logits, on locations and weights that are computed before
 PLAIN = "plain torch"
 
 
@@ -37,7 +37,7 @@ def _describe_commit() -> str:
 
 
 def find_processor() -> str:
-    """Return the processor's name, and on Linux its family and model: virtual machines often hide the name."""
+    """Return the processor's name, and on Linux its family and model, because virtual machines often hide the name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     facts = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}

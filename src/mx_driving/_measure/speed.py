@@ -1,4 +1,4 @@
-"""Make the rows of `mx-driving bench`: times of the operator and of plain torch, for each direction of a workload."""
+"""Make the rows of `mx-driving bench`: times of the operator and of plain torch, forward and backward, for a workload."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def interleaved(
     Run 3 rounds, then further rounds for about `seconds`. After 3 rounds, skip a call while its total time is more than
     twice the smallest total, so that quick calls are timed often. Run a short call once before timing it, for two reasons: the
     caches then hold the call's own data, and its memory was freed recently. The host of a virtual machine may take back memory
-    that was freed seconds ago, and returns it twenty times slower. Shuffle each round, because calls are slower for a while
-    after a call that frees much memory. `within` makes the context of a call; its entry and exit are not timed.
+    that was freed seconds ago; to get it back takes twenty times as long. Shuffle each round, because calls are slower
+    for a while after a call that frees much memory. `within` makes the context of a call; entry and exit are not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     totals = dict.fromkeys(calls, 0.0)

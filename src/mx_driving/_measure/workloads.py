@@ -43,7 +43,7 @@ class Workload(NamedTuple):
         return tuple(i for i in self.description.differentiable if names[i] not in self.constant)
 
     def inputs(self, dtype: str = "float32") -> Args:
-        """Return the arguments in this dtype, drawn from a fixed seed: all measurements use the same."""
+        """Return the arguments in this dtype, drawn from a fixed seed: all measurements use the same arguments."""
         return cast(self.make(torch.Generator().manual_seed(0)), getattr(torch, dtype))
 
     def bare(self, args: Args) -> tuple[str, Args]:
@@ -70,8 +70,8 @@ def take_queries(operator: str, args: Args, begin: int, end: int) -> Args:
 
 
 def move_off_lattice(locations: Tensor, size: Tensor) -> Tensor:
-    """Move locations at least 0.01 pixel away from pixel centres. The gradient of a location jumps at a pixel centre, and
-    float32 and float64 may be on different sides."""
+    """Move locations at least 0.01 pixel away from pixel centres. The gradient of a location jumps at a pixel centre, and the
+    location may round to different sides of the centre in float32 and in float64."""
     pixels = geometry.pixels(locations.double(), size)
     whole = pixels.floor()
     return ((whole + (pixels - whole).clamp(0.01, 0.99) + 0.5) / size).float()
@@ -107,7 +107,7 @@ def draw_encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1, with_log
 
 
 def draw_decoder(generator: torch.Generator, sizes: Sizes, queries: int, with_logits: bool = False) -> Args:
-    """Draw object queries anywhere, with points in a box of some pixels."""
+    """Draw object queries anywhere, with points a few pixels around them."""
     draw = _draw_attention_with_logits if with_logits else _draw_attention
     return draw(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
 
@@ -138,7 +138,7 @@ def draw_sparse4d(generator: torch.Generator, anchors: int, points: int) -> tupl
     y = (0.5 + 0.1 * torch.randn(1, anchors, 1, 1, generator=generator) + extent[..., 1:]).expand_as(x)
     weight = torch.rand(1, anchors, points * 24, 8, generator=generator).softmax(2)
     locations = torch.stack([x, y], -1)
-    # A move away from one scale's pixel centres cannot end at those of another scale, which lie elsewhere.
+    # The pixel centres of two scales never lie close together: a move away from one cannot end at another.
     for height, width in sizes:
         locations = move_off_lattice(locations, torch.tensor([width, height]))
     shapes, starts = shapes.view(6, 4, 2), starts.view(6, 4)
@@ -173,7 +173,7 @@ def _draw_attention_with_logits(
     samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
     pixels = geometry.pixels(samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
-    offsets = torch.where(near, offsets + 0.125, offsets)  # Rounding to bfloat16 keeps the step, below 32.
+    offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 keeps this step in offsets below 32
     return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
 
 
@@ -220,7 +220,7 @@ def _draw_sparse4d_with_logits(generator: torch.Generator, anchors: int, points:
     while is_near_jump.any():
         offsets = (torch.rand(1, anchors, points, 3, generator=generator) - 0.5) * torch.tensor([4.6, 1.9, 1.7])
         key_points = torch.where(is_near_jump[..., None], _round_to_sixteen_bits(centres + offsets), key_points)
-        # Draw points again that lie at the border of a camera's image, or within 0.002 pixel of a jump of the gradient.
+        # Replace points that lie at the border of a camera's image, or within 0.002 pixel of a jump of the gradient.
         inputs = (key_points.double(), projection.double(), logits, image_size.double())
         locations = composition.Aggregation(shapes, *inputs).locations  # [bs, anchor, pts, cam, 2]
         seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)

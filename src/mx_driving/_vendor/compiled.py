@@ -17,7 +17,7 @@ from .._foreign_functions import Function
 from .._operator.description import AGGREGATION, GEOMETRIC, MULTI_SCALE
 from ..ops._arguments import explain_arguments
 
-# operator -> the names of its forward and of its backward
+# operator -> the names of its forward functions, and the names of its backward functions
 _NAMES = {
     MULTI_SCALE: (
         "multi_scale_deformable_attn npu_multi_scale_deformable_attn_function",

@@ -34,8 +34,8 @@ _RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
 class Limit(NamedTuple):
     """One documented limit: `argument` must have `quantity` `relation` `bound`.
 
-    `bound` is a value, or the name of another quantity of the argument. A limit with `when` holds only in this case: in all
-    other cases `_SIZES` sets the quantity to 0. `document` is a path in the vendor's repository, Ascend/DrivingSDK.
+    `bound` is a value, or the name of another quantity of the argument. A limit with `when` holds only in that case: in all
+    other cases `attention_sizes` sets the quantity to 0. `document` is a path in the vendor's repository, Ascend/DrivingSDK.
     """
 
     operator: str
@@ -100,7 +100,7 @@ def atlas_limits(release: str = NEWEST) -> contextlib.AbstractContextManager[Non
     inputs. This check computes all locations.
 
     Two limits of `deformable_aggregation` concern numbers, not shapes: the range of locations, and the sum of the maps' sizes.
-    They are checked where these numbers can be read: not in torch.compile or torch.export, nor of meta tensors.
+    These two are checked where the numbers can be read: not in torch.compile or torch.export, and not for meta tensors.
 
     The limits hold in all threads of the process. If a generator opens the block, they also hold while the generator is
     suspended.
@@ -151,7 +151,7 @@ def hold(name: str, *args: Any) -> None:
         inputs = composition.bare_inputs(name, *args) if bare != name else args
         sizes = _find_sizes(bare, *inputs)
         if bare == AGGREGATION and inputs[3].numel() and not torch.compiler.is_compiling():
-            locations = _torch_private.without_transforms(inputs[3])  # of all entries of a vmapped axis
+            locations = _torch_private.without_transforms(inputs[3])  # has all entries of a vmapped axis
             if checks.has_numbers(locations):
                 with _torch_private.outside_transforms():
                     smallest, largest = (round(number, 4) for number in torch.stack(locations.aminmax()).tolist())
@@ -181,14 +181,14 @@ def first_broken(name: str, sizes: Sizes) -> str:
 
 
 def attention_sizes(heads: int, channels: int, samples: int) -> Sizes:
-    """Return the limited quantities of multi_scale_deformable_attn. `samples` is num_levels * num_points."""
+    """Return the quantities of multi_scale_deformable_attn that have limits. `samples` is num_levels * num_points."""
     full = samples == 64 and -(-channels // 8) == 8
     value = {"num_heads": heads, "embed_dims": channels, "num_heads" + _FULL: heads if full else 0}
     return {"value": value, "sampling_locations": {"num_points * num_levels": samples}}
 
 
 def _find_sizes(operator: str, value: Tensor, *inputs: Any) -> Sizes:
-    """Return the limited quantities of a call of a bare operator."""
+    """Return the quantities that have limits, for a call of a bare operator."""
     if operator == POOL:
         depth, channels = inputs[0], value.shape[1]
         dtypes = {name: {"dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("feat", value), ("depth", depth))}

@@ -46,7 +46,7 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
                 `options.register_custom_ops_library(mx_driving.onnx.library())`.
             "tensorrt": multi_scale_deformable_attn is one node `trt.plugins::MultiscaleDeformableAttnPlugin_TRT`, NVIDIA's
                 plugin that TensorRT brings. Its two index tables are cast to int32. The plugin computes in float32, or in
-                float16 if all three floating inputs are float16. No plugin has the other operators, which stay gathers.
+                float16 if all three floating inputs are float16. No plugin computes the other operators, which stay gathers.
 
     Returns:
         A dictionary from operator to function, which you can merge with your own. It is empty for "gather".
@@ -75,10 +75,10 @@ def library() -> str:
         options.register_custom_ops_library(mx_driving.onnx.library())
         session = onnxruntime.InferenceSession("detector.onnx", options)
 
-    It needs neither Python nor PyTorch, so that C++, C# and Java register the same file by its path.
+    The library needs neither Python nor PyTorch: programs in C++, C# and Java register the same file by its path.
 
     Raises:
-        RuntimeError: the package has no native library, or one that does not fit.
+        RuntimeError: the package has no native library, or its native library cannot be used here.
     """
     from .. import _backends, config
 
@@ -95,7 +95,7 @@ def register_library() -> Iterator[None]:
             quantize_static("fused.onnx", "int8.onnx", reader, op_types_to_quantize=["Conv", "MatMul", "Gemm"])
 
     Raises:
-        RuntimeError: the package has no native library, or one that does not fit.
+        RuntimeError: the package has no native library, or its native library cannot be used here.
         ImportError: onnxruntime is not installed.
     """
     onnxruntime: Any = importlib.import_module("onnxruntime")
@@ -123,20 +123,20 @@ def fuse(
 
         print(mx_driving.onnx.fuse("detector.onnx", "fused.onnx"))
 
-    The attention may be made of GridSample, or of gathers that interpolate. Before a match is replaced, its nodes run in
-    onnxruntime on random inputs, and the result must equal the operator's within rounding. Other nodes stay, and the
-    report has the reason. Nodes of another form, and nodes of other libraries for the operators, are converted. Unused nodes
-    are removed.
+    The attention may be made of GridSample, or of gathers that interpolate. Before attention is replaced, its nodes run in
+    onnxruntime on random inputs, and the result must equal the operator's within rounding. If it does not, the nodes stay, and
+    the report has the reason. Nodes of another form, and nodes of other libraries for the operators, are converted. Unused
+    nodes are removed.
 
     Args:
         path_in: an ONNX file whose levels have fixed sizes; batch and queries may be free.
-        path_out: the file to write. Weights outside path_in go to a file beside it, path_out with ".data" behind.
+        path_out: the file to write. Weights that path_in keeps in other files go to a file beside it, path_out + ".data".
         form:
             "onnxruntime": our node, which onnxruntime runs with the library that `library` names.
             "tensorrt": NVIDIA's plugin, as in `translations`. A file in float64 is refused: a cast would lose digits.
             "npu": the vendor's node, as in `translations`. A file in float64 is refused, too.
             "gather": standard operators without GridSample, for runtimes that lack it or have a wrong one.
-        plugin_version: with "tensorrt", the attribute `plugin_version` of each node, "2" say; none by default.
+        plugin_version: with "tensorrt", the attribute `plugin_version` of each node, for example "2"; none by default.
 
     Returns:
         A report: `replaced` and `left`, by the name of a tensor. It prints as lines.

@@ -33,7 +33,7 @@ IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict on a match with one kind of inputs: IN_THE_FILE, ACROSS or WITHIN.
+    """The verdict on a match: run alone on its inputs IN_THE_FILE, alone with locations ACROSS borders, or WITHIN the file.
 
     `judged` is None if the runtime gave no output. `why` describes the fault.
     """
@@ -122,7 +122,7 @@ class _Checker:
         report = Checked(self.matches, left)
         model = self.file.model
         names = [str(v.name) for v in model.graph.outputs]
-        # onnxruntime runs our nodes, and computes the inputs of matches, too.
+        # Let onnxruntime run the file with our nodes, and also give the inputs of matches as outputs.
         for node in [node for node in find_nodes(model.graph) if node.domain != OURS]:
             with contextlib.suppress(Unfit):  # the report lists the node in `left`
                 use_our_nodes(model, [node])
@@ -191,7 +191,7 @@ class _Checker:
             raise Problem(f"path_in must run in onnxruntime on these inputs; got {first_line(error)}") from None
 
     def compare(self, match: Match, words: str, arrays: Arrays, run: Callable[[], Arrays], name: str) -> Comparison:
-        """Judge the output `name` of `run`. `words` names the inputs, which are `arrays`."""
+        """Judge the output `name` of `run` on the inputs `arrays`. `words` says where they come from."""
         inputs, notes = read_bare_inputs(match, arrays), []
         if self.precision:
             inputs = tuple(t.to(self.precision) if t.is_floating_point() else t for t in inputs)

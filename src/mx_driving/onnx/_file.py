@@ -39,7 +39,7 @@ _Sizes = dict[str, list[int | str | None]]
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return the path. Refuse an empty path, which would mean the working folder, and a name that is not UTF-8, like onnx."""
+    """Return the path. Refuse a name that is not UTF-8, as onnx does, and an empty path, which would be the working folder."""
     text = os.fspath(path)
     if not text:
         raise Problem(f"{name} must be the path of a file; got ''")
@@ -378,7 +378,7 @@ def _list_free_axes(proto: Any) -> set[tuple[str, int]]:
 
 
 def _add_sizes(model: ir.Model, inferred: _Sizes) -> None:
-    """Prefer a number to a name, and the inferred size to the recorded size, which paddle2onnx may record wrongly."""
+    """Set inferred sizes. Prefer numbers to names, and inferred sizes to the file's, which paddle2onnx may write wrongly."""
     for value in list_outputs(model):
         before, sizes = dims(value), inferred.get(str(value.name))
         if sizes and len(before) in (0, len(sizes)):

@@ -57,7 +57,7 @@ def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str,
     copy = replace(file, model=file.model.clone())
     bypassed, graph = bypass_identities(copy.model), copy.model.graph
     corners, sums = find_tables(graph), find_sums(graph)
-    # Attention in branches of If, in bodies of Loop, and in functions that were not inlined.
+    # Only report attention in branches of If, in bodies of Loop, and in functions that were not inlined.
     graphs: dict[Any, str] = {f: f"the local function {f.domain}::{f.name}" for f in copy.model.functions.values()}
     for node in walk_nodes(copy.model):
         for attribute in node.attributes.values():
@@ -89,13 +89,14 @@ def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str,
 
 
 def _prove_first(file: LoadedFile, node: ir.Node, corners: list[ir.Node] | None, pairs: Pairs) -> Sampling:
-    """Return the first candidate that passes its trial, or raise the first reason.
+    """Return the first candidate that passes its trial. If none passes, raise the reason of the first.
 
-    If the levels have constant inputs, first try tensors made of these. `corners`: the sums of the form "gather", else None.
+    If the levels have constant inputs, first try tensors joined from these constants. `corners`: for the form "gather" the
+    sums of the four corners, else None.
     """
 
     def count_doubts(sampling: Sampling) -> int:
-        """Return a penalty: the number of casts and of batch and query sizes that differ from those of locations."""
+        """Return a penalty: 1 for a cast, and 1 for each size of a batch or of queries that differs from that of locations."""
         (bs, queries), sizes = dims(sampling.locations)[:2], (*dims(sampling.weights)[:2], *dims(sampling.output)[:2])
         pairs = zip((*sizes, dims(sampling.value)[0]), (bs, queries, bs, queries, bs), strict=True)
         is_cast = sampling.output.dtype != sampling.value.dtype
@@ -188,7 +189,7 @@ def _find_constants(model: ir.Model, pairs: Pairs) -> Iterator[dict[str, ir.Valu
 
 
 def _list_candidates(node: ir.Node, levels: list[Candidates], weights: list[ir.Value]) -> Iterator[Sampling]:
-    """Yield the samplings whose shapes fit. Several may fit, because axes may have equal sizes."""
+    """Yield the samplings with shapes of the operator. There may be several, because axes may have equal sizes."""
     images, locations = intersect(level.images for level in levels), intersect(level.locations for level in levels)
     # The sum and its views with three axes, up to the first value with several readers.
     outputs, output = [], node.outputs[0]

@@ -1,6 +1,6 @@
 """Write new nodes and tables into an ONNX graph, and multi_scale_deformable_attn in one of several forms.
 
-`translations` has the forms for graphs that torch exports. Here sizes are known when a node is written, so gathers need no
+`_translations.py` writes nodes for graphs that torch exports. Here sizes are known when a node is written, so gathers need no
 nodes that compute shapes.
 """
 
@@ -135,7 +135,7 @@ class Call(NamedTuple):
 def write_attention(write: Writer, call: Call, form: str, plugin_version: str | None = None) -> ir.Value:
     """Write the operator in a form. Return its output.
 
-    NVIDIA's node and the vendor's are written in float32; NVIDIA's in float16 if all tensors and sums are float16.
+    The vendor's node is written in float32. So is NVIDIA's, unless all tensors and sums are float16: then it is in float16.
     """
     if form == "gather":
         return _write_gathers(write, call)
@@ -187,7 +187,7 @@ def _write_gathers(write: Writer, call: Call) -> ir.Value:
 
     # Rows of one head's channels: a row of zeros, then the rows of value.
     rows = op("Concat", write_number(np.zeros((1, channels))), to_floats(call.value, -1, channels), axis=0)
-    # The row of each level's first pixel, [bs, 1, heads, samples].
+    # For each sample, the row of its level's first pixel, [bs, 1, heads, samples].
     bases = table("bases", np.array(starts).repeat(points) * heads + np.arange(heads)[:, None] + 1)
     if batch != 1:
         count = op("Gather", op("Shape", call.value), table("batch", 0))

@@ -30,7 +30,7 @@ from ._samples import Sampling, find_tables, pad_points
 
 @dataclass(frozen=True)
 class Fused:
-    """The report of `fuse`. `name` is the name of the tensor with the sum of samples.
+    """The report of `fuse`. `name`, the key of each dictionary, is the name of the tensor that has the sum of samples.
 
     Attributes:
         path: the file that was written.
@@ -93,7 +93,7 @@ def fuse_file(
                 report.left[name] = str(unfit)
         for node in others:
             name = str(node.outputs[0].name)
-            # All our nodes are of the form onnxruntime. Another form has one node, for attention.
+            # Skip nodes of this form. All our nodes are of the form onnxruntime; another form has one node, for attention.
             if node.domain == DOMAIN.get(form) and (form == "onnxruntime" or node.op_type == NODES[node.domain]):
                 continue
             try:
@@ -119,7 +119,7 @@ def _write_inputs(write: Writer, sampling: Sampling) -> Call:
     """Write the operator's inputs from the sampling's tensors and constants."""
     free, heads, channels = [*sampling.inputs.values()], sampling.num_heads, sampling.channels
     value, locations, weights = (end if end in free else write.copy(end) for end in sampling.ends)
-    if sampling.broadcasts:  # Expand the tensors that the file broadcasts to one batch size and number of queries.
+    if sampling.broadcasts:  # The file broadcasts tensors: expand all to one batch size and one number of queries.
         samples = [sampling.last_sizes(tensor) for tensor in sampling.ends]
         weights = _expand_like(write, weights, locations, 2, samples[2])
         weights = _expand_like(write, weights, value, 1, samples[2])
@@ -156,10 +156,10 @@ def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, las
 
 
 def save(file: LoadedFile, path_out: Path) -> str | None:
-    """Write the model to a temporary file, check that onnxruntime loads it, and rename it.
+    """Write the model to a temporary file, check that onnxruntime loads this file, and move it to path_out.
 
-    Weights stay in the model's file or in a file beside it. Sizes are those of the original file. Outputs of new nodes have no
-    sizes in the original file, and get their fixed sizes. If onnxruntime lacks a kernel for another node, return its error.
+    Weights stay in the model's file or in a file beside it. Tensors get the sizes that path_in gives them; outputs of new nodes
+    get their fixed sizes. If onnxruntime lacks a kernel for another node, return its error.
     """
     model, path_in = file.model, file.path
     for value in model.graph.inputs:

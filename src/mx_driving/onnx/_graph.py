@@ -161,7 +161,7 @@ def walk_back(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[i
 
 # Nodes that return one of their inputs, such as Identity, x * 1 and x + 0.
 #
-# Exporters write such nodes anywhere: paddle2onnx writes 2 * x - 1 as ((x * 2) + 0) * 1 - 1. onnx_ir's pass takes Identity
+# Exporters write such nodes anywhere: paddle2onnx writes 2 * x - 1 as ((x * 2) + 0) * 1 - 1. onnx_ir's pass removes Identity
 # alone. Of the 18 nodes `SAME` of tests/onnx/test_onnx_identities.py, onnxscript 0.7.2's optimiser leaves 11, such as x ** 1,
 # and it drops the names of nodes, which reports have. Only copies of a file's model are changed, for two reasons: `fuse` must
 # keep the nodes that it does not replace, and x + 0 turns -0.0 into 0.0.
@@ -189,7 +189,7 @@ def find_returned(node: ir.Node, opset: int) -> int | None:
     op_type = node.op_type
     if not is_node(node, op_type) or not node.inputs:
         return None
-    if op_type in _NEUTRAL:  # The other input has the neutral number everywhere, and does not broadcast to a larger shape.
+    if op_type in _NEUTRAL:  # The other input has the neutral number everywhere, and does not enlarge the output.
         for index in (0, 1) if op_type in _COMMUTATIVE else (0,):
             value, array, number = node.inputs[index], read_constant(node.inputs[1 - index]), _NEUTRAL[op_type]
             if value is not None and array is not None and array.size and array.flat[0] == number and (array == number).all():
@@ -207,7 +207,7 @@ def find_returned(node: ir.Node, opset: int) -> int | None:
     elif op_type in ("Cast", "CastLike"):
         other = node.inputs[1] if op_type == "CastLike" else None
         target = read_attribute(node, "to", 0) if op_type == "Cast" else other and other.dtype
-        returns = value.dtype is not None and value.dtype == target  # a number that names no dtype equals none
+        returns = value.dtype is not None and value.dtype == target  # a number that names no dtype is unequal
     elif op_type == "Dropout":
         mode = node.inputs[2] if len(node.inputs) > 2 else None
         returns = (

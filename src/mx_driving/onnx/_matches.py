@@ -51,13 +51,13 @@ class Match:
 
     @property
     def locations(self) -> list[str]:
-        """Return the names of the tensors of locations; empty for our own nodes, which define the result for NaN."""
+        """Return the names of location tensors, whose NaN is not compared; none for our own nodes, which define that result."""
         is_ours = isinstance(self.source, ir.Node) and self.source.domain == OURS
         return [] if is_ours else [str(v.name) for role, v in self.inputs.items() if role in _PLACES]
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
-        """Return the dtype of 16 bits that standard operators of the match compute in; None if they compute in none."""
+        """Return float16 or bfloat16 if a tensor of the match has this dtype, so that it may compute in 16 bits; else None."""
         if isinstance(self.source, Sampling):
             values = [v for node in self.part.graph for v in (*node.inputs, *node.outputs)]
             dtypes = {None if v is None else v.dtype for v in values}
@@ -121,7 +121,7 @@ def find_again(match: Match, model: ir.Model) -> Match:
 
 
 def write_match(match: Match, arrays: Arrays, path: Path) -> None:
-    """Write the match as a file. Inputs are named by role and have the sizes of the arrays. The output is "output"."""
+    """Write the match as a file. Its inputs have the names of roles and the sizes of the arrays; its output is "output"."""
     graph = match.part.graph
     roles = {str(v.name): role for role, v in match.inputs.items()}
     ends = {str(v.name): v for v in graph.inputs}

@@ -1,4 +1,4 @@
-"""Nodes of our operators in a file: ours, those of other forms, and plugins and pools of other libraries. Rewrite them."""
+"""Find and rewrite nodes of our operators: our own nodes, nodes of other forms, and plugins and pools of other libraries."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _FAR, _END = -10.0, 2**31 - 1
 
 
 def name_operator(node: ir.Node) -> str:
-    """Return the name of our operator that the node computes, "" if it is none. A plugin may have any domain: the exporter
-    chooses it."""
+    """Return the name of our operator that the node computes, "" if it computes none. A plugin may have any domain, because
+    the exporter chooses it."""
     if node.op_type in _WITH_LOGITS:
         return f"{MULTI_SCALE}_with_logits" if has_logits(node) else MULTI_SCALE
     if node.op_type in _AGGREGATES:
@@ -52,8 +52,8 @@ def name_operator(node: ir.Node) -> str:
 
 
 def has_logits(node: ir.Node) -> bool:
-    """Return whether the node is a plugin with offsets and logits. A node of the same type in BEVFormer_tensorrt's forks has
-    locations."""
+    """Return whether the node is a plugin with offsets and logits. In forks of BEVFormer_tensorrt, a node of the same type has
+    locations instead."""
     inputs = [v for v in node.inputs if v is not None]
     return node.op_type in _WITH_LOGITS and not (len(inputs) == 5 and len(dims(inputs[3])) == 6)
 
@@ -191,7 +191,7 @@ def use_our_nodes(model: ir.Model, others: list[ir.Node]) -> None:
 
 
 def read_inputs(node: ir.Node) -> list[ir.Value]:
-    """Return the five inputs of the operator. Raise for a node or an attribute whose meaning is not known."""
+    """Return the five inputs of the operator. Raise Unfit for a node or an attribute whose meaning is not known."""
     if (operator := name_operator(node)) not in (MULTI_SCALE, AGGREGATION):
         raise Unfit(f"its node {describe_node(node)} is not known")
     if others := {*node.attributes} - _IGNORED:

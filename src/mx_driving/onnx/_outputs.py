@@ -2,8 +2,8 @@
 
 Rounding anywhere in a file acts like a small change of its weights and inputs. So change weights and inputs by a few ulps,
 several times: rounding may move each number of the outputs as far as these changes move it. If two scores of a ranking nearly
-tie, rounding may exchange whole rows, such as queries. So a share of the numbers may move further, if their rows are rows that
-onnxruntime's output has elsewhere, or rows of the changed files. The changed files show how large the share is.
+tie, rounding may exchange whole rows, such as queries. So a share of the numbers may move further, if their rows equal other
+rows of onnxruntime's output, or rows of the changed files' outputs. The changed files show how large the share may be.
 
 Only change arrays of two or more axes. Numbers that decide a shape, such as scales of a Resize, have fewer axes.
 """
@@ -127,7 +127,7 @@ def judge(
     note = f"{100 * left_out.mean():.3g} % of its numbers depend on locations that are NaN or infinite: not compared"
     output = Output(name, float(distance.max()), float(is_off.mean()), changed, note=note * bool(left_out.any()))
     if output.right and true.dtype.kind == "f":
-        # Errors of one sign add up to a common factor, which is 1 within a few ulps and the factors of changed files.
+        # Errors of one sign add up to a common factor. It must be 1, within a few ulps and the factors of changed files.
         factors, is_compared = [], ~is_off & ~left_out & np.isfinite(true)
         for array in (got, *near):
             a, b = (numbers.astype(np.float64)[is_compared & np.isfinite(array)] for numbers in (array, true))
@@ -138,7 +138,7 @@ def judge(
             return replace(output, problem=f"it is {factors[0]:.6g} times onnxruntime's")
     if not output.right or not is_off.any():
         return output
-    # Near ties explain numbers that are off if rounding can give their rows. Rounding makes no NaN of a number.
+    # Near ties explain numbers that are off only if rounding can give their rows. Rounding turns no number into NaN.
     if true.dtype.kind == "f":
         largest = max(float(np.abs(array[np.isfinite(array)]).max(initial=0)) for array in (true, *near))
         stray = is_off & ((distance == np.inf) | (np.abs(got) > 2 * largest))
@@ -159,7 +159,7 @@ def judge(
 
 
 def _find_new_rows(got: Array, is_off: Array, true: Array, near: list[Array], allowed: Array) -> Array:
-    """Return True for the rows that are off, and that are neither a true row that another row replaces, nor a row of `near`."""
+    """Return True for rows that are off and new: equal neither to a true row at a place that is off, nor to a row of `near`."""
     rows_off: Array = np.any(is_off, 2)
     new = np.zeros(rows_off.shape, bool)
 

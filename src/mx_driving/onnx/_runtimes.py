@@ -52,7 +52,7 @@ def open_session(
     """Open a session of a file or a model.
 
     `library` is the path of our library, which registers our nodes. `devices` of a plugin, with its `settings`, run the session
-    in place of `provider`. `threads=0` leaves the number to onnxruntime.
+    in place of `provider`. `threads=0` leaves the number of threads to onnxruntime.
     """
     onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
@@ -91,7 +91,7 @@ def run_session(running: Any, arrays: Arrays) -> dict[str, Any]:
 def make_inputs(running: Any, arrays: Arrays, defaults: Arrays | None = None) -> dict[str, Array]:
     """Return `arrays`, which must contain all inputs without a default.
 
-    If `arrays` is empty, make inputs: random floats, ones of other dtypes, and a batch of 1.
+    If `arrays` is empty, make inputs: random numbers for floats, 1 for other dtypes; a first axis of free size gets size 1.
     """
     defaults = defaults or {}
     required = {described.name: described for described in running.get_inputs()}
@@ -186,7 +186,7 @@ def _make_onnxruntime(provider: str) -> Run:
 
 
 def _run_openvino(path: Path, arrays: Arrays) -> Arrays:
-    """Run on OpenVINO's CPU device in the file's dtypes, because its default may be 16 bits."""
+    """Run on OpenVINO's CPU device in the file's dtypes, because the device's default may be 16 bits."""
     core = importlib.import_module("openvino").Core()
     compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     outputs = compiled({name: array for name, array in arrays.items() if any(name in i.get_names() for i in compiled.inputs)})

@@ -215,7 +215,7 @@ def _find_operand(node: ir.Node | None, kind: str, factor: float, indices: tuple
 
 
 def _find_gathers(value: ir.Value) -> list[ir.Node]:
-    """Return the Gather nodes that read the rows of the samples `value`. Their index is floored, or cast from floats."""
+    """Return the gathers of the rows that make up the samples `value`. Their index is floored, or cast from floats."""
     gathers = []
     sampled = walk_back(value, lambda node: not _read_index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     for node in dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER):
@@ -307,7 +307,7 @@ def list_weights(corner: ir.Node) -> list[ir.Value]:
 
 
 def _find_scaled_locations(gather: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
-    """A row's index is computed from locations and from constant sizes of maps. Return the candidates for both.
+    """Return candidates for the locations, and for the constant sizes of maps, from which the index of a row is computed.
 
     Candidates for locations have six axes.
     """

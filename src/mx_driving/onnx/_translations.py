@@ -1,9 +1,9 @@
 """The operators in ONNX for `onnx.translations`: as one GridSample per map, and as single nodes. Needs onnxscript.
 
-GridSample's coordinate ((g + 1) * W - 1) / 2 of g = 2 * location - 1 is the operators' location * W - 0.5. Map sizes are
+With g = 2 * location - 1, GridSample's coordinate ((g + 1) * W - 1) / 2 is the operators' location * W - 0.5. Map sizes are
 read from the index tables when the graph runs: Slice and Reshape take tensors.
 
-The single nodes are ours for onnxruntime (native/src/onnxruntime/operators.cpp), NVIDIA's plugin for TensorRT, and the
+The single nodes are our own for onnxruntime (native/src/onnxruntime/operators.cpp), NVIDIA's plugin for TensorRT, and the
 vendor's for its converter. TensorRT's parser reads an unknown node as the plugin of the same name. The plugin's node gets the
 domain that onnxruntime's TensorRT provider uses.
 """
@@ -173,7 +173,7 @@ def _cast(tensor: Any, dtype: int) -> Any:
 
 
 def _translate_to_theirs(domain: str) -> Callable[..., Any]:
-    """Return a function that writes the node of a domain in float32. NVIDIA's node is written in float16 if all tensors are."""
+    """Return a function that writes a domain's node in float32; NVIDIA's in float16 if all floating inputs are float16."""
     halves = ["tensor(float16)"] if domain == TENSORRT else []
     types = {"floating": ["tensor(float)", *halves], "index": ["tensor(int32)"]}
     inputs = [(name, types[t.elements], False) for name, t in zip(_ATTENTION.inputs, _ATTENTION.tensors, strict=True)]

@@ -42,11 +42,11 @@ Shapes = tuple[tuple[int, ...], ...]  # the shapes of value, locations and weigh
 FEW = 2, 7  # batch and queries of a trial, if the file leaves them free
 # (tensor, axis). Tensor 0 is value, 1 locations, 2 weights. Axis 0 is the batch, 1 the queries, which value lacks.
 _AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)
-# At most so many elements of value or of samples in the first trial (0.25 GB in float32); a quarter of this in later trials.
+# The first trial has at most so many elements of value or of samples (0.25 GB in float32), later trials a quarter of them.
 _ELEMENTS = 2**26
 _ENDLESS = 2**31 - 1  # exporters write this number or more for "to the end"
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
-_SHAPED = MOVES | {"Expand", "Pad"}  # The first input of these nodes has the data. The others decide only the output's shape.
+_SHAPED = MOVES | {"Expand", "Pad"}  # The first input of these nodes has the data. The others only pick, place or repeat it.
 _QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `mx-driving fuse --json` names in the float file"
 _FAILED = "a trial in onnxruntime failed: "
 _SAMPLES = 500  # at least so many samples per level are tried, for each kind of locations
@@ -83,7 +83,7 @@ def _collect_part(sampling: Sampling, defaults: Collection[str]) -> tuple[list[i
     if pairs := [str(node.name) for node in part if is_node(node, "DequantizeLinear")]:
         between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
         raise Unfit(f"{between}; {_QUANTISED}")
-    # The tensors computed from elements of value and weights, and of constant maps, which are not computed from `value`.
+    # The tensors that depend on elements of value, of weights or of maps. Constant maps do not depend on `value`.
     linear = {sampling.value, sampling.weights}
     linear |= {v for node in part if is_node(node, "GridSample") and (v := node.inputs[0]) is not None}
     for node in part:
@@ -123,7 +123,7 @@ def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any
 def draw_inputs(sampling: Sampling, seed: int, shapes: Shapes) -> tuple[Tensor, ...]:
     """Return value, locations and weights in the file's layout: constants of the file, or random numbers.
 
-    Locations are of three kinds by seed: on and around the maps, across their borders, and far away.
+    The seed chooses one of three kinds of locations: on and around the maps, across their borders, or far away.
     """
     value, located, weights = broadcast(sampling, shapes)
     random = torch.Generator().manual_seed(seed)
@@ -190,7 +190,8 @@ def prove(file: LoadedFile, sampling: Sampling) -> Sampling:
         for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
             _compare(session, sampling, seed, make_shapes(sampling, bs, queries))
     broadcasts = any(size in file.merged for tensor in sampling.ends for size in dims(tensor)[:2])
-    # The operator does not broadcast sizes of 1. Most subgraphs fail at such sizes; the others must give the expanded result.
+    # The operator does not broadcast sizes of 1. Most subgraphs fail at such sizes; the others must give the same result as
+    # the operator gives for expanded inputs.
     for ones in () if broadcasts else vary_ones(sampling):
         try:
             _compare(session, sampling, 0, ones)
@@ -206,7 +207,7 @@ def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: in
     """Raise Unfit unless the subgraph equals the operator on random inputs.
 
     An entry's error is relative to the sum of its absolute weights, because values are within 1. On large maps, the rounding
-    of positions may hide a factor near 1 in each entry, but not in all.
+    of positions may hide a factor near 1 in single entries: so also check the factor of all entries together.
     """
     running, narrow = session
     tensors = draw_inputs(sampling, seed, shapes)
@@ -249,7 +250,7 @@ def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: in
 
 
 def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
-    """Return the size of the axis batch (0) or queries (1), None if it is free, and the sizes that the tensors have there.
+    """Return the size of axis 0 (batch) or 1 (queries), None if it is free, and the size of this axis in each tensor.
 
     A size of 1 in one tensor may be broadcast to the size in another.
     """

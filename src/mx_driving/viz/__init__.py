@@ -1,7 +1,7 @@
-"""Where models look: `recording()` keeps the inputs of operator calls, `page` writes a page that shows their samples, and
-`sampling_points` and `bev` draw with matplotlib.
+"""Show where models look: `recording()` keeps the inputs of operator calls, `page` writes an HTML page with the samples of
+these calls, and `sampling_points` and `bev` draw with matplotlib.
 
-Pages and drawings need `pip install '.[demo]'`, in the clone.
+Pages and drawings need `pip install '.[demo]'`, in a clone of the repository.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ def sampling_points(
     labels: bool = True,
     ax: Any = None,
 ) -> Any:
-    """Draw the samples of queries on a picture: a dot for each sample. Its colour is the level, its area the weight.
+    """Draw a dot on a picture for each sample of queries. The dot's colour shows the level, its area the weight.
 
     Args:
         image: [H, W, 3], [3, H, W] or [H, W], 0..1 or bytes, a tensor or a NumPy array.
-        locations: [..., num_levels, num_points, 2], (x, y), 0..1 is the picture: a query's heads, or several queries.
+        locations: [..., num_levels, num_points, 2], (x, y), 0..1 is the picture. Leading axes are heads, queries or both.
         weights: [..., num_levels, num_points]. `look.samples(query, camera)` returns locations and weights of a recorded call.
         reference: [n, 2] or [n, 4], points or boxes (centre x, centre y, width, height) to mark, 0..1.
         least: the smallest weight that is drawn.
@@ -138,6 +138,6 @@ def _find_axes(ax: Any, aspect: float) -> Any:
         from ._picture import Picture, PictureAxes
     except ImportError:
         raise RuntimeError(f"mx_driving.viz draws with matplotlib: {pip_install('[demo]')}") from None
-    # Make the figure without pyplot, which would keep it for a window that never opens.
+    # Make the figure without pyplot, which would keep the figure for a window that never opens.
     figure = Picture(figsize=(4 * math.sqrt(aspect) + 1, 4 / math.sqrt(aspect) + 1), layout="constrained")
     return figure.add_subplot(axes_class=PictureAxes)

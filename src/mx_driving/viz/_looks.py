@@ -21,9 +21,9 @@ from ._pictures import need_numbers
 
 @dataclass(frozen=True)
 class Look:
-    """The inputs of one call of a sampling operator, without their gradients.
+    """The inputs of one call of a sampling operator, detached from autograd.
 
-    For an operator with logits these are the inputs of its bare operator: the locations and weights computed from the logits.
+    For an operator with logits, these are the inputs of its bare operator, with the computed locations and weights.
     """
 
     operator: str
@@ -33,7 +33,7 @@ class Look:
     locations: Tensor
     weights: Tensor
     layer: str = ""  # the innermost module that made the call, by its name in the outermost module that runs; "" if unknown
-    # The looks of one call of a module that samples its cameras in turn have the same number; 0: no such module made the call.
+    # A module that samples its cameras in turn makes several looks in one call. The looks share this number. 0: no such module.
     _call: int = field(default=0, init=False, repr=False)
 
     def samples(self, query: int, camera: int = 0, scene: int = 0) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class Look:
 
         Returns:
             Locations [num_heads, num_levels, num_points, 2], (x, y), 0..1 is the picture, NaN for samples that read nothing;
-            and weights [num_heads, num_levels, num_points]. For `deformable_aggregation` heads are groups, levels scales.
+            and weights [num_heads, num_levels, num_points]. `deformable_aggregation` has groups for heads, scales for levels.
 
         Raises:
             TypeError, ValueError: there is no such query, camera or scene, or the look holds no numbers.
@@ -99,7 +99,7 @@ class Looks(list[Look]):
                 "encoder.layers.0.spatial". `*` stands for any text: "decoder.layers.*.cross_attn".
 
         Raises:
-            ValueError: no such layer made a recorded call. The sentence lists the layers that made calls.
+            ValueError: no such layer made a recorded call. The message lists the layers that made calls.
         """
         looks = Looks(look for look in self if fnmatch.fnmatchcase(f".{look.layer}.", f"*.{layer}.*"))
         if not looks:
@@ -125,8 +125,8 @@ class _KeepLooks(_torch_private.TorchDispatchMode):
             tensors = composition.bare_inputs(name, *inputs) if bare else inputs
             # Name the layer: the innermost running module, by its name in the outermost running module; "" outside of modules.
             # Read the modules from the stack. Hooks on all modules would turn off fast paths, such as that of
-            # TransformerEncoderLayer. The keyword arguments of a module that samples its cameras in turn, a dict that torch
-            # makes anew for every call, stand for the call of the module.
+            # TransformerEncoderLayer. Tell the calls of a module that samples its cameras in turn by the dict of its keyword
+            # arguments: torch makes a new dict for every call.
             running, call, frame = [], None, sys._getframe()
             while frame := frame.f_back:
                 if frame.f_code is _CODE_OF_A_CALL:
@@ -157,7 +157,7 @@ def recording() -> Iterator[Looks]:
     >>> [(look.operator, tuple(look.locations.shape)) for look in looks]
     [('multi_scale_deformable_attn', (1, 3, 8, 1, 4, 2))]
     """
-    # Turn torch.compile off. Under a dispatch mode, it would skip or split functions, and do so even after the block.
+    # Turn torch.compile off. Under a dispatch mode, torch.compile would skip or split functions, even after the block.
     eager: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if not torch.compiler.is_dynamo_compiling():
         with contextlib.suppress(RuntimeError):  # the block is inside a compiled function

@@ -24,7 +24,7 @@ from . import _pictures, _samples
 from ._looks import Look
 from ._samples import Plane, PlaneLayout, SampledCall, Samples
 
-CallLooks = Look | Sequence[Look]  # a call, or a call for each camera
+CallLooks = Look | Sequence[Look]  # the looks of one call: a single look, or a look for each camera
 _NOTHING = 65535  # stands for the location of a sample that reads nothing; 0..65534 stand for -0.5..1.5
 _LARGEST = 32767  # stands for the largest weight of a call. Other weights are scaled in proportion.
 
@@ -45,17 +45,17 @@ def page(
     weights can be filtered, and a click enlarges a picture.
 
     Args:
-        looks: calls that `recording()` kept, or a mapping of names to calls. The page shows one call at a time. All calls have
-            the same queries: `looks.of("decoder")` selects layers. A call may be a sequence of looks, one for each camera.
-            Successive looks of a layer that samples its cameras in turn, as `SpatialCrossAttention` does, become such a call.
+        looks: calls that `recording()` kept, or a mapping of names to calls. The page shows one call at a time. All calls must
+            have the same queries; `looks.of("decoder")` selects layers. A call may be a sequence of looks, one for each camera.
+            Successive looks of a layer that samples its cameras in turn, as `SpatialCrossAttention` does, become one call.
             A sequence of looks may have several scenes: the looks of all cameras in the first scene, then in the second.
         pictures: the pictures of a scene's cameras, in order, or a mapping of names to pictures: [H, W, 3], [3, H, W] or
             [H, W], 0..1 or bytes, as tensors or NumPy arrays in RGB (OpenCV's are BGR: `picture[..., ::-1]`), or Pillow
             images. A camera may have a list of pictures, one for each level.
         path: the file to write.
         plane: positions of the queries; None lays them out in rows.
-        scene: index of the scene in the batch. The batch of an attention operator may be scenes, cameras, or both, the
-            cameras of the first scene first.
+        scene: index of the scene in the batch. The batch of an attention operator may consist of scenes, of cameras, or of
+            both: all cameras of the first scene, then all cameras of the second.
         title: text above the page.
         max_mb: largest size of the file, in 10**6 bytes. If not all queries fit, the page shows evenly chosen queries, and
             says so.
@@ -174,7 +174,7 @@ def _estimate_query_size(calls: Sequence[SampledCall], laid: PlaneLayout, plane:
 
 
 def _describe_call(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict[str, Any]:
-    """Return a call as blocks of samples, sorted by query: a block for each query and each camera that it reads."""
+    """Return a call as blocks of samples, sorted by query: a block for each pair of a query and a camera that it reads."""
     numbers, cameras, locations, weights = [], [], [], []
     for camera, samples in enumerate(call.samples(seen)):
         shown = torch.isin(samples.queries, kept)
@@ -215,7 +215,7 @@ def _pack(numbers: Tensor, kind: str) -> str:
 def _fill_template(facts: dict[str, Any]) -> bytes:
     """Return the template with these facts. Its security policy lets a browser run only our script, and fetch nothing."""
     frame, style, *scripts = (read_text(f"viz/_template/{name}") for name in ("page.html", "page.css", "samples.js", "page.js"))
-    # Escape the characters with which a text could end the element of the data. JSON in ASCII is the same in every encoding.
+    # Escape <, > and &: with them a text could end the script element of the data. JSON in ASCII is the same in every encoding.
     data = json.dumps(facts, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     fills = {"title": html.escape(facts["title"]), "data": data, "style": style, "script": "".join(scripts)}
     for name in ("style", "script"):

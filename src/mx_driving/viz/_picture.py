@@ -1,4 +1,4 @@
-"""A figure and axes that notebooks show as a picture without pyplot. `_draw` imports this module late: it needs matplotlib."""
+"""A figure and axes that notebooks show as a picture, without pyplot. Imported at the first drawing: matplotlib is optional."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Picture(Figure):
     """A figure that a notebook shows if a cell ends with it."""
 
     def _repr_png_(self) -> bytes:
-        """IPython calls this to show an object."""
+        """Return the picture that IPython shows for this figure."""
         file = io.BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()
 
 
 class PictureAxes(Axes):
-    """Axes whose whole figure a notebook shows if a cell ends with them."""
+    """Axes. A notebook shows their whole figure if a cell ends with them."""
 
     def _repr_png_(self) -> bytes | None:
         figure = self.get_figure()

@@ -1,4 +1,4 @@
-"""The calls of a page, the samples of a call in a camera, in one layout for all operators, and the plane of the queries."""
+"""The calls that a page shows, their samples in one layout for all operators, and the plane with the queries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SampledCall(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return (num_heads, num_levels, num_points); groups are heads and scales are levels."""
+        """Return (num_heads, num_levels, num_points); for aggregation (groups, scales, points)."""
         weights = self.looks[0].weights
         if OPERATORS[self.operator].kind == "aggregation":
             _, _, points, _, levels, heads = weights.shape
@@ -61,7 +61,7 @@ class SampledCall(NamedTuple):
 
     @property
     def entries(self) -> list[tuple[Look, int]]:
-        """Return the look of each camera in the scene, and the entry of the look's batch."""
+        """For each camera, return its look in the scene, and its index in the batch of this look."""
         first, *others = self.looks
         if OPERATORS[self.operator].kind == "aggregation":
             return [(first, self.scene)] * self.cameras
@@ -75,7 +75,7 @@ class SampledCall(NamedTuple):
         return self.entries[0][0].weights.shape[1] if seen is None else len(seen)
 
     def samples(self, seen: Tensor | None) -> Iterator[Samples]:
-        """Yield the samples in each camera, of the queries that read something there. A single camera has all queries."""
+        """For each camera, yield the samples of the queries that read something there; for a single camera, of all queries."""
         for camera, (look, entry) in enumerate(self.entries):
             locations, weights = to_one_layout(look, entry, camera)
             queries = torch.arange(len(weights)) if seen is None else seen[:, camera].nonzero()[:, 0]
@@ -91,8 +91,9 @@ class SampledCall(NamedTuple):
 def make_calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
     """Check the argument `looks` of `page`. Return its calls.
 
-    Join the looks of a layer that calls the operator once for each camera. Looks with the same number of a call have all
-    cameras of all scenes. Join other successive looks of a layer, `cameras` at a time, if one look does not fit the cameras.
+    If a layer calls the operator once for each camera, join its successive looks to one call. Looks with one number `_call`
+    have all cameras of all scenes: join all of them. Join other looks, `cameras` at a time, if the batch of one look does not
+    divide into the cameras.
     """
     if isinstance(looks, Look):
         looks = [looks]

@@ -2,8 +2,8 @@
 
 Device names mean the CPU wherever torch takes a device: "npu" and "npu:0", after `transfer_to_npu` also "cuda".
 torch parses a device's name in C++. So wrap every function that takes a device, as the vendor's own transfer_to_npu does.
-`torch.utils.rename_privateuse1_backend("npu")` would make the name known, but it cannot be undone, there are no kernels, and
-torch would report an accelerator. A TorchFunctionMode would serve one thread only and slow down every call.
+`torch.utils.rename_privateuse1_backend("npu")` would make the name known, but it cannot be undone, brings no kernels, and lets
+torch report an accelerator. A TorchFunctionMode would serve one thread only and slow down every call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled"
 
 
 def stands_for_cpu(device: Any) -> bool:
-    """Return whether `device` is a device, or the name of a device, of a type that means the CPU."""
+    """Return whether `device`, a torch.device or a name, has a type that means the CPU, such as "npu"."""
     if isinstance(device, str):
         kind, colon, index = device.partition(":")
         return kind in _types and (not colon or index.isdecimal())
@@ -72,7 +72,7 @@ def map_devices(function: Function, copy: Function | None = None) -> Function:
     """Wrap `function`: replace device arguments that stand for the CPU by "cpu".
 
     Args:
-        copy: copies the result if an argument stands for the CPU, because a move to a device makes a copy.
+        copy: a function that copies the result if an argument stands for the CPU, because a move to a device makes a copy.
     """
 
     @functools.wraps(function)
@@ -125,8 +125,8 @@ def _fork_cpu(arguments: dict[str, Any]) -> None:
 
 
 def _set_no_default(arguments: dict[str, Any]) -> None:
-    """Replace a default device that means the CPU by None. For another default, torch enters a mode, and torch.compile cannot
-    trace our wrappers under this mode."""
+    """Replace a default device that means the CPU by None. For every default but None, torch enters a mode, under which
+    torch.compile cannot trace our wrappers."""
     device = arguments["device"]
     arguments["device"] = None if _is_index(device) or str(to_cpu(device)) == "cpu" else device
 
@@ -148,7 +148,7 @@ def _call_module(module: Any, inputs: Any, *args: Any, module_kwargs: Any = None
 
 
 def _make_device(*args: Any, **named: Any) -> Any:
-    """Make a torch.device. An index without a type means the device, as in torch with an accelerator."""
+    """Make a torch.device. Return the CPU for a name such as "npu", and for an index alone, which names an accelerator."""
     first = next(iter((*args, *named.values())), None)
     return _Device("cpu") if stands_for_cpu(first) or _is_index(first) else _Device(*args, **named)
 
@@ -156,7 +156,7 @@ def _make_device(*args: Any, **named: Any) -> Any:
 class _Proxy(type):
     """Metaclass of a proxy for a final C class such as torch.device: forwards construction and isinstance.
 
-    The proxy is equal to the class, too: torch.compile looks classes up in tables, and torch.fx compares them.
+    The proxy also equals the class and has its hash: torch.compile looks classes up in tables, and torch.fx compares them.
     """
 
     real: type
@@ -216,10 +216,10 @@ def _refusal(name: str) -> str:
 
 
 def _contents(name: str) -> dict[str, Any] | None:
-    """Return the contents of a module of the stand-in. A missing name of torch_npu raises an error with a sentence."""
+    """Return the contents of a module of the stand-in. A name of torch_npu that the stand-in lacks raises an error."""
     if name.partition(".")[0] != "torch_npu":
         return None
-    if name not in _CONTENTS:  # Python ignores the error of `from torch_npu import x` if its name is torch_npu.x
+    if name not in _CONTENTS:  # `from torch_npu import x` would ignore an error with the name torch_npu.x
         raise ModuleNotFoundError(_refusal(name), name="torch_npu")
 
     def refuse(attribute: str) -> Any:

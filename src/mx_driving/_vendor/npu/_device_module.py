@@ -61,13 +61,13 @@ class _ClipsGradients:
     param_groups: list[dict[str, Any]]
 
     def clip_grad_norm_fused_(self, max_norm: float = 1.0, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm is max_norm at most. Return the norm before."""
+        """Scale all gradients so that their total norm is at most max_norm. Return the norm before scaling."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def _make_answer(name: str, answer: Any) -> Callable[..., Any]:
-    """Return a function that returns `answer`. torch.compile refuses a function with two names, so each name gets its own."""
+    """Return a function that returns `answer`. Each name needs its own, as torch.compile refuses a function with two names."""
 
     def function(*args: Any, **named: Any) -> Any:
         return answer
@@ -103,7 +103,7 @@ _ANSWERS = {
     "get_device_name": _NAME,
     "get_device_capability": (0, 0),  # older than all that Triton supports, so that torch and this package do not use Triton
 }
-# After transfer_to_npu the tables below also replace names of torch.cuda.
+# After transfer_to_npu, NAMES and AMP also replace names of torch.cuda and of torch.cuda.amp.
 NAMES: dict[str, Any] = {
     **{name: _make_answer(name, answer) for name, answer in _ANSWERS.items()},
     **{name: getattr(torch, name) for name in ("ByteTensor", "CharTensor", "ShortTensor", "IntTensor", "LongTensor")},

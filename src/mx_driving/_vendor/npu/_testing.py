@@ -18,7 +18,7 @@ _COMPARED = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "floa
 
 
 def _as_array(value: Any, other: Any) -> Any:
-    """Return a numpy array of a tensor, a number, or a sequence beside a tensor."""
+    """Convert a tensor, a number, or a sequence that is compared with a tensor to a numpy array."""
     import numpy as np
 
     if isinstance(value, Sequence) and isinstance(other, torch.Tensor):

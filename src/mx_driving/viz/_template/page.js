@@ -36,7 +36,7 @@
     });
   }
 
-  /** Return a canvas's context, which draws in CSS pixels. The canvas gets as many pixels as the screen has for it. */
+  /** Give a canvas as many pixels as the screen has for it. Return its cleared context, which draws in CSS pixels. */
   function contextOf(canvas, ratio) {
     const [width, scale] = [canvas.clientWidth, window.devicePixelRatio || 1];
     const height = width / ratio;
@@ -124,7 +124,7 @@
     arrangePanels();
   }
 
-  /** Set the fewest columns with which all pictures fit the window; if they never fit, columns of 270 pixels or more. */
+  /** Set the fewest columns with which all pictures fit the window; if none fit, the most columns of at least 270 pixels. */
   function arrangePanels() {
     const [gap, caption, least] = [14, 32, 270];
     const width = at("panels").clientWidth;
@@ -140,7 +140,7 @@
     }
   }
 
-  /** Give a picture the whole width, or, if it has the whole width, its column. */
+  /** Let a picture take the whole width; if it does already, put it back into its column. */
   function enlarge(panel) {
     const large = panel.figure.classList.toggle("large");
     panel.button.setAttribute("aria-pressed", String(large));
@@ -174,7 +174,7 @@
     return panel;
   }
 
-  /** Return the picture in the pixels of a level. */
+  /** Return the picture reduced to the pixels of a level; unchanged if it has fewer pixels. */
   function coarse(source, [height, width]) {
     if (width * height > source.width * source.height) return source;
     const canvas = make("canvas", {width, height});
@@ -406,7 +406,7 @@
     at("rows").replaceChildren(...rows);
   }
 
-  // What changes
+  // Updates
 
   let waiting = false;
   function update() {

@@ -1,4 +1,4 @@
-// Read the page's data: the samples of a query, sums of weights, and the query at a place. This file needs no document.
+// Read the page's data: the samples of a query, sums of weights, and the query at a place. This file does not use the DOM.
 "use strict";
 
 const NOTHING = 65535;
@@ -11,7 +11,7 @@ function unpack(base64, Kind) {
   return new Kind(bytes.buffer);
 }
 
-/** Return the queries as typed arrays: numbers; places, of two or four numbers; grid, of row and column. */
+/** Return the queries with typed arrays: `numbers`; `places`, 2 or 4 numbers a query; `grid`, row and column of a query. */
 function readQueries(queries) {
   return {
     ...queries,
@@ -22,7 +22,7 @@ function readQueries(queries) {
   };
 }
 
-/** Return a call as typed arrays. */
+/** Return a call with typed arrays. */
 function readLook(look) {
   return {
     ...look,
@@ -108,7 +108,7 @@ function nextTo(queries, index, right, down, aspect) {
   return cheapest(queries, cost, index);
 }
 
-/** Return the index of a query's number, or of the nearest number shown. */
+/** Return the index of the query with this number, or of the shown query with the nearest number. */
 function indexOf(queries, number) {
   return cheapest(queries, (i) => Math.abs(queries.numbers[i] - number));
 }
@@ -155,7 +155,7 @@ function colourOf(sample, by, largest) {
   return by === "weight" ? colourOfShare(Math.abs(sample.weight) / largest) : COLOURS[sample[by] % COLOURS.length];
 }
 
-// The corners of each level's mark, which has about a circle's area. No corners mean a circle.
+// The corners of each level's mark; no corners: a circle. All marks have about the circle's area.
 const SHAPES = [
   [],
   [[-0.88, -0.88], [0.88, -0.88], [0.88, 0.88], [-0.88, 0.88]],
