@@ -232,7 +232,7 @@ def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: in
     if not bool((differences <= limit).all()):
         fact = f"{float(differences.max()):.1e} from the operator in a trial, {float(limit.max()):.1e} is rounding"
         raise Unfit(f"it computes something else: {fact}")
-    # Errors within the limit and with random signs may cause a factor near 1. Channels of a head share positions and weights, so
+    # Errors within the limit and with random signs may cause a factor near 1. Channels of a head share positions and weights:
     # their errors may have one sign.
     squares = float(expected.square().sum())
     factor = float((result * expected).sum()) / squares if squares else 1.0
