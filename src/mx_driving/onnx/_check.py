@@ -222,8 +222,8 @@ class _Checker:
         call = RecordedCall(match.name, {"operator": operator}, inputs, {"output": output.to(inputs[0].dtype)})
         (judged,) = judge(call).results
         if judged.verdict != RIGHT and (narrow := self.precision or match.narrow_dtype):
-            # Judge again with the error of sums in 16 bits, from locations as they are and as files and runtimes round them in
-            # 16 bits: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2.
+            # Judge again, with the error of sums in 16 bits. Try the locations as they are, and as files and runtimes round
+            # them in 16 bits: grid = 2 * location - 1, pixel = ((grid + 1) * size - 1) / 2.
             value, shapes, starts, locations, weights = inputs
             located, sides = [locations := locations.float()], shapes.flip(-1)[:, None].float()
             for grids in ((2 * locations).to(narrow) - 1, (2 * locations - 1).to(narrow)):

@@ -150,7 +150,7 @@ def load(path: Path, name: str = "path_in") -> LoadedFile:
 
 
 def _walk_graphs(proto: onnx.ModelProto) -> Iterator[tuple[Any, list[Any], list[onnx.TensorProto]]]:
-    """Yield graphs, subgraphs and functions, with their pairs (node, attribute) and their tensors in other files."""
+    """Yield each graph, subgraph and function, with its pairs (node, attribute) and its tensors that are in other files."""
     todo: list[Any] = [proto.graph, *proto.functions]
     while todo:
         graph = todo.pop()
@@ -161,7 +161,7 @@ def _walk_graphs(proto: onnx.ModelProto) -> Iterator[tuple[Any, list[Any], list[
 
 
 def _check_tensors(proto: onnx.ModelProto, refuse: Callable[[str, str], Problem]) -> None:
-    """Refuse tensors that onnx_ir does not read: sparse ones, and places in other files that are no whole numbers."""
+    """Refuse tensors that onnx_ir does not read: sparse ones, and those in other files whose offset or length is no number."""
     for graph, attributes, external in _walk_graphs(proto):
         sparse = [tensor.values.name for tensor in getattr(graph, "sparse_initializer", ())]
         sparse += [node.output[0] for node, a in attributes if a.HasField("sparse_tensor") or a.sparse_tensors]

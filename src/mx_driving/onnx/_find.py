@@ -80,7 +80,7 @@ def find_samplings(file: LoadedFile, tables: bool = True) -> Iterator[tuple[str,
         part = sampling.extract(copy.model)
         inputs = dict.fromkeys(str(v.name) for node in part.graph for v in node.inputs if v is not None)
         names = *(str(node.name) for node in part.graph), *(node for value in inputs for node in bypassed.get(value, ()))
-        # Take the tensors of the file's model that have the same names. An end that the model lacks stays.
+        # Take the tensors of the file's model that have the same names. An input that the model lacks, a constant, stays.
         values = ir.convenience.create_value_mapping(file.model.graph, include_subgraphs=False)
         value, locations, weights = (values.get(str(end.name), end) for end in sampling.ends)
         output, shapes = values[str(sampling.output.name)], tuple(values[str(v.name)] for v in sampling.shapes)
@@ -142,7 +142,7 @@ def _compute_constant(model: ir.Model, value: ir.Value) -> Array | None:
 
 
 def _find_constants(model: ir.Model, pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
-    """For each possible batch, yield role -> constant tensor of all levels. Then yield an empty dictionary.
+    """Join the constants of levels. For each possible batch size, yield role -> joined tensor; then an empty dictionary.
 
     The tensors have the operator's layout: separate axes for batch and heads, and one axis of keys for height and width.
     """

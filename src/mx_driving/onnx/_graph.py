@@ -219,7 +219,7 @@ def find_returned(node: ir.Node, opset: int) -> int | None:
     elif op_type == "Pad":
         pads = read_numbers(node, 1, "pads")
         returns = bool(pads) and not any(pads)
-    else:  # nodes that reshape, repeat or slice return an input of the output's shape
+    else:  # a node that reshapes, repeats or slices returns its input if input and output have the same shape
         before, after = dims(value), dims(node.outputs[0])
         if value.shape is None or node.outputs[0].shape is None or len(before) != len(after):
             return None

@@ -34,7 +34,7 @@ _ULPS = 4.0  # the largest change of weights and inputs
 _FURTHER = 16.0  # allowed error as a multiple of the usual change. Changes of a tensor's numbers vary by a smaller factor.
 _SOME = 0.02  # the share of an output's numbers that may be off because of near ties in a ranking
 _FEW = 8  # `compare` takes the columns of an output apart if there are at most so many
-_INSTEAD = 0.37  # replaces NaN and infinity. The location is on every map, and no implementation samples there for NaN.
+_INSTEAD = 0.37  # replaces locations of NaN and infinity. It is on every map; for NaN, no implementation samples there.
 # The search for the source of NaN runs the model at most _RUNS times, and reads at most _NEAREST tensors in a run.
 _NEAREST, _RUNS = 64, 16
 _SAME = 1e-5  # `compare` does not look for NaN locations if outputs differ by less than this share of the magnitude

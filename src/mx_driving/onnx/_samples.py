@@ -244,7 +244,7 @@ def list_factors(node: ir.Node) -> list[ir.Value]:
 
 
 def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
-    """Return node -> leaves in order, for each node with a leaf and each Add of such nodes. Leave out the terms of an Add.
+    """Find sums. Return last node of a sum -> its leaves in order. The last node has a leaf itself, or is an Add of sums.
 
     A leaf is what `read_leaf` returns for a node.
     """
@@ -261,13 +261,13 @@ def _add_up(graph: ir.Graph, read_leaf: Callable[[ir.Node], Any]) -> dict[ir.Nod
 
 
 def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
-    """Return node -> pairs in order of levels, for each ReduceSum over weighted samples and each Add of such sums."""
+    """Find weighted sums of samples: a ReduceSum, or an Add of such sums. Return last node of a sum -> pairs by level."""
     pairs = {node: [*itertools.permutations(list_factors(node), 2)] for node in graph}
     return _add_up(graph, lambda node: next((pair for pair in pairs[node] if split_levels(pair[0])), None))
 
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
-    """Return node -> the ReduceSum nodes of four corners, for the last Add of each sum of four corners.
+    """Find sums of four corners. Return last Add of a sum -> the ReduceSum nodes of its corners.
 
     The corners read one table at locations [batch, queries, heads, levels, points, 2].
     """

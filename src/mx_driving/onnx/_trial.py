@@ -233,8 +233,8 @@ def _compare(session: tuple[Any, set[ir.DataType]], sampling: Sampling, seed: in
     if not bool((differences <= limit).all()):
         fact = f"{float(differences.max()):.1e} from the operator in a trial, {float(limit.max()):.1e} is rounding"
         raise Unfit(f"it computes something else: {fact}")
-    # Errors up to the limit of random signs explain a factor. Channels of a head share positions and weights, so their errors
-    # may have one sign.
+    # Errors within the limit and with random signs may cause a factor near 1. Channels of a head share positions and weights:
+    # their errors may have one sign.
     squares = float(expected.square().sum())
     factor = float((result * expected).sum()) / squares if squares else 1.0
     sums = (expected.abs() * limit).unflatten(2, (-1, sampling.channels)).sum(3)
