@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import SymInt, Tensor, nn
 
@@ -16,7 +16,7 @@ from . import _layers
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
-_attend = functools.partial(multi_scale_deformable_attn_with_logits, reference_axis="point")
+_attend: Callable[..., Tensor] = functools.partial(multi_scale_deformable_attn_with_logits, reference_axis="point")
 _TOGETHER = 2**22  # most offsets and logits that are computed together for several cameras: 16 MB in float32
 
 
