@@ -453,7 +453,7 @@ class Recorder:
         self._process = os.getpid()
         # num_bytes: the bytes that are written. reserved: the bytes of recorded calls, with gradients that may follow.
         self.num_bytes, self.reserved = 0, 0
-        self.why = ""  # the reason why sampling has ended
+        self.why = ""  # why no more calls are recorded, but the first one with NaN; "" before that
         self.failed = self._stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
         self._watched: dict[int, _WrappedFunction] = {}  # id of a wrapper -> its function

@@ -281,9 +281,9 @@ bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
            all_rows_are_packed(call, packed);
 }
 
-// Returns whether one pass for all gradients pays without packing. One pass pays if a sample reads one row, or if separate
-// passes would not pack value because queries are few or levels are large. Value and its gradient need the same dtype and row
-// stride.
+// Returns whether to compute all gradients in one pass over rows that are not packed. The gradients of samples must be wanted.
+// Value and its gradient must have the same dtype and row stride. And a sample must read one row, or separate passes must have
+// no use for packed rows, because queries are few or levels are large.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return needs_samples(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);

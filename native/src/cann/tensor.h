@@ -1,4 +1,5 @@
-// Defines aclTensor, in which a program describes a view. Declares the check of a call's tensors in phase one.
+// Defines aclTensor, in which a program describes a view of memory. Declares the check of the tensors of a call, which phase
+// one makes; aclnn.cpp has the two phases.
 #pragma once
 
 #include "acl/acl.h"

@@ -67,7 +67,7 @@ class Form:
     kind: str
     reads_all = False  # whether the form gets arguments that the original's code does not read
     needs: frozenset[str] = frozenset()  # roles that parameters must fill
-    roles: frozenset[str] = frozenset()  # roles that are allowed for the parameters that the code reads
+    roles: frozenset[str] = frozenset()  # what else parameters may be for (find_role), if the original reads them
 
     def fits(self, candidate: Any) -> bool:
         """Return whether a candidate (_search.py) may be written in this form.

@@ -161,7 +161,7 @@ class ErrorBound:
             compute: the dtype of the sums; by default the operator's: float64 if an input is float64, else float32.
             queries: the queries of `got` and `expected`; None for all.
         """
-        extent = self._extent if compute is None else 0  # if `compute` is given, positions count as exact
+        extent = self._extent if compute is None else 0  # The extent is for errors of positions: none if `compute` is given.
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._scales[result], largest_magnitude(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))

@@ -158,7 +158,8 @@ def list_suspicions(call: RecordedCall) -> Iterator[Suspicion]:
     for operators, mistakes in _MISTAKES.items():
         for sentence, mistake in mistakes.items() if operator in operators else ():
             yield sentence, call, partial(mistake, core)
-    # In attention, weights, locations or both may be read with the levels in a wrong order. Try at most 23: all of four levels.
+    # In attention, weights, locations or both may be read with the levels in a wrong order. Try at most
+    # 23 wrong orders, which are all wrong orders of four levels.
     orders = itertools.permutations(range(len(call.inputs[1]))) if operator in (MULTI_SCALE, GEOMETRIC) else ()
     for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
         for name, i, j in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):

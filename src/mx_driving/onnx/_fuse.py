@@ -93,7 +93,8 @@ def fuse_file(
                 report.left[name] = str(unfit)
         for node in others:
             name = str(node.outputs[0].name)
-            # Skip nodes of this form. All our nodes are of the form onnxruntime; another form has one node, for attention.
+            # Skip a node that has the wanted form. Every node of our domain has the form onnxruntime. Each other form has one
+            # kind of node, for attention.
             if node.domain == DOMAIN.get(form) and (form == "onnxruntime" or node.op_type == NODES[node.domain]):
                 continue
             try:

@@ -1,4 +1,5 @@
-"""Find and rewrite nodes of our operators: our own nodes, nodes of other forms, and plugins and pools of other libraries."""
+"""Find and rewrite nodes that compute one of our operators: our nodes for onnxruntime, the vendor's and TensorRT's attention
+nodes, and the plugins of other libraries for attention and pools."""
 
 from __future__ import annotations
 

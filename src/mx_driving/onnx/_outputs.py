@@ -1,9 +1,10 @@
 """Compare outputs of whole files: a runtime's with onnxruntime's, and outputs before `fuse` with outputs after.
 
-Rounding anywhere in a file acts like a small change of its weights and inputs. So change weights and inputs by a few ulps,
-several times: rounding may move each number of the outputs as far as these changes move it. If two scores of a ranking nearly
-tie, rounding may exchange whole rows, such as queries. So a share of the numbers may move further, if their rows equal other
-rows of onnxruntime's output, or rows of the changed files' outputs. The changed files show how large the share may be.
+Rounding anywhere in a file acts like a small change of its weights and inputs. So we run copies of the file whose weights and
+inputs are changed by a few ulps. Each number of an output may be off as far as it moves in the copies. Rounding may also
+exchange whole rows of an output, such as queries, if two scores of a ranking nearly tie. So a share of the numbers may be off
+further, if their rows equal other rows of onnxruntime's output or rows of a copy's output. The copies show how large the share
+may be.
 
 Only change arrays of two or more axes. Numbers that decide a shape, such as scales of a Resize, have fewer axes.
 """

@@ -76,7 +76,7 @@ class Sampling:
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
-        """Return role -> input, for the inputs in the graph."""
+        """Return role -> value of the graph, without the roles that a constant outside the graph has."""
         ends = zip(("value", "locations", "weights"), self.ends, strict=True)
         return {role: end for role, end in ends if end.graph is not None or end.const_value is None}
 
@@ -287,7 +287,7 @@ def find_gather(corner: ir.Node) -> ir.Node | None:
 
 
 def read_table(corners: list[ir.Node]) -> Candidates:
-    """Read the samples of all levels from the sums of their four corners."""
+    """Return candidates for the samples of all levels, which read one table. `corners`: the sums of the four corners."""
     gather = find_gather(corners[0])
     assert gather is not None
     assert gather.inputs[0] is not None

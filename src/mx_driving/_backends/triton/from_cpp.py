@@ -38,7 +38,7 @@ _library: Any = None
 
 @functools.cache
 def why_not() -> str | None:
-    """Turn launches from C++ on. Return None, or why they stay off."""
+    """Turn on the launch of kernels from C++. Return None, or why it stays off."""
     if not _ON:
         return "MX_DRIVING_GPU_LAUNCH is not set"
     if sys.platform != "linux" or torch.version.hip or not torch.version.cuda:

@@ -252,8 +252,11 @@ def _differentiate(logits, grad_weights, grad_logits, rows, SAMPLES: tl.constexp
 
 
 def weights_are_needed(samples: Samples, mask: Sequence[bool]) -> bool:
-    """Return whether a backward needs the weights as a tensor: in deterministic mode for `Sums`; and if rows of logits are too
-    long for `_differentiate`, because plain torch then differentiates the softmax."""
+    """Return whether a backward needs the weights as a tensor.
+
+    `Sums` reads that tensor in deterministic mode, for the gradient of value. If the rows of logits are too long for
+    `_differentiate`, plain torch reads it to differentiate the softmax.
+    """
     return (mask[0] and torch.are_deterministic_algorithms_enabled()) or math.prod(samples.sizes[1:]) > _MOST_SAMPLES
 
 
