@@ -204,6 +204,7 @@ def double(name):
 NESTED = "types.SimpleNamespace(a=types.SimpleNamespace(b=1.0))"
 # How known code reads a constant: a line of its file, the expression, and a change to 2.
 CONSTANTS = {
+    "of a dtype": ("A = torch.int8", "(1 + (A is not torch.int8))", lambda module: setattr(module, "A", torch.bool)),
     "of another module": ("import utils", "utils.SCALE", lambda module: double("SCALE")(module.utils)),
     "by an alias": ("import utils as u", "u.SCALE", lambda module: double("SCALE")(module.u)),
     "of a module in a module": ("import utils", "utils.more.SCALE", lambda module: double("SCALE")(module.utils.more)),

@@ -49,7 +49,7 @@ _DEFINES = ("@", "def ", "class ", "async ")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _KINDS = ("staticmethod", "classmethod", "property")  # decorators that leave the function as it is
 _CONTAINERS = (tuple, frozenset, list, dict, set)
-_CONSTANTS = (bool, int, float, str, type(None), *_CONTAINERS)
+_CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, *_CONTAINERS)
 # A global of LibreYOLO that switches between two ways to compute the same output.
 _SWITCHES = ("_FORCE_MANUAL_GRID_SAMPLE",)
 _ABSENT = object()
