@@ -1,8 +1,10 @@
 """The key of a function: a hash of its syntax tree, and of all that the function reaches.
 
 The key has the code of the functions and methods that are called, not only their names, and the code of the wrappers around
-them. A function has no key if it reaches a replaced function of torch, a callable object that is no function, or a global
-constant with another value than in the file. Two functions with the same key compute the same.
+them. A function has no key if it reaches a replaced function of torch, a callable object that is no function, a global
+constant with another value than in the file, or a tensor, an array or an object whose content may change unseen. A function
+has no key either if it imports a module of a library, or looks names up in a namespace. Two functions with the same key
+compute the same.
 
 A key does not depend on the Python version, nor on comments, docstrings, annotations, asserts and branches that only raise. A
 function has no key if its source cannot be read, or is not the source of the running code.
