@@ -281,6 +281,7 @@ def test_errors_of_python_are_told(gpu, monkeypatch):
 
 def test_the_switch_without_cuda(monkeypatch):
     monkeypatch.setattr(from_cpp, "_ON", True)
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert from_cpp.why_not.__wrapped__() == "torch is not built for CUDA on Linux"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "libcuda.so.1" in from_cpp.why_not.__wrapped__()

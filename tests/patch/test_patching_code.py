@@ -201,12 +201,19 @@ def double(name):
     return lambda space: setattr(space, name, 2.0)
 
 
+def replace_more(module):
+    module.utils.more = types.ModuleType("utils.more")
+    module.utils.more.SCALE = 2.0
+
+
 NESTED = "types.SimpleNamespace(a=types.SimpleNamespace(b=1.0))"
 # How known code reads a constant: a line of its file, the expression, and a change to 2.
 CONSTANTS = {
+    "of a dtype": ("A = torch.int8", "(1 + (A is not torch.int8))", lambda module: setattr(module, "A", torch.bool)),
     "of another module": ("import utils", "utils.SCALE", lambda module: double("SCALE")(module.utils)),
     "by an alias": ("import utils as u", "u.SCALE", lambda module: double("SCALE")(module.u)),
     "of a module in a module": ("import utils", "utils.more.SCALE", lambda module: double("SCALE")(module.utils.more)),
+    "of a module that takes another's place": ("import utils", "utils.more.SCALE", replace_more),
     "in a dict of another": ("import utils", "utils.OPTIONS['a']", lambda module: module.utils.OPTIONS.update(a=2.0)),
     "imported by its name": ("from utils import SCALE", "SCALE", double("SCALE")),
     "in an imported dict": ("from utils import OPTIONS", "OPTIONS['a']", lambda module: module.OPTIONS.update(a=2.0)),
@@ -250,6 +257,14 @@ UNSEEN = {
     "of an object with slots": ("class Slots:\n    __slots__ = ('a',)\nOPTIONS = Slots()\nOPTIONS.a = 1.0", "OPTIONS.a"),
     "of a function": ("def one():\n    return one.a\none.a = 1.0", "one()"),
     "by getattr": ("import utils", "getattr(utils, 'SCALE')"),
+    "by another name of getattr": ("import utils", "[get(utils, 'SCALE') for get in [getattr]][0]"),
+    "by a module's dict": ("import utils", "utils.__dict__['SCALE']"),
+    "by a local import": ("def one():\n    import utils\n    return utils.SCALE", "one()"),
+    "by a local import of a name": ("def one():\n    from utils import SCALE\n    return SCALE", "one()"),
+    "by import_module": ("import importlib", "importlib.import_module('utils').SCALE"),
+    "by __import__": ("", "__import__('utils').SCALE"),
+    "by sys.modules": ("import sys", "sys.modules['utils'].SCALE"),
+    "a tensor in another module's dict": ("import utils\nutils.OPTIONS = {'a': torch.ones(())}", "utils.OPTIONS['a']"),
     "by globals": ("SCALE = 1.0", "globals()['SCALE']"),
 }
 

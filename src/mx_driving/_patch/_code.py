@@ -1,8 +1,10 @@
 """The key of a function: a hash of its syntax tree, and of all that the function reaches.
 
 The key has the code of the functions and methods that are called, not only their names, and the code of the wrappers around
-them. A function has no key if it reaches a replaced function of torch, a callable object that is no function, or a global
-constant with another value than in the file. Two functions with the same key compute the same.
+them. A function has no key if it reaches a replaced function of torch, a callable object that is no function, a global
+constant with another value than in the file, or a tensor, an array or an object whose content may change unseen. A function
+has no key either if it imports a module of a library, or looks names up in a namespace. Two functions with the same key
+compute the same.
 
 A key does not depend on the Python version, nor on comments, docstrings, annotations, asserts and branches that only raise. A
 function has no key if its source cannot be read, or is not the source of the running code.
@@ -37,6 +39,8 @@ _DROPPED = {"ctx", "type_comment", "kind", "type_params", "decorator_list", "ret
 _HARMLESS = {"size", "sum", "dim", "len", "isinstance", "numel", "prod", "item", "all", "any", "type", "format"}
 # A key leaves out an assert whose test calls only these functions and those of _HARMLESS.
 _ASSERTED = {"set", "list", "sorted", "min", "max", "hasattr", "allclose", "equal", "isfinite", "is_floating_point", "issubset"}
+# Names by which code reaches what its text does not show.
+_ASKING = {"globals", "eval", "exec", "__import__", "import_module", "__dict__"}
 _WORDS = {"print", "warn", "torch_compilable_check"}  # functions that only print or check
 _KNOWN_PACKAGES = {
     *("torch", "numpy", "torchvision", "einops", "math", "typing", "builtins", "functools", "itertools", "warnings"),
@@ -49,7 +53,8 @@ _DEFINES = ("@", "def ", "class ", "async ")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _KINDS = ("staticmethod", "classmethod", "property")  # decorators that leave the function as it is
 _CONTAINERS = (tuple, frozenset, list, dict, set)
-_CONSTANTS = (bool, int, float, str, type(None), *_CONTAINERS)
+_CONSTANTS = (bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, *_CONTAINERS)
+_LATE_CORE = "easycv.thirdparty.deformable_attention.functions"  # EasyCV imports its core in the forward of its layer.
 # A global of LibreYOLO that switches between two ways to compute the same output.
 _SWITCHES = ("_FORCE_MANUAL_GRID_SAMPLE",)
 _ABSENT = object()
@@ -326,7 +331,7 @@ class Reader:
                     raise NoKey(f"the global {name} is {value!r}, which its file does not assign")
             elif not bindings or not isinstance(value, (bool, str, type(None))):  # Flags and versions depend on the machine.
                 bound = [repr(value)]
-        elif (name,) in text.bare and value is not _ABSENT and not isinstance(value, types.ModuleType):
+        elif (name,) in text.bare and value is not _ABSENT:
             raise NoKey(f"the global {name} is a {type(value).__name__}, whose content may change")
         return bound + [_Text().dump(b) if isinstance(b, ast.Assign) else [b[0], b[1].name] for b in bindings]
 
@@ -355,7 +360,9 @@ class Reader:
                     value, path = content, f"{path}.{name}"
                     continue
                 space, path = value, f"{path}.{name}"
-                value = vars(value).get(name, _ABSENT)
+                value = vars(space).get(name, _ABSENT)
+                if isinstance(value, types.ModuleType):
+                    self._note(code, vars(space), {name})
             # A compiled function may be absent or None where its file was not built.
             if (
                 isinstance(value, types.ModuleType)
@@ -376,15 +383,12 @@ class Reader:
                 continue  # compat's functions stand for those of a compiled module
             elif isinstance(value, types.FunctionType):
                 parts.append([path, self._read_wrapped(value, None, code)])
-            elif isinstance(value, _CONSTANTS):
+            elif _is_constant(value):
                 parts.append([path, repr(value)])
             elif not isinstance(value, types.BuiltinFunctionType):
                 raise NoKey(f"{path} is a {'class' if isinstance(value, type) else type(value).__name__}, not a function")
-        for name in sorted(text.asked & function.__globals__.keys()):
-            if isinstance(value := function.__globals__[name], types.ModuleType) and not is_of_known_library(value):
-                raise NoKey(f"it asks {name} for a name")
-        if text.names & {"globals", "eval", "exec"}:
-            raise NoKey("it calls globals, eval or exec")
+        if asked := sorted((text.names | text.members) & _ASKING):
+            raise NoKey(f"it uses {asked[0]}")
         originals = _torch_private.ORIGINALS[torch.Tensor]
         for name in sorted(text.members):
             if name[:2] != "__" and getattr(torch.Tensor, name, None) is not originals.get(name):
@@ -478,7 +482,6 @@ class _Text:
         chains: a name, and the attributes that are read from it one after the other: ("torch", "nn", "functional", "softmax").
         bare: the names and chains of which no further attribute is read.
         members: the names of all attributes.
-        asked: the names that are arguments of getattr and vars.
         attributes, writes: the names of the layer's attributes that are loaded and set.
         passes_self: whether the layer itself is used, not only its attributes.
     """
@@ -488,11 +491,10 @@ class _Text:
     chains: set[tuple[str, ...]] = field(default_factory=set)
     bare: set[tuple[str, ...]] = field(default_factory=set)
     members: set[str] = field(default_factory=set)
-    asked: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
     passes_self: bool = False
-    _bases: set[ast.expr] = field(default_factory=set)
+    _bases: set[ast.expr] = field(default_factory=set)  # of attributes, and what is compared with None
 
     def dump(self, node: Any) -> Any:
         if isinstance(node, list):
@@ -504,8 +506,12 @@ class _Text:
             if node not in self._bases:
                 self.bare.add((node.id,))
             self.passes_self |= node.id == self.own
-        if isinstance(node, ast.Call) and _get_called(node) in ("getattr", "vars"):
-            self.asked |= {argument.id for argument in node.args if isinstance(argument, ast.Name)}
+        if isinstance(node, ast.Compare) and all(isinstance(c, ast.Constant) and c.value is None for c in node.comparators):
+            self._bases.add(node.left)  # `_C is not None` reads nothing of a compiled module.
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            if any(module.partition(".")[0] not in _KNOWN_PACKAGES and module != _LATE_CORE for module in modules):
+                raise NoKey(f"it imports {modules[0]}")
         if isinstance(node, ast.Attribute):
             self.members.add(node.attr)
             self._bases.add(node.value)

@@ -76,7 +76,8 @@ def coefficients(right, below, weight):
     """Return the coefficients of the four corners of a sample with this weight."""
     bottom = weight * below
     top = weight - bottom
-    return top - top * right, top * right, bottom - bottom * right, bottom * right
+    # tl.fma, because compilers contract `bottom - bottom * right` in two ways, and the bits would depend on value's dtype.
+    return top - top * right, top * right, tl.fma(bottom, right * -1.0, bottom), bottom * right
 
 
 @triton.jit
