@@ -131,7 +131,8 @@ class Code:
                 get = operator.itemgetter(*present, present[0])  # With one name, an itemgetter would not return a tuple.
                 objects.append((get, space, get(space)))
         objects += [(_get_code, function, _get_code(function)) for function in functions]
-        contents = [(value, repr(value)) for *_, values in objects for value in values if _is_mutable(value)]
+        mutable = [value for *_, values in objects for value in values if _is_mutable(value) and _is_constant(value)]
+        contents = [(value, repr(value)) for value in mutable]  # Other contents, such as tensors, take long to write.
         kinds = [(_get_apply if is_autograd(core) else _get_forward, core) for core in cores if isinstance(core, type)]
         kinds += [(operator.attrgetter(*sorted(self.methods)), owner)] if owner and self.methods else []
         methods = [(get, kind, get(kind)) for get, kind in kinds]
