@@ -131,7 +131,7 @@ def test_each_is_recorded_and_judged(extension, tmp_path):
 @pytest.mark.parametrize("name", compat.NAMES)
 def test_a_function_that_is_not_ours_says_so_when_it_is_called(name):
     """This holds for every stand-in. FlashOCC's bev_pool_ext has such a function, a maximum."""
-    contents = compat._first._contents(name) or compat._last._contents(name)
+    contents = compat._first.contents(name) or compat._last.contents(name)
     assert contents is not None
     for missing in ("bev_max_pool_forward", "bev_max_pool_backward"):
         sentence = f"^{name}.{missing} is not compiled; mx_driving.compat stands in for .* only$"

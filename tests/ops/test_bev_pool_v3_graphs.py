@@ -123,7 +123,7 @@ def session_of(form):
     import quick_exports  # noqa: F401
 
     table = mx_driving.onnx.translations(form)
-    exported = program() if form == "gather" else program.__wrapped__()  # torch can write a program to one file only
+    exported = program.__wrapped__()  # torch can write a program to one file only, and not decompose it any more
     model = torch.onnx.export(exported, dynamo=True, verbose=False, custom_translation_table=table)
     return onnx_nodes.session(model.model_proto, mx_driving.onnx.library())
 
