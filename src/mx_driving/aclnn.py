@@ -63,7 +63,7 @@ _ERRORS = {
     Status.ACL_ERROR_BAD_ALLOC: MemoryError,
 }
 # the dtypes of the C interface, and the dtypes that it refuses by name
-_DTYPE = _backends.native._DTYPE | {torch.int8: 2, torch.uint8: 4, torch.int16: 6, torch.bool: 12}
+_DTYPE = _backends.native.DTYPES | {torch.int8: 2, torch.uint8: 4, torch.int16: 6, torch.bool: 12}
 _DTYPE |= {torch.complex64: 16, torch.complex128: 17}
 _UNDEFINED_DTYPE = -1
 _FORMAT_ND = 2

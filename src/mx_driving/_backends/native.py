@@ -35,7 +35,7 @@ _FUNCTIONS = (
     "mxd_register_with_torch",
     *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
 )
-_DTYPE = {torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bfloat16: 27}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, torch.float64: 11, torch.bfloat16: 27}
 _BAD_LEVEL, _BAD_RANK = 3, 7
 
 # Packers of struct mxd_tensor (data, dtype, shape[6], strides[6]), by number of axes. Unused axes are zero.
@@ -132,7 +132,7 @@ def threads() -> str:
 
 
 def _pack(t: Tensor | None) -> bytes:
-    return _NOT_GIVEN if t is None else _PACK[len(t.shape)](t.data_ptr(), _DTYPE[t.dtype], *t.shape, *t.stride())
+    return _NOT_GIVEN if t is None else _PACK[len(t.shape)](t.data_ptr(), DTYPES[t.dtype], *t.shape, *t.stride())
 
 
 # run(name of a C function, packed tensors, options) calls the C function and returns the function's status.
@@ -171,7 +171,7 @@ class Kernel:
         args = args[1:-1] if self.backward else args
         inputs, options = args[: self.count], args[self.first_choice :]
         for i in self.numbers:  # convert integer locations of a dtype that the C interface lacks
-            if inputs[i].dtype not in _DTYPE:
+            if inputs[i].dtype not in DTYPES:
                 inputs = (*inputs[:i], inputs[i].to(torch.int64), *inputs[i + 1 :])
         if self.backward:
             results = empty_gradients([inputs[i] for i in self.operator.differentiable], mask)
@@ -189,7 +189,7 @@ class Kernel:
                 sizes = checks.sizes_of(self.operator, inputs)
                 (*shape, _), (*strides, last) = t.shape, t.stride()
                 outer, inner = (sizes[factor] for factor in factors)
-                address = t.data_ptr(), _DTYPE[t.dtype]
+                address = t.data_ptr(), DTYPES[t.dtype]
                 apart[i] = _PACK[axes + 1](*address, *shape, outer, inner, *strides, inner * last, last)
                 tensors[i] = None
         packed = [*map(_pack, tensors)]
