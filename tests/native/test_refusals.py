@@ -65,7 +65,7 @@ def copy_with_room(t: Tensor) -> Tensor:
 
 
 def described(t: Tensor) -> Argument:
-    return Argument(t.data_ptr(), _backends.native._DTYPE[t.dtype], tuple(t.shape), t.stride())
+    return Argument(t.data_ptr(), _backends.native.DTYPES[t.dtype], tuple(t.shape), t.stride())
 
 
 def call_of(name: str, backward: bool) -> Call:
@@ -449,7 +449,7 @@ def test_sentences_are_those_of_the_python_checks(name):
 def can_describe(refusal) -> bool:
     """Return whether the call can be described in C: no words, known dtypes, the right number of axes, logits on two axes."""
     tensors = [a for a in refusal.args() if isinstance(a, torch.Tensor)]
-    if refusal.changes_shape_of_value or not all(t.is_cpu and t.dtype in _backends.native._DTYPE for t in tensors):
+    if refusal.changes_shape_of_value or not all(t.is_cpu and t.dtype in _backends.native.DTYPES for t in tensors):
         return False
     original, changed = refusals.GOOD[refusal.operator]()[refusal.index], refusal.args()[refusal.index]
     has_logits = refusal.operator in cases.WITH_LOGITS and refusal.index == cases.WEIGHTS[refusal.operator]
